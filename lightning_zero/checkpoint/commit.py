@@ -1,0 +1,313 @@
+"""Directories that appear, are replaced and disappear in one step.
+
+[Note: Publishing]
+
+A checkpoint is written under a temporary name beside its final one and published by one system call:
+
+    nothing under the final name     renameat2(NOREPLACE)
+    something under it               renameat2(EXCHANGE): the old checkpoint then has the temporary name, and is deleted
+    a file system without renameat2  the final name is a symbolic link to the data, and is replaced by another link
+
+Whenever the process dies, the final name leads to the old checkpoint or to the new one, each of them whole. (Two
+plain renames would leave a moment with neither.) Deleting renames first, so that a half-deleted directory never has a
+valid name.
+
+What a killed process left behind is removed by the next save in the same folder. A directory in use is told from a
+stale one by a lock (``flock``) on the directory itself, which the kernel drops with the process.
+
+Temporary names are random and never derived from the final one: Lightning finds checkpoints to resume from by
+searching folders for names that contain ``last`` or ``ckpt_``, and reads numbers out of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_zero.checkpoint.schema import META_FILE, METADATA_FILE, RECORD_FILE
+
+__all__ = ["Staging", "fsync_directory", "is_checkpoint_directory", "local_path", "remove", "sweep"]
+
+_TEMPORARY = ".ztmp-"  # being written, or a replaced checkpoint about to be deleted
+_DELETED = ".zdel-"  # being deleted
+_DATA = ".zdata-"  # what a final name links to, where directories cannot be exchanged
+_MOVED = ".zold-"  # a foreign directory on its way out, where directories cannot be exchanged; never swept
+_OURS = re.compile(r"\.z(?:tmp|del|data)-[0-9a-f]{32}")
+
+Exchange = Callable[[Path, Path], "Path | None"]
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class Staging:
+    """A directory being written, on the one rank that makes and publishes it.
+
+    Args:
+        final: the name to publish under. Its parents are made.
+        exchange: moves one path to another in one step and returns where that which was there lies now, if anything;
+            ``OSError`` with ``ENOSYS`` where that is not possible. By default the system call of the note.
+
+    Raises:
+        IsADirectoryError: if ``final`` is a directory that is no checkpoint: publishing would delete it.
+        OSError: if the directory cannot be made.
+    """
+
+    def __init__(self, final: Path, exchange: Exchange | None = None) -> None:
+        if final.is_dir() and not final.is_symlink() and not is_checkpoint_directory(final):
+            raise IsADirectoryError(f"'{final}' is a directory that is not a checkpoint; it would be deleted")
+        self.final = final
+        self._exchange = exchange or _exchange
+        final.parent.mkdir(parents=True, exist_ok=True)
+        sweep(final.parent)
+        self._lock: int | None
+        self.path, self._lock = _make_locked(final.parent)
+
+    def publish(self) -> None:
+        """Give the directory its final name, then delete what had it. See [Note: Publishing].
+
+        Raises:
+            OSError: if it could not. The final name then still leads to what it led to before, or, if only making the
+                name durable failed, to the whole new directory.
+        """
+        fsync_directory(self.path)
+        try:
+            replaced = self._exchange(self.path, self.final)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            replaced = self._flip_link()
+        self._unlock()  # from here on the data is not ours to discard
+        fsync_directory(self.final.parent)
+        if replaced is not None:
+            _retire(replaced)
+
+    def discard(self) -> None:
+        """Delete the directory if it was not published. Never raises: the next save sweeps what is left."""
+        link = self.final.parent / f"{_TEMPORARY}{self.path.name[-32:]}"
+        if link.is_symlink():
+            with contextlib.suppress(OSError):
+                link.unlink()
+        if self._lock is not None:
+            _retire(self.path)
+            self._unlock()
+
+    def _flip_link(self) -> Path | None:
+        """Publish by a symbolic link. Returns what is to be deleted."""
+        parent, token = self.final.parent, self.path.name[-32:]
+        data, link = parent / f"{_DATA}{token}", parent / f"{_TEMPORARY}{token}"
+        os.rename(self.path, data)
+        self.path = data
+        os.symlink(data.name, link)
+        if self.final.is_symlink() or not self.final.is_dir():
+            replaced = _linked_data(self.final)
+            os.replace(link, self.final)
+            return replaced
+        # A directory that another program or file system made: a link cannot replace it, so for a moment the final name
+        # leads nowhere. The data is not lost even then: this name is never swept.
+        moved = parent / f"{_MOVED}{token}"
+        os.rename(self.final, moved)
+        try:
+            os.replace(link, self.final)
+        except OSError:
+            os.rename(moved, self.final)
+            raise
+        return moved
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """An absolute path in the local (or a mounted) file system.
+
+    Raises:
+        ValueError: for a URL: an object store has no rename, and needs another way to publish.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        scheme, rest = text.split("://", 1)
+        if scheme != "file":
+            raise ValueError(
+                f"Sharded checkpoints are written to local or mounted file systems, not to '{text}'. Choose a "
+                "`dirpath` on a shared file system and copy finished checkpoints from there."
+            )
+        text = rest
+    return Path(os.path.abspath(text))
+
+
+def is_checkpoint_directory(path: Path) -> bool:
+    """Whether a directory is one of ours, one of Lightning's, or empty: whether it may be replaced by a checkpoint."""
+    names = set(os.listdir(path))
+    return not names or bool(names & {RECORD_FILE, METADATA_FILE, META_FILE})
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint: a directory, a file, or a link with the data behind it. Nothing there is fine.
+
+    Raises:
+        IsADirectoryError: if it is a directory that is no checkpoint.
+        OSError: if the name could not be removed.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint_directory(path):
+        raise IsADirectoryError(f"'{path}' is a directory that is not a checkpoint; it is not deleted")
+    if path.is_dir() and not path.is_symlink():
+        doomed = path.with_name(f"{_DELETED}{uuid.uuid4().hex}")
+        os.rename(path, doomed)
+        fsync_directory(path.parent)
+        _delete(doomed)
+        return
+    data = _linked_data(path)
+    path.unlink()
+    fsync_directory(path.parent)
+    if data is not None:
+        _retire(data)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left in a folder. Never raises, and leaves what a living process holds."""
+    with contextlib.suppress(OSError):
+        linked = {
+            os.readlink(entry.path) for entry in os.scandir(folder) if entry.is_symlink() and not _is_ours(entry.name)
+        }
+        for entry in list(os.scandir(folder)):
+            if _is_ours(entry.name) and entry.name not in linked:
+                with contextlib.suppress(OSError):
+                    _sweep_one(folder, Path(entry.path))
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:  # some network file systems have no fsync of directories
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _sweep_one(folder: Path, path: Path) -> None:
+    if path.is_symlink():  # between two steps of _flip_link, unless its data is still locked
+        lock = _try_lock(folder / os.readlink(path))
+        if lock is not None or not path.exists():
+            path.unlink()
+    elif path.name.startswith(_DELETED):
+        _delete(path)
+        return
+    else:
+        lock = _try_lock(path)
+        # A data directory may have been published between our look at the links and our lock.
+        if lock is not None and not any(_linked_data(other) == path for other in folder.iterdir()):
+            _retire(path)
+    if lock is not None:
+        os.close(lock)
+
+
+def _is_ours(name: str) -> bool:
+    return _OURS.fullmatch(name) is not None
+
+
+def _make_locked(parent: Path) -> tuple[Path, int]:
+    """A new directory and the descriptor that holds its lock."""
+    while True:
+        path = parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        path.mkdir()
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # swept by another process before it was locked
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue  # being swept
+        except OSError:
+            return path, descriptor  # a file system without flock: there nobody can sweep it either
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return path, descriptor
+        os.close(descriptor)
+
+
+def _try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock of a directory, or ``None`` if somebody else does or it cannot be locked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _exchange(source: Path, final: Path) -> Path | None:
+    """Move ``source`` to ``final`` in one step. Returns where that which was there lies now."""
+    try:
+        _renameat2(source, final, _RENAME_NOREPLACE)
+    except FileExistsError:
+        _renameat2(source, final, _RENAME_EXCHANGE)
+        return source
+    return None
+
+
+def _renameat2(source: Path, destination: Path, flags: int) -> None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:  # not Linux, or a C library older than 2018
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    arguments = (
+        ctypes.c_int(_AT_FDCWD),
+        ctypes.c_char_p(os.fsencode(source)),
+        ctypes.c_int(_AT_FDCWD),
+        ctypes.c_char_p(os.fsencode(destination)),
+        ctypes.c_uint(flags),
+    )
+    if function(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(source), None, str(destination))
+
+
+def _linked_data(path: Path) -> Path | None:
+    """The data directory beside ``path`` that it was published through, if it is such a link."""
+    if not path.is_symlink():
+        return None
+    target = os.readlink(path)
+    return path.parent / target if target.startswith(_DATA) and _is_ours(target) else None
+
+
+def _retire(path: Path) -> None:
+    """Delete what no longer has a final name. Never raises: what is left is swept by the next save."""
+    with contextlib.suppress(OSError):
+        data = _linked_data(path)
+        doomed = path.with_name(f"{_DELETED}{uuid.uuid4().hex}")
+        os.rename(path, doomed)
+        _delete(doomed)
+        if data is not None:
+            _retire(data)
+
+
+def _delete(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()

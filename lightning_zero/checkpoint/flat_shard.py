@@ -1,0 +1,199 @@
+"""One rank's slice of a parameter, in the form ``torch.distributed.checkpoint`` understands.
+
+[Note: Boxes]
+
+A shard is a contiguous range of a flattened parameter, but DCP stores boxes (an offset and a size per dimension). A
+range is at most ``2 n - 1`` boxes of an n-dimensional parameter: the rest of a row, whole rows, the beginning of a
+row, and the same again inside each partial row. Elements 5 to 16 of shape (5, 4):
+
+    .  .  .  .
+    .  a  a  a      box a: offset (1, 1), size (1, 3)
+    b  b  b  b      box b: offset (2, 0), size (2, 4)
+    b  b  b  b
+    c  .  .  .      box c: offset (4, 0), size (1, 1)
+
+The concatenation of the boxes, each flattened, is the range again: a box is a piece of the slice's own memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils.dlpack import from_dlpack
+
+__all__ = ["Box", "FlatShard", "boxes"]
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor: its first element and its extent, per dimension, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """Cover elements ``start`` to ``end`` (exclusive) of the flattened ``shape``. See [Note: Boxes].
+
+    Returns:
+        Non-empty boxes in the order of the range; at most ``max(1, 2 * len(shape) - 1)`` of them, none for an empty
+        range.
+    """
+    if start >= end:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row_shape = tuple(shape[1:])
+    row_numel = math.prod(row_shape)
+    first, head = divmod(start, row_numel)
+    last, tail = divmod(end, row_numel)
+    if first == last:
+        return _in_row(first, boxes(row_shape, head, tail))
+    found = []
+    if head:
+        found += _in_row(first, boxes(row_shape, head, row_numel))
+        first += 1
+    if last > first:
+        found.append(Box((first, *(0 for _ in row_shape)), (last - first, *row_shape)))
+    return found + _in_row(last, boxes(row_shape, 0, tail))
+
+
+def _in_row(row: int, inner: list[Box]) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
+
+
+class FlatShard(Tensor):
+    """A parameter of full shape of which this process holds one contiguous range of the flattened elements.
+
+    It occupies no memory of its own. Its size is the full shape, so that user code which looks at names, shapes and
+    dtypes of a checkpoint works; it can be renamed, dropped, cloned and cast; computing with it raises, because the
+    result could only be wrong.
+
+    Args:
+        local: 1-D and contiguous: this rank's elements, possibly none. Kept by reference, never copied.
+        shape: the full shape.
+        start: the place of ``local[0]`` in the flattened parameter. Meaningless, but in bounds, if ``local`` is empty.
+
+    Raises:
+        ValueError: if ``local`` is not such a range.
+
+    Source: ``_Checkpointable``, the three methods by which DTensor describes itself to DCP (torch 2.11 to 2.13).
+    """
+
+    _local: Tensor
+    _start: int
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> FlatShard:
+        """See the class."""
+        numel = math.prod(shape)
+        if local.dim() != 1 or not local.is_contiguous():
+            raise ValueError(f"A flat shard needs a contiguous 1-D tensor, got shape {tuple(local.shape)}.")
+        if start < 0 or start + local.numel() > numel:
+            raise ValueError(
+                f"Elements {start} to {start + local.numel()} are not a range of a tensor of shape {tuple(shape)} "
+                f"with {numel} elements."
+            )
+        shard: FlatShard = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device, requires_grad=False
+        )
+        shard._local, shard._start = local.detach(), int(start)
+        return shard
+
+    @property
+    def local(self) -> Tensor:
+        """1-D: the elements this rank holds. The memory given to the constructor."""
+        return self._local
+
+    @property
+    def start(self) -> int:
+        """The place of ``local[0]`` in the flattened parameter."""
+        return self._start
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The slice as boxes of the full shape, in the order of ``local``."""
+        return boxes(self.shape, self._start, self._start + self._local.numel())
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        """DCP: what this rank writes."""
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+            )
+            for box in self.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """DCP: what this rank wants to read."""
+        return [_chunk(box) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """DCP: the memory of one box, to read from or to write to."""
+        position = 0
+        for box in self.boxes:
+            numel = math.prod(box.sizes)
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                return _own_storage(self._local[position : position + numel].view(box.sizes))
+            position += numel
+        raise ValueError(f"This rank holds no part of '{index.fqn}' at offset {index.offset}.")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Detach, clone and cast work on the slice; everything else would need elements of other ranks."""
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return FlatShard(args[0]._local, args[0].shape, args[0]._start)
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            options = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}
+            return FlatShard(func(args[0]._local, **options), args[0].shape, args[0]._start)
+        raise RuntimeError(  # not TypeError, of which Python's operators make a message of their own
+            f"{func} needs whole parameters, but a checkpoint holds only this rank's part of each. Compute with "
+            "`lightning_zero.full_parameters` around the module, or with the saved checkpoint."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
+        """A copy with memory of its own."""
+        copied = FlatShard(self._local.clone(), self.shape, self._start)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: a pickle would hold one rank's elements under the name of the whole."""
+        raise TypeError(
+            "A FlatShard cannot be pickled: it holds one rank's part of a parameter only. Save through the Trainer."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Which elements of what."""
+        end = self._start + self._local.numel()
+        return f"FlatShard({tuple(self.shape)}, {self.dtype}, elements {self._start} to {end} here)"
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def _own_storage(view: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage is exactly these bytes.
+
+    A view drags the storage of the whole flat buffer along: ``torch.save`` would write all of it, and DCP's own
+    writer therefore clones first, which was measured to double the memory of a save. A tensor made through DLPack has
+    a storage of its own over the same bytes.
+    """
+    if view.device.type != "cpu":
+        return view
+    try:
+        exact: Tensor = from_dlpack(view)
+    except (BufferError, RuntimeError, TypeError):  # a dtype that DLPack cannot describe
+        return view
+    return exact

@@ -1,0 +1,169 @@
+"""A Lightning checkpoint dictionary taken apart into named values, and put together again.
+
+The names are those of stock DCP directories, as Lightning's own sharded strategies write them: ``state_dict.<name>``,
+``optimizer_0.state.<name>.<key>``, ``optimizer_0.param_groups.0.lr``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.checkpoint.flat_shard import FlatShard
+from lightning_zero.checkpoint.schema import Index
+from lightning_zero.checkpoint.typed_json import type_name
+
+__all__ = ["Leaf", "describe", "digest", "disagreement", "put_together", "split"]
+
+_ALWAYS_ROUTED = ("state_dict", "optimizer_states")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value of the sharded part of a checkpoint.
+
+    Attributes:
+        path: the way from the checkpoint dictionary to the value; ``Index`` in lists, keys in dictionaries.
+        stored_path: the same in the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``.
+        value: a FlatShard, a tensor, an empty dictionary, or any other value.
+    """
+
+    path: tuple[Any, ...]
+    stored_path: tuple[str | int, ...]
+    value: Any
+
+    @property
+    def key(self) -> str:
+        """The DCP name."""
+        return ".".join(map(str, self.stored_path))
+
+    @property
+    def is_container(self) -> bool:
+        """Whether it is an empty dictionary: of it DCP knows nothing, only our own record does."""
+        return isinstance(self.value, Mapping)
+
+
+def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any]]:
+    """Separate what goes to DCP from what stays one file.
+
+    Weights and optimizer states go to DCP, and so does any other top-level key that holds a FlatShard somewhere:
+    callbacks move weights to keys of their own (Lightning's ``WeightAveraging`` does).
+
+    Returns:
+        The leaves of the former by DCP name, in the order of the checkpoint, and the rest of the dictionary.
+
+    Raises:
+        ValueError: if two values would get the same name.
+    """
+    leaves: dict[str, Leaf] = {}
+    rest: dict[str, Any] = {}
+    for key, value in checkpoint.items():
+        if key not in _ALWAYS_ROUTED and not _holds_shards(value):
+            rest[key] = value
+            continue
+        for leaf in _top_level_leaves(key, value):
+            if leaf.key in leaves:
+                raise ValueError(
+                    f"two values of the checkpoint are both called '{leaf.key}': {leaves[leaf.key].path}, {leaf.path}"
+                )
+            leaves[leaf.key] = leaf
+    return leaves, rest
+
+
+def _top_level_leaves(key: str, value: Any) -> Iterator[Leaf]:
+    if key == "optimizer_states" and isinstance(value, list) and value:
+        for number, state in enumerate(value):
+            yield from _leaves((key, Index(number)), (f"optimizer_{number}",), state)
+    else:
+        yield from _leaves((key,), (str(key),), value)
+
+
+def _leaves(path: tuple[Any, ...], stored_path: tuple[str | int, ...], value: Any) -> Iterator[Leaf]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves((*path, key), (*stored_path, str(key)), item)
+    elif isinstance(value, list) and not _is_terminal(value):
+        for number, item in enumerate(value):
+            yield from _leaves((*path, Index(number)), (*stored_path, number), item)
+    else:
+        yield Leaf(path, stored_path, value)
+
+
+def _is_terminal(values: list[Any]) -> bool:
+    """Whether DCP keeps a list as one value: it does unless a dictionary or a tensor is in it or in a list in it."""
+    return not any(
+        isinstance(value, (Mapping, Tensor)) or (isinstance(value, list) and not _is_terminal(value))
+        for value in values
+    )
+
+
+def _holds_shards(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, FlatShard):
+        return True
+    if depth > 64:  # a structure that contains itself
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_shards(item, depth + 1) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_shards(item, depth + 1) for item in value)
+    return False
+
+
+def describe(leaves: Mapping[str, Leaf]) -> dict[str, tuple[Any, ...]]:
+    """What the ranks must agree on for each name: its kind, dtype and shape."""
+    return {key: _description(leaf.value) for key, leaf in leaves.items()}
+
+
+def _description(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return ("shard" if isinstance(value, FlatShard) else "tensor", str(value.dtype), tuple(value.shape))
+    return ("value", type_name(value))
+
+
+def digest(leaves: Mapping[str, Leaf]) -> str:
+    """A short form of ``describe``, which depends on the order too."""
+    return hashlib.sha256(repr(list(describe(leaves).items())).encode()).hexdigest()
+
+
+def disagreement(descriptions: Sequence[Mapping[str, tuple[Any, ...]]]) -> str | None:
+    """Say how two ranks differ about the same name; ``None`` if they do not (one may lack it)."""
+    first: dict[str, tuple[int, tuple[Any, ...]]] = {}
+    for rank, description in enumerate(descriptions):
+        for key, value in description.items():
+            owner, known = first.setdefault(key, (rank, value))
+            if known != value:
+                return f"'{key}' is {known} on rank {owner} and {value} on rank {rank}"
+    return None
+
+
+def put_together(values: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
+    """The checkpoint dictionary that has ``value`` at ``path`` for every pair; pairs in the order of ``split``.
+
+    Raises:
+        ValueError: if the paths contradict each other.
+    """
+    whole: dict[str, Any] = {}
+    for path, value in values:
+        if not path or not isinstance(path[0], str):
+            raise ValueError(f"a path {path} does not start with a name")
+        place: Any = whole
+        for part, following in pairwise(path):
+            place = _descend(place, part, list if isinstance(following, Index) else dict, path)
+        _descend(place, path[-1], lambda value=value: value, path)
+    return whole
+
+
+def _descend(place: Any, part: Any, make: Any, path: tuple[Any, ...]) -> Any:
+    """The element of a container, made if it is the next one."""
+    if isinstance(part, Index) and type(place) is list and 0 <= part <= len(place):
+        if part == len(place):
+            place.append(make())
+        return place[part]
+    if not isinstance(part, Index) and type(place) is dict:
+        return place.setdefault(part, make())
+    raise ValueError(f"the path {path} leads through {type(place).__name__}, where {part!r} is not possible")

@@ -1,0 +1,294 @@
+"""Python values as JSON that remembers types, so that loading a checkpoint executes nothing.
+
+Plain JSON values stand for themselves. Everything else is an object with the key ``"$"`` that names its type from a
+fixed list; a dictionary that holds such a key, or keys that are no strings, is written as a list of pairs. What is
+not on the list is *recorded, not kept*: its place holds the name of its type.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import math
+import pathlib
+import sys
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, timedelta
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "Inexpressible", "Decoder", "Encoder", "dtype_name", "raw_memory", "type_name"]
+
+_TAG = "$"
+_MAX_DEPTH = 64
+_CONTAINERS = (dict, OrderedDict, Namespace, list, tuple, set, frozenset, torch.Size)
+_INLINE_NBYTES = 16384  # a random number generator's state (5056 bytes) is written inline, a weight is not
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+"""Every dtype of this torch by its short name, aliases included (``half`` is ``float16``)."""
+
+_PATHS: dict[str, type[pathlib.PurePath]] = {
+    cls.__name__: cls for cls in (pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.Path)
+}
+
+
+class Inexpressible(TypeError):
+    """A value that typed JSON has no form for.
+
+    Cause: an instance of a class that is not on the list, for example ``functools.partial``.
+    Fix: none needed; the value stays in ``meta.pt``, and loading says which key is missing.
+    """
+
+
+def type_name(value: object) -> str:
+    """Module and class of a value."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def raw_memory(tensor: Tensor) -> memoryview:
+    """The elements in order, in this machine's byte order; a copy only if they do not lie so in host memory."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+class Encoder:
+    """Python values to JSON values.
+
+    Args:
+        store: called with a plain tensor too large to be written inline; returns a JSON value from which the decoder's
+            ``fetch`` gets it back.
+        strict: raise for a value that cannot be expressed, instead of recording it.
+
+    Attributes:
+        unsupported: ``(key path, type)`` of what was recorded only, in order.
+    """
+
+    def __init__(self, store: Callable[[Tensor], Any] | None = None, *, strict: bool = False) -> None:
+        self._store = store
+        self._strict = strict
+        self._open: set[int] = set()  # the containers around the value being encoded, to notice one inside itself
+        self.unsupported: list[tuple[tuple[Any, ...], str]] = []
+
+    def encode(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
+        """The JSON value.
+
+        Raises:
+            Inexpressible: in strict mode for any part that cannot be expressed; otherwise only where there is no
+                dictionary around it whose key could be recorded as missing.
+        """
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+        if type(value) not in _CONTAINERS:
+            return self._scalar(value)
+        if len(path) > _MAX_DEPTH or id(value) in self._open:
+            raise Inexpressible(f"{type_name(value)} nested deeper than {_MAX_DEPTH} levels, or in itself")
+        self._open.add(id(value))
+        try:
+            return self._container(value, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _container(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if type(value) in (dict, OrderedDict):
+            return self._mapping(value, path)
+        if type(value) is Namespace:
+            return {_TAG: "namespace", "value": self._mapping(vars(value), path)}
+        items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+        return items if type(value) is list else {_TAG: type(value).__name__, "value": items}
+
+    def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+        pairs = [(key, self._entry(item, (*path, key))) for key, item in value.items()]
+        if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
+            return dict(pairs)
+        encoded = [[self.encode(key, (*path, key)), item] for key, item in pairs]
+        return {_TAG: "odict" if type(value) is OrderedDict else "dict", "value": encoded}
+
+    def _entry(self, value: Any, path: tuple[Any, ...]) -> Any:
+        try:
+            return self.encode(value, path)
+        except Inexpressible as error:
+            if self._strict:
+                raise
+            self.unsupported.append((path, str(error)))
+            return {_TAG: "unsupported", "value": str(error)}
+
+    def _scalar(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if kind is bytes:
+            return {_TAG: "bytes", "value": _text(value)}
+        if kind is complex:
+            return {_TAG: "complex", "value": [self.encode(value.real), self.encode(value.imag)]}
+        if kind is torch.dtype:
+            return {_TAG: "dtype", "value": dtype_name(value)}
+        if kind is torch.device:
+            return {_TAG: "device", "value": str(value)}
+        if kind is timedelta:
+            return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
+        if kind in (date, datetime):
+            return {_TAG: kind.__name__, "value": value.isoformat()}
+        if isinstance(value, pathlib.PurePath) and kind.__module__.partition(".")[0] == "pathlib":
+            name = "Path" if isinstance(value, pathlib.Path) else kind.__name__
+            return {_TAG: "path", "type": name, "value": str(value)}
+        if isinstance(value, Enum):
+            if _enum_class(kind.__module__, kind.__qualname__) is kind:
+                return {_TAG: "enum", "module": kind.__module__, "type": kind.__qualname__, "value": value.name}
+        elif kind.__module__ == "numpy" and _is_small_array(value):
+            shape = None if kind.__name__ != "ndarray" else list(value.shape)
+            return {_TAG: "numpy", "dtype": value.dtype.str, "shape": shape, "value": _text(value.tobytes())}
+        raise Inexpressible(type_name(value))
+
+    def _tensor(self, value: Tensor) -> Any:
+        plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized
+        if not plain or value.is_meta:
+            raise Inexpressible(type_name(value))
+        if value.nbytes <= _INLINE_NBYTES:
+            content = _text(raw_memory(value))
+            return {_TAG: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "value": content}
+        if self._store is None:
+            raise Inexpressible(f"{type_name(value)} of {value.nbytes} bytes")
+        return {_TAG: "stored", "value": self._store(value)}
+
+
+class Decoder:
+    """JSON values back to Python values. Calls no code that the input names.
+
+    Args:
+        fetch: gets a large tensor back from what the encoder's ``store`` returned.
+
+    Attributes:
+        unsupported: ``(key path, type)`` of what the encoder recorded only, and of members of enums whose module is not
+            imported here; those keys are left out.
+    """
+
+    def __init__(self, fetch: Callable[[Any], Tensor] | None = None) -> None:
+        self._fetch = fetch
+        self.unsupported: list[tuple[tuple[Any, ...], str]] = []
+
+    def decode(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
+        """The Python value.
+
+        Raises:
+            ValueError: if the JSON value is none that an encoder writes.
+        """
+        if isinstance(value, list):
+            return [self.decode(item, (*path, index)) for index, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if _TAG not in value:
+            return self._mapping(list(value.items()), path)
+        try:
+            return self._tagged(value[_TAG], value.get("value"), value, path)
+        except Inexpressible:
+            raise
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"a damaged {value[_TAG]!r} value: {error!r}") from error
+
+    def _mapping(self, pairs: list[Any], path: tuple[Any, ...]) -> dict[Any, Any]:
+        found = {}
+        for key, item in pairs:
+            if isinstance(item, dict) and item.get(_TAG) == "unsupported":
+                self.unsupported.append(((*path, key), str(item.get("value"))))
+                continue
+            try:
+                found[key] = self.decode(item, (*path, key))
+            except Inexpressible as error:
+                self.unsupported.append(((*path, key), str(error)))
+        return found
+
+    def _tagged(self, tag: str, value: Any, whole: dict[str, Any], path: tuple[Any, ...]) -> Any:
+        if tag in ("dict", "odict"):
+            pairs = [(self.decode(key), item) for key, item in value]
+            found = self._mapping(pairs, path)
+            return OrderedDict(found) if tag == "odict" else found
+        if tag == "namespace":
+            return Namespace(**self.decode(value, path))
+        if tag in _SEQUENCES:
+            return _SEQUENCES[tag](self.decode(item, (*path, index)) for index, item in enumerate(value))
+        if tag in _SCALARS:
+            return _SCALARS[tag](value)
+        if tag == "complex":
+            return complex(*map(self.decode, value))
+        if tag == "path":
+            return _PATHS[whole["type"]](value)
+        if tag == "enum":
+            return _enum_member(whole["module"], whole["type"], value)
+        if tag == "numpy":
+            return _numpy(whole["dtype"], whole["shape"], value)
+        if tag == "tensor":
+            return _tensor(DTYPES[whole["dtype"]], whole["shape"], base64.b64decode(value))
+        if tag == "stored" and self._fetch is not None:
+            return self._fetch(value)
+        raise ValueError(f"an unknown type {tag!r}")
+
+
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": lambda items: torch.Size(list(items)),
+}
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "float": lambda value: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[value],
+    "bytes": base64.b64decode,
+    "dtype": lambda value: DTYPES[value],
+    "device": torch.device,
+    "timedelta": lambda value: timedelta(*value),
+    "date": date.fromisoformat,
+    "datetime": datetime.fromisoformat,
+}
+
+
+def _text(content: bytes | memoryview) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _is_small_array(value: Any) -> bool:
+    """Whether a numpy object is a scalar or array of numbers, few enough to be written inline."""
+    return hasattr(value, "nbytes") and value.dtype.kind in "biufcmM" and value.nbytes <= _INLINE_NBYTES
+
+
+def _numpy(dtype: str, shape: list[int] | None, content: str) -> Any:
+    numpy = importlib.import_module("numpy")  # not a dependency: it is there if the value was
+    kind = numpy.dtype(dtype)
+    if kind.kind not in "biufcmM":
+        raise ValueError(f"a numpy dtype {dtype!r}")
+    array = numpy.frombuffer(base64.b64decode(content), dtype=kind)
+    return array[0] if shape is None else array.reshape(shape).copy()
+
+
+def _enum_class(module: str, name: str) -> type[Enum] | None:
+    """An enum class that is already imported; nothing is imported and no module code runs to find one."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, type) and issubclass(found, Enum) else None
+
+
+def _enum_member(module: str, name: str, member: str) -> Any:
+    found = _enum_class(module, name)
+    if found is None or member not in found.__members__:
+        raise Inexpressible(f"{module}.{name}.{member}, an enum that this program has not imported")
+    return found.__members__[member]

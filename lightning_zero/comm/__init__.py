@@ -1,0 +1,26 @@
+"""The wire: process groups, agreement between ranks, collectives, streams."""
+
+from lightning_zero.comm.collectives import (
+    PATIENCE_SECONDS,
+    CollectiveCall,
+    Collectives,
+    GlooCollectives,
+    LocalCollectives,
+    NativeCollectives,
+    Pending,
+)
+from lightning_zero.comm.groups import ControlGroup, Groups
+from lightning_zero.comm.streams import Streams
+
+__all__ = [
+    "PATIENCE_SECONDS",
+    "CollectiveCall",
+    "Collectives",
+    "ControlGroup",
+    "GlooCollectives",
+    "Groups",
+    "LocalCollectives",
+    "NativeCollectives",
+    "Pending",
+    "Streams",
+]

@@ -1,0 +1,239 @@
+"""Process groups and the agreement between ranks.
+
+Three groups of the same ranks, because collectives pair up by order within a group: gathers of parameters, reductions
+of gradients, and the control plane each keep an order of their own that never depends on how the others interleave.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.errors import CommunicationError, DivergenceError
+
+__all__ = ["ControlGroup", "Groups", "destroy_default_group_at_exit", "naming_failures"]
+
+
+def destroy_default_group_at_exit() -> None:
+    """End the default group while Python still runs; see [Note: groups end before the interpreter does]."""
+    owner = os.getpid()
+
+    def destroy() -> None:
+        if dist.is_initialized() and os.getpid() == owner:
+            dist.destroy_process_group()
+
+    atexit.register(destroy)
+
+
+@contextmanager
+def naming_failures(what: str, rank: int) -> Iterator[None]:
+    """Turn a transport's error (a dead peer, a timeout) into one that says what was being done and what to do next."""
+    try:
+        yield
+    except (DivergenceError, CommunicationError):
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"Rank {rank}: {what} did not complete: {error}\n"
+            "Another rank has died, raised an error, or did not arrive within the process group's timeout. Look at the "
+            "log of the rank that stopped first. Checkpoints that were saved before are intact."
+        ) from error
+
+
+class ControlGroup:
+    """Small agreements between the hosts of all ranks, never through the accelerator.
+
+    Args:
+        process_group: a gloo group over all ranks, or ``None`` when there is one rank only.
+        rank: this process in that group.
+        world_size: ranks in that group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, rank: int = 0, world_size: int = 1) -> None:
+        self.process_group = process_group
+        self.rank = rank
+        self.world_size = world_size
+        self._rows: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Give every rank's integers to every rank.
+
+        Args:
+            values: 64-bit integers, equally many on every rank.
+
+        Returns:
+            One list per rank, in rank order.
+
+        Collective: every rank.
+        """
+        if self.world_size == 1:
+            return [list(values)]
+        if len(values) not in self._rows:
+            with torch.inference_mode(False):
+                row = torch.zeros(len(values), dtype=torch.int64)
+                self._rows[len(values)] = (row, [torch.zeros_like(row) for _ in range(self.world_size)])
+        row, rows = self._rows[len(values)]
+        row.copy_(torch.tensor(values, dtype=torch.int64))
+        with naming_failures("the agreement with the other ranks", self.rank):
+            dist.all_gather(rows, row, group=self.process_group)
+        return [r.tolist() for r in rows]
+
+    def sum_float64(self, values: Sequence[float]) -> list[float]:
+        """Sum float64 numbers over the ranks, in rank order on every rank, so that all get the same bits.
+
+        Collective: every rank.
+        """
+        if self.world_size == 1:
+            return list(values)
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.zeros_like(mine) for _ in range(self.world_size)]
+        with naming_failures("the sum of a gradient norm", self.rank):
+            dist.all_gather(rows, mine, group=self.process_group)
+        total = rows[0]
+        for row in rows[1:]:
+            total = total + row
+        return [float(v) for v in total.tolist()]
+
+    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
+        """Which of many flags is set on at least one rank.
+
+        Args:
+            flags: 1-D uint8 on the CPU, equally long on every rank. Overwritten with the answer.
+
+        Collective: every rank.
+        """
+        if self.world_size > 1:
+            with naming_failures("the agreement on used parameters", self.rank):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
+        return flags
+
+    def agree_any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on at least one rank. Collective: every rank."""
+        return any(row[0] for row in self.exchange([int(flag)]))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Give every rank's (picklable, small) object to every rank. Collective: every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with naming_failures("the agreement with the other ranks", self.rank):
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective: every rank."""
+        self.exchange([0])
+
+    def agree_equal(self, what: str, lines: Sequence[str], fingerprint: str) -> None:
+        """Raise on every rank unless all ranks hold the same lines.
+
+        Args:
+            what: what the lines describe, for the message.
+            lines: the description, compared line by line only when the fingerprints differ.
+            fingerprint: hex digest over the lines.
+
+        Raises:
+            DivergenceError: on every rank, naming the first rank that differs from rank 0 and the first lines that do.
+
+        Collective: every rank.
+        """
+        prints = self.gather_objects(fingerprint)
+        other = next((rank for rank, value in enumerate(prints) if value != prints[0]), None)
+        if other is None:
+            return
+        texts = self.gather_objects(list(lines))
+        pairs = list(zip_longest(texts[0], texts[other], fillvalue="(nothing more)"))
+        different = [f"  rank 0: {a}\n  rank {other}: {b}\n" for a, b in pairs if a != b]
+        raise DivergenceError(
+            f"Rank {other} has another {what} than rank 0. First differences:\n{''.join(different[:3])}"
+            "Every rank must build the same model with the same strategy settings; look for code that depends on the "
+            "rank, on a file only some ranks see, or on a random choice made before the seed was set."
+        )
+
+
+@dataclass
+class Groups:
+    """The process groups of one engine: the same ranks three times, each with its own order of calls.
+
+    Args:
+        gather: carries parameters.
+        reduce: carries gradients.
+        control: carries agreements between hosts.
+
+    [Note: groups end before the interpreter does]
+    A gloo group has threads, and a thread that lets go of the last tensor of a transfer needs the interpreter for it.
+    If that happens while the interpreter is shutting down, the process aborts, after a training that went well. So the
+    groups are given back, and their threads joined, while Python still runs. That takes no other rank: with a dead one
+    transfers under way fail at once, with a silent one after the group's timeout at the latest.
+    """
+
+    gather: dist.ProcessGroup | None
+    reduce: dist.ProcessGroup | None
+    control: ControlGroup
+
+    @classmethod
+    def create(cls, backend: str | None = None, timeout: timedelta | None = None) -> Groups:
+        """The three groups over all ranks of the default group; none for a single process.
+
+        Made once per default group, backend and timeout: a process that runs many Trainers, one after the other, must
+        not pile up threads and sockets.
+
+        Collective: every rank of the default group.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(None, None, ControlGroup(None))
+        key = (backend, timeout)
+        existing = _CREATED.setdefault(_default_group(), {}).get(key)
+        if existing is not None and existing.control.process_group is not None:
+            return existing
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        gather = dist.new_group(backend=backend, timeout=timeout)
+        reduce = dist.new_group(backend=backend, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        groups = cls(gather, reduce, ControlGroup(control, rank, world_size))
+        groups._owner = os.getpid()
+        atexit.register(groups._at_exit)
+        _CREATED[_default_group()][key] = groups
+        return groups
+
+    def __post_init__(self) -> None:
+        self._owner: int | None = None
+
+    def destroy(self) -> None:
+        """Give the groups back and join their threads. May be called again.
+
+        Collective: every rank.
+        """
+        atexit.unregister(self._at_exit)
+        groups = [self.gather, self.reduce, self.control.process_group]
+        self.gather = self.reduce = self.control.process_group = None
+        while groups:
+            group = groups.pop()  # a group's threads end with the last reference to it
+            if group is not None and dist.is_initialized():
+                with suppress(ValueError):  # gone already, with the default group
+                    dist.destroy_process_group(group)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._owner:  # a forked process has the group but none of its threads
+            self.destroy()
+
+
+# Weak: groups end with the default group they were made from.
+_CREATED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | None, timedelta | None], Groups]] = WeakKeyDictionary()
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("There is no default process group; the Trainer makes one in setup_environment.")
+    return group

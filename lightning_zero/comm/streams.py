@@ -1,0 +1,73 @@
+"""Side streams for the wire on CUDA, and nothing at all on the CPU, behind one interface.
+
+A tensor that crosses streams travels with an event. No ``record_stream``: every buffer the engine hands to a side
+stream lives as long as the engine, so it is never given back to the allocator while in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Event", "Streams"]
+
+Event = Any  # torch.cuda.Event, or None where work is ordered by the host
+
+
+class Streams:
+    """The gather and the reduce stream of one device.
+
+    Args:
+        device: where the engine computes. Anything but CUDA gets null streams: work is then ordered by the host alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._gather = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reduce = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def gathering(self, after: Event = None) -> Iterator[None]:
+        """Issue the work inside on the gather stream, after ``after`` (default: all work issued so far)."""
+        with self._on(self._gather, after):
+            yield
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Issue the work inside on the reduce stream, after all work of the current stream so far."""
+        with self._on(self._reduce, None):
+            yield
+
+    def mark(self) -> Event:
+        """An event behind all work issued so far on the current stream (``None`` on the CPU)."""
+        if self._gather is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Let the current stream continue only after ``event``; the host does not wait."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def join(self) -> None:
+        """Let the current stream continue only after everything issued on the side streams."""
+        for stream in (self._gather, self._reduce):
+            if stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream | None, after: Event) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        if after is not None:
+            stream.wait_event(after)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield

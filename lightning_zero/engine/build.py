@@ -1,0 +1,270 @@
+"""From a module and a plan to units: every rank keeps rank 0's values, and of sharded ones only its own part.
+
+One parameter at a time is on its way, so the peak is the module as the user built it plus what this rank keeps; a
+module on the meta device is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._torch import untracked
+from lightning_zero.comm import Collectives, ControlGroup
+from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.deferred import InitRecord
+from lightning_zero.engine.placeholder import Placeholders
+from lightning_zero.engine.reducer import GradientReducer
+from lightning_zero.engine.slots import Slot
+from lightning_zero.engine.unit import FlatParameters, ReplicatedUnit, ShardedUnit, Unit, views_of
+from lightning_zero.errors import MaterialiseError
+from lightning_zero.plan import FlatLayout, UnitPlan, ZeroPlan
+
+__all__ = ["UnitBuilder", "build_reducer", "check_materialisable", "synchronise_buffers"]
+
+_UNRECORDED = (
+    "'{name}' is on the meta device, and how it was to be initialised is not known. Build the module inside "
+    "`configure_model` (under torch.device('meta')): there every initialisation is recorded and replayed, unit by "
+    "unit. Or build it on the CPU."
+)
+
+
+class UnitBuilder:
+    """Builds the units of one engine.
+
+    Args:
+        module: the user's module; its parameters keep identity, only their ``data`` changes.
+        plan: what to build.
+        collectives: the wire, for rank 0's values.
+        device: where the engine computes.
+        placeholders: what sharded parameters show.
+        record: the recorded initialisation of a module on the meta device, if it was built under our eyes.
+
+    Collective: every rank, with equal plans.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ZeroPlan,
+        collectives: Collectives,
+        device: torch.device,
+        placeholders: Placeholders,
+        record: InitRecord | None,
+    ) -> None:
+        self._parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
+        self._plan = plan
+        self._collectives = collectives
+        self._device = device
+        self._placeholders = placeholders
+        self._record = record
+
+    def build(self) -> list[Unit]:
+        """All units, by index."""
+        if not self._plan.placement.shards_parameters:
+            return [self._replicated(unit) for unit in self._plan.units]
+        slots = [Slot.allocate(slot.nbytes, self._device) for slot in self._plan.slots]
+        return [self._sharded(unit, slots) for unit in self._plan.units]
+
+    def _replicated(self, plan: UnitPlan) -> Unit:
+        buffers, flats = [], []
+        for layout in plan.layouts:
+            with untracked():
+                full = torch.zeros(layout.numel, dtype=layout.compute_dtype, device=self._device)
+                master = self._collectives.own_range(full)
+                if layout.dtype != layout.compute_dtype:
+                    master = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self._device)
+            flat = self._flat(layout, master)
+            shared = layout.dtype == layout.compute_dtype
+            for value, view, shard in zip(self._values(layout), views_of(full, layout), flat.shards, strict=True):
+                with untracked():
+                    view.copy_(value)
+                    if not shared:
+                        _copy_slice(value, shard.start, shard.data)
+            buffers.append(full)
+            flats.append(flat)
+        unit = ReplicatedUnit(plan, flats, buffers)
+        for flat in unit.flats:
+            for spec, parameter, placeholder in zip(
+                flat.layout.parameters, flat.parameters, flat.placeholders, strict=True
+            ):
+                _point(spec.name, parameter, placeholder)
+        if unit.always_bound:
+            unit.bind()
+        return unit
+
+    def _sharded(self, plan: UnitPlan, slots: Sequence[Slot]) -> Unit:
+        flats = []
+        for layout in plan.layouts:
+            with untracked():
+                master = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self._device)
+            flat = self._flat(layout, master)
+            values = self._values(layout)
+            for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
+                _copy_slice(next(values), shard.start, shard.data)
+                _point(shard.spec.name, parameter, placeholder)
+            flats.append(flat)
+        if plan.slot is None:
+            raise RuntimeError(f"The plan gives unit '{plan.name}' no slot. This is an error in lightning_zero itself.")
+        return ShardedUnit(plan, flats, slots[plan.slot])
+
+    def _flat(self, layout: FlatLayout, master: Tensor) -> FlatParameters:
+        parameters = [self._parameters[spec.name] for spec in layout.parameters]
+        placeholders = [self._placeholders.like(parameter, self._device) for parameter in parameters]
+        return FlatParameters(layout, parameters, self._collectives.rank, master, placeholders)
+
+    def _values(self, layout: FlatLayout) -> _Values:
+        return _Values(layout, self._parameters, self._collectives, self._device, self._record)
+
+
+class _Values:
+    """Rank 0's full values of a layout's parameters, one after the other."""
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Mapping[str, nn.Parameter],
+        collectives: Collectives,
+        device: torch.device,
+        record: InitRecord | None,
+    ) -> None:
+        self._names = iter([spec.name for spec in layout.parameters])
+        self._parameters = parameters
+        self._collectives = collectives
+        self._device = device
+        self._record = record
+
+    def __iter__(self) -> _Values:
+        return self
+
+    def __next__(self) -> Tensor:
+        name = next(self._names)
+        value = materialise(name, self._parameters[name], self._device, self._record)
+        if value.numel():
+            with untracked():
+                value = value.contiguous()
+                self._collectives.broadcast(_as_bytes(value), 0, f"initial values of '{name}'").wait()
+        return value
+
+
+def materialise(name: str, tensor: Tensor, device: torch.device, record: InitRecord | None) -> Tensor:
+    """A real tensor for a parameter or buffer: itself, moved to ``device``, or its replayed initialisation.
+
+    Raises:
+        MaterialiseError: if it is on the meta device and nobody recorded its initialisation.
+    """
+    with untracked():
+        if not tensor.is_meta:
+            return tensor.detach().to(device)
+    if record is None:
+        raise MaterialiseError(_UNRECORDED.format(name=name))
+    return record.materialise([tensor], device, [name])[0]
+
+
+def check_materialisable(module: nn.Module, record: InitRecord | None, control: ControlGroup) -> None:
+    """Raise on every rank if some rank has a tensor on the meta device whose values nobody knows.
+
+    Raises:
+        MaterialiseError: naming the first rank and its tensor.
+
+    Collective: every rank.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    meta = [(name, tensor) for name, tensor in named if tensor.is_meta]
+    problem = ""
+    try:
+        if record is not None:
+            record.check([tensor for _, tensor in meta], [f"'{name}'" for name, _ in meta])
+        elif meta:
+            problem = _UNRECORDED.format(name=meta[0][0])
+    except MaterialiseError as error:
+        problem = str(error)
+    problems = control.gather_objects(problem)
+    first = next((rank for rank, text in enumerate(problems) if text), None)
+    if first is not None:
+        raise MaterialiseError(f"Rank {first}: {problems[first]}")
+
+
+def synchronise_buffers(
+    module: nn.Module, collectives: Collectives, device: torch.device, record: InitRecord | None
+) -> None:
+    """Put every buffer on ``device`` with rank 0's values. Collective: every rank."""
+    done: dict[int, Tensor] = {}
+    for prefix, owner in module.named_modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in done:
+                name = f"{prefix}.{key}" if prefix else key
+                value = materialise(name, buffer, device, record)
+                if value.numel() and type(value) is Tensor and value.layout is torch.strided:
+                    with untracked():
+                        contiguous = value.contiguous()
+                        collectives.broadcast(_as_bytes(contiguous), 0, f"buffer '{name}'").wait()
+                        if contiguous is not value:
+                            value.copy_(contiguous)
+                done[id(buffer)] = value
+            owner._buffers[key] = done[id(buffer)]
+
+
+def build_reducer(
+    plan: ZeroPlan, units: Sequence[Unit], collectives: Collectives, control: ControlGroup, device: torch.device
+) -> GradientReducer:
+    """Memory for gradients, as the plan says where they rest, and the reducer over it."""
+    rings = [Slot.allocate(slot.nbytes, device) for slot in plan.gradient_slots]
+    buckets: list[GradientBucket] = []
+    slots: list[Slot | None] = []
+    for unit in units:
+        for flat in unit.flats:
+            layout = flat.layout
+            if not layout.trainable:
+                continue
+            resident = None
+            with untracked():
+                if not plan.placement.shards_gradients:
+                    resident = torch.zeros(layout.numel, dtype=layout.reduce_dtype, device=device)
+                if resident is not None and layout.reduce_dtype == layout.dtype:
+                    shard = collectives.own_range(resident)
+                else:
+                    shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
+            collectives.reserve(layout.numel, layout.reduce_dtype, device)
+            buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives))
+            ring = unit.plan.gradient_slot
+            slots.append(rings[ring] if ring is not None and resident is None else None)
+    return GradientReducer(buckets, slots, control, collectives)
+
+
+def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:
+    """Let a parameter show ``data``. It stays the same object, also where it has to leave the meta device.
+
+    Raises:
+        MaterialiseError: if something else holds on to the meta tensor.
+    """
+    if not parameter.is_meta or data.is_meta:
+        parameter.data = data
+        return
+    kind, attributes = type(parameter), dict(vars(parameter))
+    try:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise RuntimeError("it has hooks")
+        with torch.inference_mode(False):
+            torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=parameter.requires_grad))
+    except RuntimeError as error:
+        raise MaterialiseError(
+            f"'{name}' is on the meta device and cannot be given real memory: {error}. Register hooks on parameters "
+            "and keep references to them after set-up, for example in on_fit_start; or build the module on the CPU."
+        ) from error
+    parameter.__class__ = kind
+    vars(parameter).update(attributes)
+
+
+def _as_bytes(value: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as 1-D bytes: so every dtype travels, whatever the backend can add."""
+    return value.view(-1).view(torch.uint8)
+
+
+def _copy_slice(value: Tensor, start: int, destination: Tensor) -> None:
+    with untracked():
+        destination.copy_(value.reshape(-1).narrow(0, start if destination.numel() else 0, destination.numel()))

@@ -1,0 +1,65 @@
+"""Forward calls of units, and finding the moment their backward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero._torch import sequence_number
+from lightning_zero.engine.unit import ShardedUnit
+
+__all__ = ["ForwardCall", "hook_outputs"]
+
+
+@dataclass(eq=False)
+class ForwardCall:
+    """One forward of a unit.
+
+    Args:
+        unit: whose forward.
+        version: the weights it computes with.
+        first_node: autograd's next sequence number when it began: nodes from here on are its own.
+        guarded: whether the saved-tensor guard was pushed for it.
+        implicit: whether it opened a scope of its own, being called outside of any.
+        recomputed: whether it runs inside a backward (activation checkpointing).
+        counted: whether its backward is still to come and its unit waits for it.
+    """
+
+    unit: ShardedUnit
+    version: int
+    first_node: int
+    guarded: bool
+    implicit: bool
+    recomputed: bool
+    counted: bool = False
+
+
+def hook_outputs(output: Any, call: ForwardCall, before_backward: Callable[[ForwardCall], None]) -> bool:
+    """Arrange that ``before_backward(call)`` runs before the first backward node of this forward.
+
+    A tensor hook on each output, and a prehook on the node behind an output that is a view: autograd drops the tensor
+    hooks of a view that is changed in place later (``y = block(x); y += x``), but the node stays.
+
+    Returns:
+        Whether anything could be hooked.
+    """
+
+    def hook(*_: Any) -> None:
+        before_backward(call)
+
+    hooked = False
+    for tensor in tree_leaves(output):
+        if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
+            continue
+        if sequence_number(tensor.grad_fn) >= call.first_node:
+            tensor.register_hook(hook)
+            hooked = True
+        base = tensor._base
+        if base is not None and base.grad_fn is not None and sequence_number(base.grad_fn) >= call.first_node:
+            base.grad_fn.register_prehook(hook)
+            hooked = True
+    return hooked

@@ -1,0 +1,472 @@
+"""The verbs of a training step.
+
+Forward: ``enter`` (a Lightning step method, or a call of the model from anywhere) -> for each unit
+    ``before_unit_forward``,
+``after_unit_forward`` -> ``leave``. Backward: ``begin_backward`` -> for each unit ``before_unit_backward``, for each
+gradient ``gradient_arrived`` -> ``end_backward``. Step: ``before_optimizer_step`` -> ``after_optimizer_step``.
+
+[Note: when a unit's backward is over]
+Autograd runs the nodes of one thread strictly from the last created to the first. So when the first node of unit j
+runs, all units that ran after j in the forward are finished, whatever gradients they got. A unit is let go then, never
+when its own gradients have arrived: a frozen or detached reader may still need its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._torch import (
+    current_graph_task,
+    next_sequence_number,
+    queue_backward_callback,
+    take_gradient,
+)
+from lightning_zero.comm import Collectives, ControlGroup, Pending, Streams
+from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, synchronise_buffers
+from lightning_zero.engine.calls import ForwardCall, hook_outputs
+from lightning_zero.engine.deferred import InitRecord
+from lightning_zero.engine.hooks import EngineHooks
+from lightning_zero.engine.placeholder import Placeholders
+from lightning_zero.engine.reducer import GradientReducer, report_width
+from lightning_zero.engine.registry import forget, register
+from lightning_zero.engine.residency import Residency
+from lightning_zero.engine.unit import ParameterShard, ReplicatedUnit, ShardedUnit, Unit
+from lightning_zero.engine.watch import ParameterWatch
+from lightning_zero.plan import ZeroPlan
+
+__all__ = ["ZeroEngine"]
+
+
+class ZeroEngine:
+    """Runs one module as its plan says.
+
+    Args:
+        module: the user's module. Its parameter objects stay; what they point to is the engine's from now on.
+        plan: who owns what.
+        collectives: the wire.
+        control: agreements between hosts.
+        device: where the module computes.
+        record: how a module on the meta device was initialised.
+
+    Raises:
+        DivergenceError: on every rank, if the ranks' plans differ.
+
+    Collective: every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ZeroPlan,
+        collectives: Collectives,
+        control: ControlGroup,
+        device: torch.device,
+        record: InitRecord | None = None,
+    ) -> None:
+        control.agree_equal("model or plan", plan.summary_lines(), plan.fingerprint())
+        check_materialisable(module, record, control)
+        self.module = module
+        self.plan = plan
+        self.collectives = collectives
+        self.control = control
+        self.device = device
+        self.streams = Streams(device)
+        placeholders = Placeholders()
+        self.units: list[Unit] = UnitBuilder(module, plan, collectives, device, placeholders, record).build()
+        synchronise_buffers(module, collectives, device, record)
+        flats = [flat for unit in self.units for flat in unit.flats]
+        self.names: dict[nn.Parameter, str] = {
+            parameter: shard.spec.name
+            for flat in flats
+            for parameter, shard in zip(flat.parameters, flat.shards, strict=True)
+        }
+        self.shards: dict[str, ParameterShard] = {shard.spec.name: shard for flat in flats for shard in flat.shards}
+        self.reduce_gradients = True
+        self.listeners: list[Callable[[], None]] = []  # told when masters were written from outside
+        self._reducer: GradientReducer | None = None
+        self.placeholders = placeholders
+        frozen = [p for flat in flats if not flat.layout.trainable for p in flat.parameters]
+        self._watch = ParameterWatch(module, self.names, frozen, placeholders)
+        self._replicated = [u for u in self.units if isinstance(u, ReplicatedUnit) and not u.always_bound]
+        width = 3 + report_width(sum(flat.layout.trainable for flat in flats))
+        self._agreement = Agreement(control, width)
+        self._residency = Residency(
+            plan, self.units, collectives, self.streams, self._agreement, self._memory_for_backward
+        )
+        self._depth = 0
+        self._scope = ""
+        self._segment = 0
+        self._forwards, self._backwards, self._steps = 0, 0, 0
+        self._in_backward = False
+        self._explicit = False
+        self._active: list[ShardedUnit] = []
+        self._calls: list[ForwardCall] = []
+        self._orphans: list[Pending] = []  # reductions that an abandoned step left under way
+        self._hooks = EngineHooks(self)
+        if self._sharded or self._replicated:
+            root = self._residency.root
+            scoped = [*self._replicated, *([root] if root is not None else [])]
+            self._hooks.watch_forwards(module, self._sharded, [s for u in scoped for s in u.plan.parameters])
+        register(module.modules(), self)
+
+    @property
+    def _sharded(self) -> tuple[ShardedUnit, ...]:
+        return self._residency.sharded
+
+    def prepare_training(self) -> None:
+        """Allocate what gradients need and start to collect them.
+
+        Once; a module that is only evaluated needs neither.
+        """
+        if self._reducer is None:
+            self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.device)
+            self._hooks.watch_gradients(self._reducer.buckets)
+
+    # ----------------------------------------------------------------- forward
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Everything a Lightning step method does: root parameters are in place, units are gathered as they are called.
+
+        Args:
+            name: the method. Calls of one name share an order of units.
+
+        Collective: every rank, with the same names in the same order.
+        """
+        if self._depth == 0:
+            self._watch.check_trainable()
+            for unit in self._sharded:
+                unit.outstanding = 0
+        self.enter(name)
+        try:
+            with self.watching(name):
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+        self.leave(failed=False)
+
+    @contextmanager
+    def watching(self, name: str) -> Iterator[None]:
+        """The first time for a ``name``, raise at any use of what is not there: placeholders, and reduced gradients.
+
+        Raises:
+            ParameterAccessError: naming the parameter.
+        """
+        with self._watch.first_time(name, lambda: self._backwards > 0 and not self._in_backward):
+            yield
+
+    def enter(self, name: str) -> None:
+        """Begin a scope in which units may be needed; scopes nest."""
+        self._recover()
+        self._depth += 1
+        if self._depth > 1 or self._in_backward:
+            return
+        self._settle()
+        self._scope = name
+        self._segment = 0
+        self._bind_replicated()
+        self._open_forward()
+
+    def leave(self, failed: bool) -> None:
+        """End a scope.
+
+        ``failed``: by an exception; then nothing is agreed any more, because the others may not get here.
+        """
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        if failed:
+            # An inner scope's exception may still be caught by the user's code; the outermost one ends the step.
+            if self._depth == 0 and not self._in_backward:
+                self.abandon()
+            return
+        if self._depth == 0 and not self._in_backward:
+            self._close_forward()
+            self._unbind_replicated()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Interrupt a running forward so that other collectives can be issued at the same place on every rank.
+
+        Collective: every rank.
+        """
+        running = self._depth > 0 and not self._in_backward
+        if running:
+            self._close_forward()
+            depth, self._depth = self._depth, 0
+        yield
+        if running:
+            self._depth = depth
+            self._segment += 1
+            self._open_forward()
+
+    def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
+        """Meet the other ranks outside of a phase and exchange a few numbers.
+
+        Raises:
+            DivergenceError: on every rank, if the others are at another place.
+
+        Collective: every rank.
+        """
+        return self._agreement.round(place, values)
+
+    def before_unit_forward(self, unit: ShardedUnit) -> None:
+        """Make a unit's full parameters available for its forward."""
+        implicit = self._depth == 0 and not self._in_backward
+        if implicit:
+            self.enter(f"forward of '{unit.name}'")
+        self._watch.check_identity(unit)
+        self._residency.acquire(unit)
+        guarded = torch.is_grad_enabled()
+        call = ForwardCall(unit, unit.version, next_sequence_number(), guarded, implicit, self._in_backward)
+        self._calls.append(call)
+        if guarded:
+            self._residency.guard.push()
+
+    def after_unit_forward(self, unit: ShardedUnit, output: Any, failed: bool) -> None:
+        """Let a unit go after its forward, and arrange that its backward finds it again."""
+        if not self._calls or self._calls[-1].unit is not unit:
+            return  # abandoned in between
+        call = self._calls.pop()
+        if call.guarded:
+            self._residency.guard.pop()
+            if not failed and hook_outputs(output, call, self.before_unit_backward) and not call.recomputed:
+                call.counted = True
+                unit.outstanding += 1
+        self._residency.release(unit)
+        if call.implicit:
+            self.leave(failed)
+
+    # ---------------------------------------------------------------- backward
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """One whole backward, so that its end is known even if activation checkpointing runs others inside.
+
+        Collective: every rank.
+        """
+        self._recover()
+        self.begin_backward()
+        self._explicit = True
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._explicit = False
+        self.end_backward()
+
+    def begin_backward(self) -> None:
+        """Note that a backward runs. Called by whatever is seen of it first."""
+        if self._in_backward:
+            return
+        if self._depth > 0:
+            self._close_forward()
+        else:
+            self._segment = 0
+        self._bind_replicated()
+        self._in_backward = True
+        self._backwards += 1
+        if self._reduces_now or self._sharded:
+            # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
+            self._agreement.round(f"begin of backward {self._backwards} (of {self._scope})")
+        if not self._explicit and current_graph_task() != -1:
+            queue_backward_callback(self._end_implicit_backward)
+        name = f"backward {self._segment} of {self._scope}"
+        self._residency.open(name, f"backward {self._backwards} (of {self._scope})")
+        if self._reducer is not None:
+            self._reducer.open(name, self._residency.uniform)
+
+    def before_unit_backward(self, call: ForwardCall) -> None:
+        """Make a unit available for its backward, and let those go whose backward is over."""
+        if torch.is_grad_enabled():
+            self._refuse_double_backward()
+        unit = call.unit
+        if call.version != unit.version:
+            raise RuntimeError(
+                f"The weights of unit '{unit.name}' were changed (by an optimizer step) between this forward and its "
+                "backward, so the gradients would be wrong. Run forward again after the step, or step later."
+            )
+        self.begin_backward()
+        if call.counted:
+            call.counted = False
+            unit.outstanding = max(0, unit.outstanding - 1)
+        keep = {unit.index, *unit.plan.ancestors}
+        for other in [u for u in self._active if u.index not in keep]:
+            self._finish(other)
+        if unit not in self._active:
+            self._residency.acquire(unit)
+            self._active.append(unit)
+
+    def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None:
+        """Take one finished gradient over from autograd."""
+        gradient = take_gradient(parameter)
+        if gradient is None or self._reducer is None:
+            return
+        if torch.is_grad_enabled():
+            self._refuse_double_backward()
+        self.begin_backward()
+        self._reducer.arrive(bucket, position, gradient.detach(), self._reduces_now)
+
+    def end_backward(self) -> None:
+        """Reduce what is left, agree with the other ranks that the backward is over, and show gradients to optimizers.
+
+        Collective: every rank.
+        """
+        if not self._in_backward:
+            return
+        for unit in list(self._active):
+            self._finish(unit)
+        report = self._reducer.report() if self._reducer is not None and self._reduces_now else []
+        rows: list[list[int]] = [report]
+        if self._sharded:
+            rows = self._residency.close(report)
+        elif self._reduces_now and self._reducer is not None:
+            place = f"backward {self._backwards} (of {self._scope})"
+            rows = [row[3:] for row in self._agreement.round(place, [0, 0, 0, *report])]
+        if self._reducer is not None:
+            if self._reduces_now:
+                self._reducer.close(rows)
+            else:
+                self._reducer.keep_local()
+        self._in_backward = False
+        self._segment += 1
+        if self._depth > 0:
+            self._open_forward()
+        else:
+            self._unbind_replicated()
+
+    def _end_implicit_backward(self) -> None:
+        if self._in_backward and not self._explicit:
+            self.end_backward()
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self.reduce_gradients or self.plan.placement.shards_gradients
+
+    def _refuse_double_backward(self) -> None:
+        raise RuntimeError(
+            "backward(create_graph=True) is not supported: the second backward would need weights that are gone by "
+            "then. Compute the penalty from a finite difference, or keep that part of the model in plain DDP."
+        )
+
+    # -------------------------------------------------------------------- step
+
+    def before_optimizer_step(self, label: str) -> None:
+        """Agree with the other ranks that all are about to take the same optimizer step.
+
+        Args:
+            label: which optimizer, in words that mean the same on every rank.
+
+        Collective: every rank.
+        """
+        self._recover()
+        if self._reducer is not None and self._reducer.holds_local:
+            raise RuntimeError(
+                f"{label} is about to step on gradients that were never reduced over the ranks: the last backward ran "
+                "without gradient synchronisation. Let the last backward before a step run outside "
+                "`block_backward_sync` / `no_sync`."
+            )
+        if self._depth > 0 and not self._in_backward:
+            self._close_forward()
+        self._steps += 1
+        self._agreement.round(
+            f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
+        )
+
+    def after_optimizer_step(self, units: Sequence[int]) -> None:
+        """Bring updated masters to the compute copies.
+
+        Args:
+            units: the units with parameters of the optimizer, the same on every rank.
+
+        Collective: every rank.
+        """
+        pending = []
+        for index in units:
+            unit = self.units[index]
+            if isinstance(unit, ReplicatedUnit):
+                pending += unit.publish(self.collectives)
+            unit.parameters_changed()
+        for handle in pending:
+            handle.wait()
+        self._residency.masters_changed(units)
+        self.placeholders.check_intact()
+        if self._depth > 0 and not self._in_backward:
+            self._segment += 1
+            self._open_forward()
+
+    def masters_changed(self, units: Sequence[int]) -> None:
+        """Publish masters that were written from outside (a loaded checkpoint). Not inside a step.
+
+        Collective: every rank.
+        """
+        self.after_optimizer_step(units)
+        for listener in self.listeners:
+            listener()
+
+    # ----------------------------------------------------------------- failure
+
+    def abandon(self) -> None:
+        """Forget the running step after an error: no collective, no gradients, nothing pinned or bound."""
+        self._calls.clear()
+        self._active.clear()
+        self._residency.abandon()
+        if self._reducer is not None:
+            self._orphans += self._reducer.abandon()
+        self._depth, self._in_backward, self._segment = 0, False, 0
+        self._unbind_replicated()
+
+    def detach(self) -> None:
+        """Take the hooks off the module. Its parameters stay as they are."""
+        self._hooks.remove()
+        forget(self.module.modules())
+
+    # ----------------------------------------------------------------- private
+
+    def _recover(self) -> None:
+        """Drop a backward that raised: its end callback never came, and gradients would never be reduced again."""
+        if self._in_backward and not self._explicit and current_graph_task() == -1:
+            self.abandon()
+
+    def _settle(self) -> None:
+        self._residency.settle()
+        while self._orphans:
+            self._orphans.pop().wait()
+
+    def _open_forward(self) -> None:
+        self._forwards += 1
+        self._residency.open(f"forward {self._segment} of {self._scope}", f"forward {self._forwards} ({self._scope})")
+
+    def _close_forward(self) -> None:
+        if self._residency.is_open:
+            self._residency.close()
+
+    def _finish(self, unit: ShardedUnit) -> None:
+        self._active.remove(unit)
+        self._residency.release(unit)
+        if self._reducer is not None and self._reduces_now and unit.outstanding == 0:
+            self._reducer.finish(unit.index)
+
+    def _memory_for_backward(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
+        if torch.is_grad_enabled():
+            self._refuse_double_backward()
+        self.begin_backward()
+        return self._residency.memory_of(unit)
+
+    def _bind_replicated(self) -> None:
+        for unit in self._replicated:
+            unit.bind()
+
+    def _unbind_replicated(self) -> None:
+        for unit in self._replicated:
+            unit.unbind()

@@ -1,0 +1,195 @@
+"""All of some parameters at once, for reading and writing: whole outside a unit's forward, for once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._torch import untracked
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.unit import FlatParameters, ReplicatedUnit, Unit, views_of
+
+__all__ = ["gather_layout", "gathered", "give_back"]
+
+
+def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what: str) -> Tensor:
+    """The flat buffer that all ranks' shards make together.
+
+    Args:
+        engine: whose ranks.
+        flat: the layout.
+        shard: 1-D, this rank's ``layout.shard_numel`` elements of anything that is laid out like the parameters.
+        what: what it carries, for people.
+
+    Returns:
+        1-D, ``layout.numel`` elements, freshly allocated.
+
+    Collective: every rank.
+    """
+    with untracked():
+        full = torch.zeros(flat.layout.numel, dtype=shard.dtype, device=shard.device)
+        engine.collectives.own_range(full).copy_(shard)
+        engine.collectives.all_gather(full, what).wait()
+    return full
+
+
+@contextmanager
+def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """While active, the units of ``parameters`` show their full masters; what rank 0 leaves there is what all keep.
+
+    Units that nothing was written to stay as they are, so that looking never voids a backward that is still to come.
+    What an enclosing ``gathered`` shows already is left to that one.
+
+    Raises:
+        RuntimeError: on every rank, if the block raised on another one: nothing is kept then.
+        ValueError: on every rank that has changed a parameter's shape.
+
+    Collective: every rank, at its beginning and at its end.
+    """
+    wanted = set(parameters)
+    units = [u for u in engine.units if not u.held and any(p in wanted for f in u.flats for p in f.parameters)]
+    if not units:
+        yield
+        return
+    what = f"full_parameters('{units[0].name}'{f' and {len(units) - 1} more units' if units[1:] else ''})"
+    failure: Exception | None = None
+    with engine.paused():
+        engine.agree(f"the beginning of {what}")
+        before = [(p, p.data) for u in units for f in u.flats for p in f.parameters]
+        changed: list[int] = []
+        try:
+            shown = [part for unit in units for part in _show(engine, unit)]
+            try:
+                yield
+            except Exception as error:
+                failure = error
+            failure = failure or _wrong_shape(engine, shown)
+            rows = engine.agree(f"the end of {what}", [int(failure is not None)])
+            failed = [rank for rank, row in enumerate(rows) if row[0]]
+            if failed:
+                _undo(engine, shown)
+            else:
+                changed = _keep(engine, shown)
+        finally:
+            for unit in units:
+                unit.held = False
+            for parameter, data in before:
+                parameter.data = data
+        if changed:
+            engine.masters_changed(changed)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError(
+            f"Rank {failed[0]} left {what} with an error, so no rank keeps what was written there. Its own log says "
+            "more."
+        )
+
+
+def give_back(engine: ZeroEngine) -> None:
+    """End an engine: the module's parameters hold their full values in ordinary memory again, and no hook is left.
+
+    Takes the memory of the whole module on every rank.
+
+    Collective: every rank.
+    """
+    with gathered(engine, engine.names):
+        full = [(parameter, parameter.data.clone()) for parameter in engine.names]
+    engine.detach()
+    for parameter, data in full:
+        parameter.data = data
+        parameter.grad = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """One layout in the user's hands.
+
+    Args:
+        unit: whose.
+        flat: its parameters.
+        full: 1-D, what they are views of.
+        own: this rank's shard before the block.
+        shared: whether ``full`` is the memory that the module computes with.
+    """
+
+    unit: Unit
+    flat: FlatParameters
+    full: Tensor
+    own: Tensor
+    shared: bool
+
+    @property
+    def what(self) -> str:
+        return f"full parameters of '{self.unit.name}'"
+
+
+def _show(engine: ZeroEngine, unit: Unit) -> list[_Shown]:
+    shown = []
+    for position, flat in enumerate(unit.flats):
+        shared = isinstance(unit, ReplicatedUnit) and flat.layout.dtype == flat.layout.compute_dtype
+        if isinstance(unit, ReplicatedUnit) and shared:
+            full = unit.buffers[position]
+            with untracked():
+                own = engine.collectives.own_range(full).clone()
+        else:
+            own = flat.master
+            full = gather_layout(engine, flat, own, f"full parameters of '{unit.name}'")
+        for parameter, view in zip(flat.parameters, views_of(full, flat.layout), strict=True):
+            parameter.data = view
+        shown.append(_Shown(unit=unit, flat=flat, full=full, own=own, shared=shared))
+    unit.held = True
+    return shown
+
+
+def _wrong_shape(engine: ZeroEngine, shown: Sequence[_Shown]) -> ValueError | None:
+    for part in shown:
+        for parameter, spec in zip(part.flat.parameters, part.flat.layout.parameters, strict=True):
+            if parameter.shape != torch.Size(spec.shape):
+                return ValueError(
+                    f"'{engine.names[parameter]}' has shape {list(parameter.shape)} at the end of full_parameters, "
+                    f"expected {list(spec.shape)}. A sharded parameter cannot change its shape."
+                )
+    return None
+
+
+def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
+    """Make rank 0's values everyone's. Returns the units that were changed, the same list on every rank."""
+    flags = torch.zeros(len(shown), dtype=torch.uint8)
+    with untracked():
+        if engine.collectives.rank == 0:
+            _collect(shown)
+        for index, part in enumerate(shown):
+            engine.collectives.broadcast(part.full.view(torch.uint8), 0, part.what).wait()
+            own = engine.collectives.own_range(part.full)
+            if not torch.equal(own.view(torch.uint8), part.own.view(torch.uint8)):
+                flags[index] = 1
+                if own.data_ptr() != part.flat.master.data_ptr():
+                    part.flat.master.copy_(own)
+        changed = engine.control.any_of(flags).tolist()
+    return sorted({part.unit.index for part, flag in zip(shown, changed, strict=True) if flag})
+
+
+def _collect(shown: Sequence[_Shown]) -> None:
+    """Bring values home that the user pointed a parameter to (``parameter.data = ...``), even another's memory."""
+    moved = []
+    for part in shown:
+        for parameter, view in zip(part.flat.parameters, views_of(part.full, part.flat.layout), strict=True):
+            data = parameter.data
+            if data.numel() and (data.data_ptr() != view.data_ptr() or data.stride() != view.stride()):
+                moved.append((view, data.clone()))
+    for view, data in moved:
+        view.copy_(data)
+
+
+def _undo(engine: ZeroEngine, shown: Sequence[_Shown]) -> None:
+    """Take back what was written to memory that the module computes with."""
+    with untracked():
+        for part in shown:
+            if part.shared:
+                engine.collectives.own_range(part.full).copy_(part.own)
+                engine.collectives.all_gather(part.full, part.what).wait()

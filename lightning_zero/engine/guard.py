@@ -1,0 +1,147 @@
+"""The saved-tensor guard: no backward ever reads another unit's weights.
+
+[Note: why the guard is always on]
+Autograd saves views of weights (``weight.t()`` of every linear layer). In a slot, such a view shows whatever unit was
+gathered last. Usually the hook on a unit's output makes the unit resident before its backward runs, but autograd drops
+tensor hooks of a view that is later changed in place, and no hook can be put on a tensor hidden in a user's object.
+Without the guard those cases give silently wrong gradients. So while a unit's forward runs, saved views of slots are
+replaced by (unit, version, offset, shape, stride); a backward that wants one back has its unit gathered.
+
+Saved-tensor hooks switch autograd's own check for in-place changes off, so the guard makes that check itself; and only
+the innermost pair of hooks is applied, so it hands everything else to the pair that was active before (the user's
+``save_on_cpu``, activation checkpointing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero._torch import (
+    Pack,
+    Unpack,
+    disable_dynamo,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    storage_key,
+    top_saved_tensor_hooks,
+)
+from lightning_zero.engine.slots import Slot
+from lightning_zero.engine.unit import ShardedUnit
+
+__all__ = ["SavedTensorGuard"]
+
+
+@dataclass(frozen=True)
+class _SlotView:
+    unit: ShardedUnit
+    version: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Handed:
+    packed: Any
+    unpack: Unpack
+
+
+class SavedTensorGuard:
+    """Keeps what autograd saves during a unit's forward free of slot memory.
+
+    Args:
+        restore: makes a unit's full weights available during backward; returns the byte buffer they lie in and whether
+            that buffer will stay untouched until the unit's backward is over.
+        was_read: told when a buffer that will not stay has been copied from.
+    """
+
+    def __init__(
+        self,
+        restore: Callable[[ShardedUnit], tuple[Tensor, bool]],
+        was_read: Callable[[ShardedUnit], None] | None = None,
+    ) -> None:
+        self._restore = restore
+        self._was_read = was_read
+        self._slots: dict[int, Slot] = {}
+        self._outer: list[tuple[Pack, Unpack] | None] = []
+        # Permanent objects that Dynamo does not trace: a fresh closure per forward would be recompiled every time.
+        self._pack_hook = disable_dynamo(self._pack)
+        self._unpack_hook = disable_dynamo(self._unpack)
+
+    @property
+    def depth(self) -> int:
+        """How many units' forwards are running."""
+        return len(self._outer)
+
+    def know(self, slot: Slot) -> None:
+        """Watch views of a slot's memory."""
+        self._slots[slot.key] = slot
+
+    def forget_empty(self, permanent: set[int]) -> None:
+        """Stop watching memory that was only borrowed and has been given up."""
+        gone = [key for key, slot in self._slots.items() if slot.owner is None and key not in permanent]
+        for key in gone:
+            del self._slots[key]
+
+    def push(self) -> None:
+        """Guard what is saved from here on, on this thread."""
+        top = top_saved_tensor_hooks()
+        # Inside a nested unit our own pair is on top; what it would hand on to is what we hand on to.
+        if top is not None and top[0] is self._pack_hook:
+            top = self._outer[-1] if self._outer else None
+        self._outer.append(top)
+        push_saved_tensor_hooks(self._pack_hook, self._unpack_hook)
+
+    def pop(self) -> None:
+        """Undo the last ``push``."""
+        self._outer.pop()
+        pop_saved_tensor_hooks()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        slot = self._slots.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+        if slot is not None and isinstance(slot.owner, ShardedUnit):
+            unit = slot.owner
+            return _SlotView(
+                unit, unit.version, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+            )
+        outer = self._outer[-1] if self._outer else None
+        if outer is not None:
+            return _Handed(outer[0](tensor), outer[1])
+        return tensor, tensor._version
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _SlotView):
+            return self._unpack_view(packed)
+        if isinstance(packed, _Handed):
+            return packed.unpack(packed.packed)
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{tensor.dtype} tensor of shape {list(tensor.shape)} was saved at version {version} and is now at "
+                f"version {tensor._version}. Change a copy of it instead (y = y + x, not y += x)."
+            )
+        result: Tensor = tensor
+        return result
+
+    def _unpack_view(self, view: _SlotView) -> Tensor:
+        if view.unit.version != view.version:
+            raise RuntimeError(
+                f"The weights of unit '{view.unit.name}' were changed (by an optimizer step) between this forward and "
+                "its backward, so the gradients would be wrong. Run forward again after the step, or step later."
+            )
+        buffer, stays = self._restore(view.unit)
+        with torch.no_grad():
+            weights = buffer.view(view.dtype).as_strided(view.shape, view.stride, view.offset)
+            if stays:
+                return weights
+            copy = weights.clone()
+        if self._was_read is not None:
+            self._was_read(view.unit)
+        return copy

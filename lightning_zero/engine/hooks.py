@@ -1,0 +1,150 @@
+"""The only place that registers hooks. Each is one line into the engine; all are removed by one call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from lightning_zero._torch import disable_dynamo
+from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.errors import ParameterAccessError
+from lightning_zero.plan import ParameterSpec
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import ZeroEngine
+
+__all__ = ["EngineHooks"]
+
+
+class EngineHooks:
+    """Hooks of one engine on one module tree.
+
+    Args:
+        engine: whose verbs they call.
+    """
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self._engine = engine
+        self._handles: list[Any] = []
+
+    def watch_forwards(
+        self, module: nn.Module, units: Sequence[ShardedUnit], ungathered: Sequence[ParameterSpec]
+    ) -> None:
+        """Watch every unit's module, and every module around units or with parameters that no unit's forward brings.
+
+        Args:
+            module: the root.
+            units: sharded units.
+            ungathered: parameters that are in place in a scope, not by a unit: the root's, or replicated 16-bit copies.
+        """
+        by_module = {unit.plan.module: unit for unit in units if unit.plan.module}
+        scopes = {""}
+        for name in by_module:
+            scopes.update(_enclosing(name))
+        for spec in ungathered:
+            scopes.update(name.rpartition(".")[0] for name in (spec.name, *spec.aliases))
+        for name, child in module.named_modules():
+            unit = by_module.get(name)
+            if unit is not None:
+                self.watch_unit(child, unit)
+            elif name in scopes:
+                self.watch_scope(child, name or type(child).__name__)
+
+    def watch_unit(self, module: nn.Module, unit: ShardedUnit) -> None:
+        """Gather ``unit`` around every forward of ``module``, before the user's own hooks see it."""
+        engine = self._engine
+
+        def before(module: nn.Module, args: Any) -> None:
+            engine.before_unit_forward(unit)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            engine.after_unit_forward(unit, output, failed=output is None and sys.exc_info()[1] is not None)
+
+        self._around(module, before, after)
+
+    def watch_scope(self, module: nn.Module, name: str) -> None:
+        """Keep the root's parameters in place around every forward of a module that is not a unit itself."""
+        engine = self._engine
+
+        def before(module: nn.Module, args: Any) -> None:
+            engine.enter(f"forward of '{name}'")
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            engine.leave(failed=output is None and sys.exc_info()[1] is not None)
+
+        self._around(module, before, after)
+
+    def watch_gradients(self, buckets: Sequence[GradientBucket]) -> None:
+        """Hand every finished gradient to the engine."""
+        for bucket in buckets:
+            for position, parameter in enumerate(bucket.flat.parameters):
+                self._watch_gradient(parameter, bucket, position)
+
+    def remove(self) -> None:
+        """Take all hooks off the module again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch_gradient(self, parameter: nn.Parameter, bucket: GradientBucket, position: int) -> None:
+        # Weak: Python's collector does not see through this kind of hook, so what it held would never be freed.
+        weak_engine, weak_bucket = ref(self._engine), ref(bucket)
+
+        def arrived(parameter: Tensor) -> None:
+            engine, bucket = weak_engine(), weak_bucket()
+            if engine is not None and bucket is not None:
+                engine.gradient_arrived(bucket, position, parameter)
+
+        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+
+    def _around(self, module: nn.Module, before: Any, after: Any) -> None:
+        holds = self._engine.placeholders.holds
+        first, last = (_Attached(disable_dynamo(hook), module, holds) for hook in (before, after))
+        self._handles.append(module.register_forward_pre_hook(first, prepend=True))
+        self._handles.append(module.register_forward_hook(last, always_call=True))
+
+
+class _Attached:
+    """A hook that does not travel into copies of its module.
+
+    A copy of a module made while its parameters are placeholders would be a dense model of NaN.
+
+    Args:
+        function: the hook.
+        module: where it is registered.
+        is_placeholder: whether a tensor stands for a parameter that is not in memory.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], module: nn.Module, is_placeholder: Callable[[Tensor], bool]
+    ) -> None:
+        self._function = function
+        self._module = ref(module)
+        self._is_placeholder = is_placeholder
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        module = self._module()
+        if module is not None and any(self._is_placeholder(parameter.data) for parameter in module.parameters()):
+            raise ParameterAccessError(
+                f"A copy of {type(module).__name__} was asked for while its parameters are spread over the ranks: it "
+                "would hold NaN. Copy it inside `with lightning_zero.full_parameters(module):`, on every rank, which "
+                "takes the memory of the whole module."
+            )
+        return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """What is left of a hook in a copy."""
+
+
+def _enclosing(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]

@@ -1,0 +1,257 @@
+"""In which order units are gathered: recorded once, agreed, replayed; and never out of step between ranks.
+
+[Note: a schedule that ranks cannot leave]
+Gathers pair up by order. If rank 0 skipped unit 2 and rank 1 skipped unit 3, equal sizes would let each read the
+other's weights, and unequal sizes would hang. So a rank never issues a gather of its own accord:
+
+* *Replay.* Once an order of uses is recorded, every rank issues exactly the gathers of that order. A rank that skips a
+  unit issues its gather all the same when it needs a later one, or at the end. The ledger of what each slot holds
+  follows from the gathers alone, so all ranks agree without a word on what is still resident.
+* *Service.* A rank that needs a unit the order does not (any longer) offer first issues the rest of the order, then
+  asks. The others, at the end of their phase, answer: in rounds, every rank says which unit it wants, and all gather
+  those, in rank order, until nobody wants any. An unknown order (the first step) is this and nothing else.
+
+A phase ends with one small agreement on the host. A phase is a stretch of forward or one backward.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_zero.engine.agreement import Agreement
+
+__all__ = ["OrderChange", "UnitOrder"]
+
+
+@dataclass(frozen=True)
+class OrderChange:
+    """A unit was needed that the recorded order did not offer.
+
+    Args:
+        phase: where.
+        expected: the unit the order named next, ``None`` at its end.
+        got: the unit that was needed instead.
+    """
+
+    phase: str
+    expected: int | None
+    got: int
+
+
+@dataclass
+class _Phase:
+    name: str
+    place: str
+    uses: tuple[int, ...] | None  # the order to replay; None: record
+    prefetch: int = 0
+    cursor: int = 0  # next expected use
+    issued: int = 0  # uses[:issued] have been gathered or were resident
+    seen: list[int] = field(default_factory=list)
+    served: list[int] = field(default_factory=list)
+    change: OrderChange | None = None
+
+
+class UnitOrder:
+    """Decides which gathers are issued, and when.
+
+    Args:
+        agreement: rounds between the hosts.
+        slots: the slot of each unit, by unit index.
+        issue: starts the gather of a unit (by index) on this rank.
+        resident: whether a unit's current weights are here or on their way, on this rank.
+        may_take: whether a unit's slot can be overwritten now, on this rank.
+        prefetch: units gathered ahead.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        slots: Sequence[int],
+        issue: Callable[[int], None],
+        resident: Callable[[int], bool],
+        may_take: Callable[[int], bool],
+        prefetch: int,
+    ) -> None:
+        self._agreement = agreement
+        self._slots = slots
+        self._issue_gather = issue
+        self._resident = resident
+        self._may_take = may_take
+        self._prefetch = prefetch
+        self._ledger: dict[int, int] = {}  # slot -> unit, as it follows from the gathers issued so far
+        self._recorded: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._changes: dict[str, int] = {}
+        self._phase: _Phase | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a phase is running."""
+        return self._phase is not None
+
+    @property
+    def recording(self) -> bool:
+        """Whether the running phase has no order yet (the same on every rank)."""
+        return self._phase is not None and self._phase.uses is None
+
+    def open(self, name: str, place: str) -> None:
+        """Begin a phase.
+
+        Args:
+            name: phases of one name share an order.
+            place: this very occurrence, in words, for agreement and messages.
+        """
+        uses, prefetch = self._recorded.get(name, (None, 0))
+        self._phase = _Phase(name, place, uses, prefetch)
+
+    def need(self, unit: int) -> None:
+        """Make sure a unit's gather has been issued, and look ahead.
+
+        Collective: only if the unit is not resident; then in step with the other ranks' phases.
+        """
+        phase = self._require_phase()
+        phase.seen.append(unit)
+        if phase.uses is None:
+            if not self._resident(unit):
+                self._ask(unit, None)
+            return
+        position = self._find(phase, unit)
+        if position is None or (position != phase.cursor and self._resident(unit)):
+            # Not offered (any more), or offered later but still here: a use the order does not know.
+            if not self._resident(unit):
+                self._leave_order(unit)
+            return
+        while phase.issued <= position:
+            self._issue_next(phase)
+        if not self._resident(unit):
+            self._leave_order(unit)
+            return
+        phase.cursor = position + 1
+        self._look_ahead(phase)
+
+    def close(self, values: Sequence[int] = ()) -> tuple[list[list[int]], OrderChange | None, bool]:
+        """End the phase together with the other ranks.
+
+        Args:
+            values: numbers to tell the others on this occasion.
+
+        Returns:
+            Every rank's ``values``; the change of order that some rank ran into, if any; and whether all ranks used the
+            same units in the same order.
+
+        Raises:
+            DivergenceError: on every rank, if the others are not at the end of the same phase.
+
+        Collective: every rank.
+        """
+        phase = self._require_phase()
+        if self._agreement.world_size > 1:
+            self._issue_rest(phase)
+        signature = _signature(phase.seen)
+        while True:
+            rows = self._agreement.round(phase.place, [0, 0, signature, *values])
+            if not self._serve(phase, rows):
+                break
+        self._phase = None
+        change = phase.change
+        agreed = all(row[2] == signature for row in rows)
+        self._remember(phase, agreed)
+        return [row[3:] for row in rows], change, agreed
+
+    def forget(self, units: Sequence[int]) -> None:
+        """Note that the full weights of some units are void. The same call on every rank."""
+        void = set(units)
+        self._ledger = {slot: unit for slot, unit in self._ledger.items() if unit not in void}
+
+    def abandon(self) -> None:
+        """Drop the phase after an error; recorded orders stay."""
+        self._phase = None
+        self._ledger.clear()
+
+    def _require_phase(self) -> _Phase:
+        if self._phase is None:
+            raise RuntimeError(
+                "A unit was needed outside of a forward or backward the engine knows of. This is an error in "
+                "lightning_zero itself; please report it with the model that shows it."
+            )
+        return self._phase
+
+    def _find(self, phase: _Phase, unit: int) -> int | None:
+        uses = phase.uses or ()
+        if phase.cursor < len(uses) and uses[phase.cursor] == unit:
+            return phase.cursor
+        try:
+            return uses.index(unit, phase.cursor)
+        except ValueError:
+            return None
+
+    def _issue_next(self, phase: _Phase) -> None:
+        unit = (phase.uses or ())[phase.issued]
+        phase.issued += 1
+        if self._ledger.get(self._slots[unit]) != unit:
+            self._issue(unit)
+
+    def _issue(self, unit: int) -> None:
+        self._ledger[self._slots[unit]] = unit
+        self._issue_gather(unit)
+
+    def _issue_rest(self, phase: _Phase) -> None:
+        while phase.issued < len(phase.uses or ()):
+            self._issue_next(phase)
+
+    def _look_ahead(self, phase: _Phase) -> None:
+        uses = phase.uses or ()
+        while phase.issued < len(uses) and phase.issued - phase.cursor < phase.prefetch:
+            unit = uses[phase.issued]
+            slot = self._slots[unit]
+            holder = self._ledger.get(slot)
+            # Not what is needed now (uses[cursor - 1], not pinned yet) or before this one.
+            if holder != unit and (holder in uses[phase.cursor - 1 : phase.issued] or not self._may_take(unit)):
+                return
+            self._issue_next(phase)
+
+    def _leave_order(self, unit: int) -> None:
+        phase = self._require_phase()
+        uses = phase.uses or ()
+        expected = uses[phase.cursor] if phase.cursor < len(uses) else None
+        self._issue_rest(phase)
+        phase.cursor = len(uses)
+        if not self._resident(unit):
+            self._ask(unit, expected)
+
+    def _ask(self, unit: int, expected: int | None) -> None:
+        phase = self._require_phase()
+        while not self._resident(unit):
+            rows = self._agreement.round(phase.place, [unit + 1, 0 if expected is None else expected + 1])
+            self._serve(phase, rows)
+
+    def _serve(self, phase: _Phase, rows: list[list[int]]) -> bool:
+        wanted = list(dict.fromkeys(row[0] - 1 for row in rows if row[0]))
+        if wanted and phase.uses is not None and phase.change is None:
+            row = next(row for row in rows if row[0])
+            phase.change = OrderChange(phase.name, row[1] - 1 if row[1] else None, row[0] - 1)
+        for unit in wanted:
+            phase.served.append(unit)
+            self._issue(unit)
+        return bool(wanted)
+
+    def _remember(self, phase: _Phase, agreed: bool) -> None:
+        """Keep the order for the next phase of this name. Uses only what is equal on all ranks."""
+        if phase.uses is None:
+            # Ranks that took different units agree on what was gathered, in which order; looking ahead in it would
+            # throw out units that a rank still needs.
+            order = (tuple(phase.seen), self._prefetch) if agreed else (tuple(phase.served), 0)
+            self._recorded[phase.name] = order
+        elif phase.change is not None:
+            self._changes[phase.name] = self._changes.get(phase.name, 0) + 1
+            if self._changes[phase.name] == 1:
+                del self._recorded[phase.name]
+
+    def first_change(self, change: OrderChange) -> bool:
+        """Whether this is the first change of order in its phase, hence worth a warning."""
+        return self._changes.get(change.phase, 0) == 1
+
+
+def _signature(units: Sequence[int]) -> int:
+    return zlib.crc32(",".join(map(str, units)).encode())

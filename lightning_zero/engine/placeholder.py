@@ -1,0 +1,64 @@
+"""What a partitioned parameter shows while its unit is not computing.
+
+[Note: the write-protected NaN]
+A placeholder is one NaN element expanded to the parameter's shape: shape, ``ndim`` and ``numel()`` are true, reading
+gives NaN, and memory is one element per dtype. Its storage refuses writes, because ``zero_()`` would otherwise turn
+every placeholder into a plausible zero and a fused CPU optimizer would write ``numel()`` elements into one. A storage
+resized to zero instead would let a read crash the interpreter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_zero._torch import forbid_writes, storage_key, untracked
+from lightning_zero.errors import ParameterAccessError
+
+__all__ = ["Placeholders"]
+
+
+class Placeholders:
+    """One write-protected sentinel per dtype and device."""
+
+    def __init__(self) -> None:
+        self._sentinels: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._keys: set[int] = set()
+        self._protected = True
+
+    def like(self, parameter: Tensor, device: torch.device) -> Tensor:
+        """A placeholder of ``parameter``'s shape and dtype on ``device``."""
+        key = (parameter.dtype, device)
+        if key not in self._sentinels:
+            with untracked():
+                value: float | int = 0
+                if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
+                    value = float("nan")
+                elif parameter.dtype is not torch.bool:
+                    value = torch.iinfo(parameter.dtype).min
+                sentinel = torch.full((), value, dtype=parameter.dtype, device=device)
+            if device.type != "meta":
+                self._protected = forbid_writes(sentinel) and self._protected
+            self._sentinels[key] = sentinel
+            self._keys.add(storage_key(sentinel))
+        with untracked():
+            return self._sentinels[key].expand(parameter.shape)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a placeholder (or a view of one)."""
+        return storage_key(tensor) in self._keys
+
+    def check_intact(self) -> None:
+        """Raise if something wrote through a placeholder; needed only where torch cannot refuse the write.
+
+        Raises:
+            ParameterAccessError: if a sentinel is no longer NaN.
+        """
+        if self._protected:
+            return
+        for (dtype, _), sentinel in self._sentinels.items():
+            if dtype.is_floating_point and not bool(sentinel.isnan()):
+                raise ParameterAccessError(
+                    f"Something wrote into a partitioned parameter of {dtype} outside the forward of its unit. Change "
+                    "parameters inside `with lightning_zero.full_parameters(module):`, on every rank."
+                )

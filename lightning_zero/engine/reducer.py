@@ -1,0 +1,261 @@
+"""Gradients from ready parameters to shards: which bucket is reduced when, in one order on all ranks.
+
+[Note: one order, and nothing left over]
+Reductions pair up by order, so every rank launches buckets in the same one: a bucket that is ready waits for those
+before it. At the end of the backward the ranks tell each other which buckets they touched, and every rank launches the
+rest that *anybody* touched, with zeros for what did not arrive. A branch that only some ranks took, or a unit nobody
+used, therefore neither hangs nor skews anything, and a parameter without a gradient on every rank is left alone by the
+optimizer. The order starts as the plan's and becomes the one in which rank 0's buckets were ready in the first
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import PATIENCE_SECONDS, Collectives, ControlGroup, Pending
+from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.slots import Slot, carve
+
+__all__ = ["GradientReducer", "report_width"]
+
+_BITS = 62
+
+
+def report_width(buckets: int) -> int:
+    """How many integers a report about ``buckets`` buckets takes."""
+    return 3 * -(-buckets // _BITS) if buckets else 0
+
+
+class GradientReducer:
+    """Collects, reduces and publishes gradients.
+
+    Args:
+        buckets: all buckets, by index.
+        slots: for each bucket's unit, the slot its full gradients are collected in; ``None`` where they have memory of
+            their own.
+        control: the control plane.
+        collectives: the wire.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradientBucket],
+        slots: Sequence[Slot | None],
+        control: ControlGroup,
+        collectives: Collectives,
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self._collectives = collectives
+        self._slots = tuple(slots)
+        self._control = control
+        self._order: dict[str, tuple[int, ...]] = {}
+        self._plan_order = tuple(range(len(self.buckets)))
+        self._phase = ""
+        self._next = 0
+        self._ready: set[int] = set()
+        self._ready_order: list[int] = []
+        self._siblings: dict[int, list[GradientBucket]] = {}
+        for bucket in self.buckets:
+            self._siblings.setdefault(bucket.unit.index, []).append(bucket)
+        self._temporary: dict[int, Tensor] = {}
+        self._local = False  # some micro-step ended without a reduction
+
+    @property
+    def holds_local(self) -> bool:
+        """Whether there are gradients that were never reduced."""
+        return self._local
+
+    def open(self, name: str, uniform: bool = True) -> None:
+        """Begin a backward.
+
+        Args:
+            name: backwards of one name share an order of buckets.
+            uniform: whether all ranks used the same units in the forward. If not, a rank may join a reduction only at
+                the very end, so nobody waits for one before.
+        """
+        self._collectives.patience = PATIENCE_SECONDS if uniform else 0.0
+        self._phase = name
+        self._next = 0
+        self._ready.clear()
+        self._ready_order.clear()
+
+    def arrive(self, bucket: GradientBucket, position: int, gradient: Tensor, reduce: bool) -> None:
+        """Take over one parameter's gradient, and reduce its bucket if that was the last one.
+
+        Args:
+            bucket: the parameter's bucket.
+            position: which parameter of the bucket.
+            gradient: full shape. Read once.
+            reduce: whether this micro-step reduces at all.
+        """
+        shard_parameter = bucket.flat.shards[position].parameter
+        if shard_parameter is not None and not shard_parameter.requires_grad:
+            return  # switched off, for example by LightningModule.toggle_optimizer
+        if bucket.launched and not bucket.dirty:
+            bucket.start_round()
+        if bucket.full is None or (bucket.resident is None and bucket.launched and not bucket.dirty):
+            self._claim(bucket)
+        bucket.add(position, gradient)
+        if reduce and bucket.complete and bucket.unit.outstanding == 0:
+            self.finish(bucket.unit.index)
+
+    def finish(self, unit: int) -> None:
+        """Note that a unit gets no more gradients in this backward, as far as can be told, and launch what may go."""
+        for bucket in self._siblings.get(unit, ()):
+            if bucket.dirty and not bucket.launched and bucket.index not in self._ready:
+                self._ready.add(bucket.index)
+                self._ready_order.append(bucket.index)
+        order = self._current_order()
+        while self._next < len(order) and order[self._next] in self._ready:
+            self.buckets[order[self._next]].launch()
+            self._next += 1
+
+    def report(self) -> list[int]:
+        """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits."""
+        touched = [bucket.touched for bucket in self.buckets]
+        complete = [all(bucket.has_gradient(i) for i in range(len(bucket.arrived))) for bucket in self.buckets]
+        late = [bucket.launched and bucket.dirty for bucket in self.buckets]
+        return [word for flags in (touched, complete, late) for word in _pack(flags)]
+
+    def close(self, rows: Sequence[Sequence[int]]) -> None:
+        """Reduce what is left, and publish. ``rows`` holds every rank's report.
+
+        Collective: every rank.
+        """
+        words = report_width(len(self.buckets)) // 3
+        merged = [0] * (3 * words)
+        for row in rows:
+            merged = [a | b for a, b in zip(merged, row, strict=True)]
+        count = len(self.buckets)
+        touched = _unpack(merged[:words], count)
+        complete = _unpack(merged[words : 2 * words], count)
+        late = _unpack(merged[2 * words :], count)
+        order = self._current_order()
+        for index in order[self._next :]:
+            if touched[index]:
+                self._launch_now(self.buckets[index])
+        for index in order:
+            if late[index]:
+                bucket = self.buckets[index]
+                if not bucket.dirty:
+                    bucket.start_round()
+                self._launch_now(bucket)
+        for bucket in self.buckets:
+            bucket.drain()
+        used = self._agree_used(touched, complete)
+        self._remember_order(touched)
+        for bucket in self.buckets:
+            if touched[bucket.index]:
+                bucket.publish(used[bucket.index])
+            else:
+                bucket.reset()
+        self._release_slots()
+        self._local = False
+
+    def keep_local(self) -> None:
+        """End a backward without reducing; gradients stay where they are."""
+        for bucket in self.buckets:
+            if bucket.touched:
+                bucket.keep_local()
+                self._local = True
+            bucket.dirty = False
+
+    def abandon(self) -> list[Pending]:
+        """Drop the running backward and all accumulated gradients after an error.
+
+        Returns:
+            Reductions still under way; their memory must not be used again before they are done.
+        """
+        orphans = [bucket.pending for bucket in self.buckets if bucket.pending is not None]
+        for bucket in self.buckets:
+            bucket.reset()
+            for shard in bucket.flat.shards:
+                if shard.parameter is not None:
+                    shard.parameter.grad = None
+        self._release_slots()
+        self._local = False
+        return orphans
+
+    def _launch_now(self, bucket: GradientBucket) -> None:
+        if bucket.full is None:
+            self._claim(bucket)
+        bucket.launch()
+
+    def _claim(self, bucket: GradientBucket) -> None:
+        """Give a unit's buckets memory: their slot, or fresh memory while another unit still collects there."""
+        if bucket.resident is not None:
+            return
+        group = self._siblings[bucket.unit.index]
+        slot = self._slots[bucket.index]
+        if slot is None:
+            raise RuntimeError(f"Unit '{bucket.unit.name}' has no gradient memory in the plan.")
+        layouts = [member.layout for member in group]
+        dtypes = [layout.reduce_dtype for layout in layouts]
+        if slot.owner is not None and slot.owner != bucket.unit.index:
+            holders = self._siblings[slot.owner]
+            if all(not h.dirty and (h.launched or not h.touched) for h in holders) and self._drainable(holders):
+                for holder in holders:
+                    holder.drain()
+                    holder.give_buffer(None)
+                slot.owner = None
+        if slot.owner is None or slot.owner == bucket.unit.index:
+            slot.owner = bucket.unit.index
+            buffer = slot.buffer
+        else:
+            buffer = Slot.allocate(slot.buffer.numel(), slot.buffer.device).buffer
+        for member, full in zip(group, carve(buffer, layouts, dtypes), strict=True):
+            if member.full is None or not member.dirty:
+                member.drain()
+                member.give_buffer(full)
+
+    def _drainable(self, holders: Sequence[GradientBucket]) -> bool:
+        """Whether reductions are done soon. If not, other ranks may be waiting for this one: then take other memory."""
+        if all(holder.drainable(self._collectives.patience) for holder in holders):
+            return True
+        self._collectives.patience = 0.0
+        return False
+
+    def _release_slots(self) -> None:
+        for slot in self._slots:
+            if slot is not None:
+                slot.owner = None
+
+    def _current_order(self) -> tuple[int, ...]:
+        return self._order.get(self._phase, self._plan_order)
+
+    def _agree_used(self, touched: list[bool], complete: list[bool]) -> list[list[bool]]:
+        """For each bucket, which parameters had a gradient on some rank. A second round only if that is in doubt."""
+        used = [[True] * len(bucket.arrived) for bucket in self.buckets]
+        doubtful = [b for b in self.buckets if touched[b.index] and not complete[b.index]]
+        if not doubtful:
+            return used
+        flags = [bucket.has_gradient(i) for bucket in doubtful for i in range(len(bucket.arrived))]
+        answer = iter(self._control.any_of(torch.tensor(flags, dtype=torch.uint8)).tolist())
+        for bucket in doubtful:
+            used[bucket.index] = [bool(next(answer)) for _ in bucket.arrived]
+        return used
+
+    def _remember_order(self, touched: list[bool]) -> None:
+        if self._phase in self._order:
+            return
+        seen: list[int] = self._control.gather_objects(self._ready_order)[0]
+        order = [index for index in seen if touched[index]]
+        order += [i for i in self._plan_order if touched[i] and i not in order]
+        order += [i for i in self._plan_order if not touched[i]]
+        self._order[self._phase] = tuple(order)
+
+
+def _pack(flags: Sequence[bool]) -> list[int]:
+    words = [0] * -(-len(flags) // _BITS)
+    for index, flag in enumerate(flags):
+        if flag:
+            words[index // _BITS] |= 1 << (index % _BITS)
+    return words
+
+
+def _unpack(words: Sequence[int], count: int) -> list[bool]:
+    return [bool(words[index // _BITS] >> (index % _BITS) & 1) for index in range(count)]

@@ -1,0 +1,197 @@
+"""Which sharded units are whole right now: gathered in order, pinned while they compute, given up afterwards.
+
+[Note: probation]
+While the order of a phase is still being recorded nothing is gathered ahead, and a unit's memory is filled with NaN as
+soon as the unit is let go. Whoever kept a stale view of a weight (``self.w = layer.weight.t()``) computes NaN in the
+very first step, instead of quietly reading another unit's weights in a later one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lightning_zero.comm import Collectives, Pending, Streams
+from lightning_zero.comm.streams import Event
+from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.guard import SavedTensorGuard
+from lightning_zero.engine.order import OrderChange, UnitOrder
+from lightning_zero.engine.slots import Slot
+from lightning_zero.engine.unit import ShardedUnit, Unit
+from lightning_zero.plan import ZeroPlan
+
+__all__ = ["Residency"]
+
+
+class Residency:
+    """The full parameters of all sharded units of an engine.
+
+    Args:
+        plan: slots, root and prefetch.
+        units: all units, by index; those that are not sharded do not concern it.
+        collectives: the wire.
+        streams: where device work is ordered.
+        agreement: rounds between the hosts.
+        restore: what the saved-tensor guard asks for a unit's memory during backward.
+    """
+
+    def __init__(
+        self,
+        plan: ZeroPlan,
+        units: Sequence[Unit],
+        collectives: Collectives,
+        streams: Streams,
+        agreement: Agreement,
+        restore: Callable[[ShardedUnit], tuple[Tensor, bool]],
+    ) -> None:
+        self._units = units
+        self._collectives = collectives
+        self._streams = streams
+        self._masters: Event = None
+        self._orphans: list[tuple[Slot | None, list[Pending]]] = []
+        self.sharded = tuple(unit for unit in units if isinstance(unit, ShardedUnit))
+        self.root = next((unit for unit in self.sharded if unit.index == plan.root), None)
+        self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
+        self.guard = SavedTensorGuard(restore, self.was_read)
+        for unit in self.sharded:
+            self.guard.know(unit.home)
+        self._permanent = {unit.home.key for unit in self.sharded}
+        self._order = UnitOrder(
+            agreement,
+            [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units],
+            self._issue,
+            lambda index: self._by_index(index).resident,
+            self._may_take,
+            plan.prefetch,
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a phase is running."""
+        return self._order.is_open
+
+    def open(self, name: str, place: str) -> None:
+        """Begin a phase (a stretch of forward, or a backward) and make the root whole for all of it.
+
+        Args:
+            name: phases of one name share an order of units.
+            place: this very occurrence, in words that mean the same on every rank.
+
+        Collective: every rank.
+        """
+        if self.sharded:
+            self._order.open(name, place)
+            if self.root is not None:
+                self.acquire(self.root)
+
+    def close(self, values: Sequence[int] = ()) -> list[list[int]]:
+        """End the phase.
+
+        Args:
+            values: numbers to tell the other ranks on this occasion.
+
+        Returns:
+            Every rank's ``values``.
+
+        Collective: every rank.
+        """
+        if self.root is not None and self.root.pins:
+            self.release(self.root)
+        recorded = self._order.recording
+        rows, change, self.uniform = self._order.close(values)
+        if recorded:
+            # Poisoned memory makes what is resident a matter of each rank's own path, so all start afresh.
+            loose = [unit for unit in self.sharded if not unit.pins]
+            for unit in loose:
+                unit.release()
+            self._order.forget([unit.index for unit in loose])
+        self.guard.forget_empty(self._permanent)
+        if change is not None and self._order.first_change(change):
+            self._warn(change)
+        return rows
+
+    def acquire(self, unit: ShardedUnit) -> None:
+        """Make a unit whole, show its values in the user's parameters, and keep them there until ``release``."""
+        self._order.need(unit.index)
+        unit.bind()
+        unit.pin()
+
+    def release(self, unit: ShardedUnit) -> None:
+        """Take back one ``acquire``; the last one lets the memory be used by another unit."""
+        unit.unpin()
+        if unit.pins:
+            return
+        unit.unbind(self._streams)
+        if self._order.recording:
+            unit.poison(self._streams)
+        elif unit.storage is not unit.home:
+            unit.release()
+
+    def memory_of(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
+        """The bytes a unit's full parameters lie in, gathered if need be, and whether they stay until it is let go."""
+        if not unit.resident:
+            self._order.need(unit.index)
+        unit.wait()
+        if unit.storage is None:
+            raise RuntimeError(
+                f"Unit '{unit.name}' did not become resident. This is an error in lightning_zero itself."
+            )
+        return unit.storage.buffer, unit.pins > 0
+
+    def was_read(self, unit: ShardedUnit) -> None:
+        """Note that a unit's memory was read up to here, so that nothing overwrites it before that on a device."""
+        if unit.storage is not None:
+            unit.storage.free = self._streams.mark()
+
+    def masters_changed(self, units: Sequence[int]) -> None:
+        """Note that the full values of some units are void. The same call on every rank."""
+        self._masters = self._streams.mark()
+        self._order.forget(units)
+
+    def abandon(self) -> None:
+        """Forget every claim after an error in the middle of a step."""
+        while self.guard.depth:
+            self.guard.pop()
+        for unit in self.sharded:
+            if unit.pending:
+                self._orphans.append((unit.storage, unit.pending))
+            unit.abandon()
+        self._order.abandon()
+
+    def settle(self) -> None:
+        """Wait for transfers that an abandoned step left under way: they still write into slots.
+
+        Raises:
+            CommunicationError: if the other ranks never joined them.
+        """
+        while self._orphans:
+            _, transfers = self._orphans.pop()
+            for transfer in transfers:
+                transfer.wait()
+
+    def _issue(self, index: int) -> None:
+        unit = self._by_index(index)
+        unit.launch(self._collectives, self._streams, self._masters)
+        if unit.storage is not None and unit.storage is not unit.home:
+            self.guard.know(unit.storage)
+
+    def _may_take(self, index: int) -> bool:
+        unit = self._by_index(index)
+        return unit.pins == 0 and unit.home.pins == 0
+
+    def _by_index(self, index: int) -> ShardedUnit:
+        unit = self._units[index]
+        if not isinstance(unit, ShardedUnit):
+            raise RuntimeError(f"Unit '{unit.name}' is not sharded. This is an error in lightning_zero itself.")
+        return unit
+
+    def _warn(self, change: OrderChange) -> None:
+        expected = "nothing more" if change.expected is None else f"unit '{self._units[change.expected].name}'"
+        warnings.warn(
+            f"{change.phase}: the order of units changed: expected {expected}, got unit "
+            f"'{self._units[change.got].name}'. The new order is recorded with the next one; if it keeps changing, "
+            "units are gathered when they are needed, which is correct but slower.",
+            stacklevel=2,
+        )

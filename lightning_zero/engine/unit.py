@@ -1,0 +1,330 @@
+"""One unit at run time: its master shards, the slot it computes in, and the user's parameters bound to views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._torch import untracked
+from lightning_zero.comm import Collectives, Pending, Streams
+from lightning_zero.comm.streams import Event
+from lightning_zero.engine.slots import Slot, carve
+from lightning_zero.engine.states import UnitState, UnitStateMachine
+from lightning_zero.plan import FlatLayout, ParameterSpec, ShardSlice, UnitPlan
+
+__all__ = ["FlatParameters", "ParameterShard", "ReplicatedUnit", "ShardedUnit", "Unit", "cut", "views_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterShard:
+    """This rank's part of one parameter.
+
+    Args:
+        spec: the whole parameter.
+        start: where the part begins in the flattened parameter, in elements.
+        data: 1-D view of the master shard, the parameter's own dtype; 0 elements where this rank owns nothing.
+        parameter: the shard parameter that optimizers step on (shares ``data``), ``None`` for a frozen parameter.
+    """
+
+    spec: ParameterSpec
+    start: int
+    data: Tensor
+    parameter: nn.Parameter | None
+
+
+def cut(shard: Tensor, pieces: Sequence[ShardSlice]) -> list[Tensor]:
+    """1-D views of the parts of a shard, one per parameter (0 elements where nothing is owned)."""
+    with untracked():
+        return [shard.narrow(0, piece.shard_start if piece.numel else 0, piece.numel) for piece in pieces]
+
+
+def views_of(buffer: Tensor, layout: FlatLayout) -> list[Tensor]:
+    """The parameters of a layout as views of a flat buffer, full shapes."""
+    with untracked():
+        return [
+            buffer.narrow(0, offset if spec.numel else 0, spec.numel).view(spec.shape)
+            for spec, offset in zip(layout.parameters, layout.offsets, strict=True)
+        ]
+
+
+class FlatParameters:
+    """The parameters of one layout: the user's objects and this rank's master shard.
+
+    Args:
+        layout: where each parameter lies.
+        parameters: the user's parameters, in the layout's order.
+        device: where the engine keeps them.
+        rank: this rank of the shard group.
+        master: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``; what the optimizer updates.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        master: Tensor,
+        placeholders: Sequence[Tensor],
+    ) -> None:
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.master = master
+        self.placeholders = tuple(placeholders)
+        self.slices = layout.slices(rank)
+        self.shards = tuple(
+            ParameterShard(spec, piece.parameter_start, data, _shard_parameter(data) if layout.trainable else None)
+            for spec, piece, data in zip(layout.parameters, self.slices, cut(master, self.slices), strict=True)
+        )
+
+
+def _shard_parameter(data: Tensor) -> nn.Parameter:
+    with torch.inference_mode(False):
+        return nn.Parameter(data.detach(), requires_grad=True)
+
+
+class Unit:
+    """What both kinds of units share: a plan, its flat parameters, and a version that counts changes of the weights."""
+
+    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
+        self.plan = plan
+        self.flats = tuple(flats)
+        self.version = 0
+        # Forward calls of the running step whose backward has not started: their gradients are still to come.
+        self.outstanding = 0
+        # The user's parameters show full values of their own (``full_parameters``) and must go on doing so.
+        self.held = False
+
+    @property
+    def index(self) -> int:
+        return self.plan.index
+
+    @property
+    def name(self) -> str:
+        return self.plan.name or "(root)"
+
+    def _show_placeholders(self) -> None:
+        for flat in self.flats:
+            for parameter, placeholder in zip(flat.parameters, flat.placeholders, strict=True):
+                parameter.data = placeholder
+
+    def parameters_changed(self) -> None:
+        """Note that weights changed, so that a graph of the old weights is refused as plain torch refuses it."""
+        self.version += 1
+        for flat in self.flats:
+            torch.autograd.graph.increment_version(flat.parameters)
+
+
+class ReplicatedUnit(Unit):
+    """A bucket whose full parameters stay in memory.
+
+    Args:
+        plan: the bucket.
+        flats: its flat parameters; masters are views of ``buffers`` where the dtypes agree.
+        buffers: full flat buffer of each layout, in the compute dtype.
+    """
+
+    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], buffers: Sequence[Tensor]) -> None:
+        super().__init__(plan, flats)
+        self.buffers = tuple(buffers)
+        self._views = [views_of(buffer, flat.layout) for buffer, flat in zip(buffers, flats, strict=True)]
+        # Another compute dtype must not be seen from outside a step: there the parameter shows its own dtype (and NaN).
+        self.always_bound = all(flat.layout.dtype == flat.layout.compute_dtype for flat in flats)
+
+    def bind(self) -> None:
+        """Let the user's parameters be the full values."""
+        if self.held:
+            return
+        for flat, views in zip(self.flats, self._views, strict=True):
+            for parameter, view in zip(flat.parameters, views, strict=True):
+                parameter.data = view
+
+    def unbind(self) -> None:
+        """Let the user's parameters show placeholders, unless they can always show the truth."""
+        if not self.always_bound and not self.held:
+            self._show_placeholders()
+
+    def publish(self, collectives: Collectives) -> list[Pending]:
+        """Bring every rank's updated master shards into the full buffers. Collective: every rank."""
+        pending = []
+        with untracked():
+            for flat, buffer in zip(self.flats, self.buffers, strict=True):
+                own = collectives.own_range(buffer)
+                if own.data_ptr() != flat.master.data_ptr():
+                    own.copy_(flat.master)
+                pending.append(collectives.all_gather(buffer, f"parameters of '{self.name}'"))
+        return pending
+
+
+class ShardedUnit(Unit):
+    """A unit whose full parameters exist only while it computes.
+
+    Args:
+        plan: the unit.
+        flats: its flat parameters with their master shards.
+        slot: where it always computes.
+    """
+
+    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], slot: Slot) -> None:
+        super().__init__(plan, flats)
+        self.home = slot
+        self.machine = UnitStateMachine(self.name)
+        self.storage: Slot | None = None  # where the full parameters are: home, or memory for this once
+        self.pins = 0
+        self._pending: list[Pending] = []
+        self._home_buffers = self._carve(slot)
+        self._home_views = [
+            views_of(buffer, flat.layout) for buffer, flat in zip(self._home_buffers, flats, strict=True)
+        ]
+        self._views = self._home_views
+        self._filled_at = -1  # version of the weights in storage
+        self._scratch: Slot | None = None
+
+    def _carve(self, slot: Slot) -> list[Tensor]:
+        layouts = [flat.layout for flat in self.flats]
+        with untracked():
+            return carve(slot.buffer, layouts, [layout.compute_dtype for layout in layouts])
+
+    @property
+    def state(self) -> UnitState:
+        return self.machine.state
+
+    @property
+    def pending(self) -> list[Pending]:
+        """Transfers that still write into the storage."""
+        return self._pending
+
+    @property
+    def resident(self) -> bool:
+        """Whether the full, current weights are here or on their way."""
+        return self.state is not UnitState.COLD and self._filled_at == self.version
+
+    def launch(self, collectives: Collectives, streams: Streams, masters: Event) -> None:
+        """Start gathering the full parameters, into the slot unless somebody still computes there.
+
+        Args:
+            collectives: the wire.
+            streams: where device work is ordered.
+            masters: event after which the master shards hold the current weights.
+
+        Collective: every rank, in the agreed order of units.
+        """
+        target = self._take_storage()
+        buffers = self._home_buffers if target is self.home else self._carve(target)
+        pending = []
+        with untracked(), streams.gathering(target.free):
+            streams.wait(masters)
+            for flat, buffer in zip(self.flats, buffers, strict=True):
+                collectives.own_range(buffer).copy_(flat.master)
+                pending.append(collectives.all_gather(buffer, f"parameters of unit '{self.name}'"))
+        if target is self._scratch:  # this rank only takes part: it has the weights in use already, or never needs them
+            for handle in pending:
+                handle.wait()
+            self._scratch = None
+            return
+        self._views = (
+            self._home_views
+            if target is self.home
+            else [views_of(buffer, flat.layout) for buffer, flat in zip(buffers, self.flats, strict=True)]
+        )
+        self.storage, self._pending, self._filled_at = target, pending, self.version
+        target.owner = self
+        self.machine.move(UnitState.INFLIGHT)
+
+    def _take_storage(self) -> Slot:
+        """The slot, given up by its last owner, or fresh memory where that is not possible."""
+        if self.pins:
+            self._scratch = Slot.allocate(self.home.buffer.numel(), self.home.buffer.device)
+            return self._scratch
+        self.release()
+        if self.home.pins:
+            return Slot.allocate(self.home.buffer.numel(), self.home.buffer.device)
+        if self.home.owner is not None and self.home.owner is not self:
+            self.home.owner.release()
+        return self.home
+
+    def wait(self) -> None:
+        """Order everything from now on behind the gather."""
+        if self.state is UnitState.INFLIGHT:
+            for handle in self._pending:
+                handle.wait()
+            self._pending = []
+            self.machine.move(UnitState.WARM)
+
+    def bind(self) -> None:
+        """Let the user's parameters be views of the full values."""
+        self.wait()
+        if self.state is UnitState.BOUND:
+            return
+        self.machine.move(UnitState.BOUND)
+        if self.held:
+            return
+        for flat, views in zip(self.flats, self._views, strict=True):
+            for parameter, view in zip(flat.parameters, views, strict=True):
+                parameter.data = view
+
+    def unbind(self, streams: Streams) -> None:
+        """Let the user's parameters show placeholders again; the slot keeps the values until another unit needs it."""
+        if self.state is not UnitState.BOUND:
+            return
+        self.machine.move(UnitState.WARM)
+        if not self.held:
+            self._show_placeholders()
+        if self.storage is not None:
+            self.storage.free = streams.mark()
+
+    def pin(self) -> None:
+        """Forbid that another unit takes the memory."""
+        self.pins += 1
+        if self.storage is not None:
+            self.storage.pins += 1
+
+    def unpin(self) -> None:
+        """Take back one ``pin``."""
+        self.pins -= 1
+        if self.storage is not None:
+            self.storage.pins -= 1
+
+    def release(self) -> None:
+        """Give the slot up: only this rank's shard stays.
+
+        Raises:
+            RuntimeError: if somebody still computes with it.
+        """
+        if self.state is UnitState.COLD:
+            return
+        if self.pins:
+            raise RuntimeError(
+                f"Unit '{self.name}' is still computing and cannot give its slot up ({self.pins} pins). This is an "
+                "error in lightning_zero itself; please report it with the model that shows it."
+            )
+        self.wait()
+        if self.storage is not None and self.storage.owner is self:
+            self.storage.owner = None
+        self.storage = None
+        self._views = self._home_views
+        self.machine.move(UnitState.COLD)
+
+    def poison(self, streams: Streams) -> None:
+        """Fill the memory with NaN and give it up, so that whoever kept a stale view computes NaN, not nonsense."""
+        if self.state is not UnitState.WARM or self.pins or self.storage is None:
+            return
+        with untracked():
+            for flat, buffer in zip(self.flats, self._carve(self.storage), strict=True):
+                if flat.layout.compute_dtype.is_floating_point:
+                    buffer.fill_(float("nan"))
+        self.storage.free = streams.mark()
+        self.release()
+
+    def abandon(self) -> None:
+        """Forget every claim after an error in the middle of a step; values are gathered anew when next needed."""
+        if not self.held:
+            self._show_placeholders()
+        if self.storage is not None:
+            self.storage.pins = 0
+            self.storage.owner = None
+        self.storage, self._pending, self._views = None, [], self._home_views
+        self.pins, self.outstanding = 0, 0
+        self.machine = UnitStateMachine(self.name)

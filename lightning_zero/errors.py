@@ -1,0 +1,69 @@
+"""The few exceptions a caller may want to catch.
+
+Everything else is ``ValueError`` (settings) or ``RuntimeError`` (order).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "DivergenceError",
+    "MaterialiseError",
+    "ParameterAccessError",
+    "UnsupportedOptimizerError",
+    "ZeroError",
+]
+
+
+class ZeroError(RuntimeError):
+    """Base of this package's own errors."""
+
+
+class DivergenceError(ZeroError):
+    """The ranks no longer run the same program.
+
+    Cause: another model, another batch count, another order of backward and optimizer steps, or a step that one rank
+    skipped. Raised on every rank that took part in the agreement, before anything was updated with mixed data.
+    Fix: the message names the ranks and what each of them was doing; make that part independent of the rank.
+    """
+
+
+class CommunicationError(ZeroError):
+    """A collective did not complete: a peer died, was killed, or did not arrive within the process group's timeout.
+
+    Cause: almost always an error on *another* rank, whose own log says more.
+    Fix: read the log of the rank that failed first; the checkpoint saved last is intact.
+    """
+
+
+class ParameterAccessError(ZeroError):
+    """A partitioned parameter was used or changed where only a placeholder stands.
+
+    Cause: its weight was read outside the forward of the unit that owns it.
+    Fix: ``with lightning_zero.full_parameters(module): ...`` on every rank, or make the reading module the unit.
+    """
+
+
+class UnsupportedOptimizerError(ZeroError):
+    """The optimizer cannot give the unsharded result on shards.
+
+    Cause: it mixes all parameters in one computation (LBFGS) or needs sparse gradients (SparseAdam).
+    Fix: the message names an alternative.
+    """
+
+
+class MaterialiseError(ZeroError):
+    """A module on the meta device cannot be given the values an ordinary build would have given it.
+
+    Cause: its initialisation was not recorded, or holds an operation that cannot be replayed.
+    Fix: build it inside ``configure_model``, or build it on the CPU.
+    """
+
+
+class CheckpointError(ZeroError):
+    """A checkpoint could not be written whole, or what is on disk is not a whole checkpoint.
+
+    Cause: a full disk, a missing permission, a damaged or foreign file: the message names file, rank and reason.
+    Fix: nothing that was saved before is lost; resume from the previous checkpoint.
+    """

@@ -1,0 +1,93 @@
+"""The dynamic loss scale of fp16 training, with one overflow decision for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import ControlGroup
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler:
+    """Multiplies the loss so that small fp16 gradients survive, and skips steps whose gradients overflowed.
+
+    Args:
+        init_scale: first factor.
+        growth_factor: what the scale is multiplied with after ``growth_interval`` good steps.
+        backoff_factor: what it is multiplied with after an overflow.
+        growth_interval: good steps in a row before the scale grows.
+
+    Source: the rule of ``torch.amp.GradScaler``.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
+            raise ValueError(
+                "A loss scale needs init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= "
+                f"1, got {init_scale}, {growth_factor}, {backoff_factor}, {growth_interval}."
+            )
+        self.value = float(init_scale)  # of the next backward
+        self._in_use = self.value  # of the last one: another optimizer's step in between must not change it
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self._good_steps = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to run backward on."""
+        self._in_use = self.value
+        return loss * self.value
+
+    def unscale(self, gradients: Sequence[Tensor], control: ControlGroup) -> bool:
+        """Undo the scale in this rank's gradient slices.
+
+        Returns:
+            Whether any gradient of any rank is not finite; the same on every rank.
+
+        Collective: every rank.
+        """
+        overflow = False
+        for gradient in gradients:
+            gradient.mul_(1.0 / self._in_use)
+            overflow = overflow or not bool(torch.isfinite(gradient).all())
+        return control.agree_any(overflow)
+
+    def update(self, overflow: bool) -> None:
+        """Note how a step went."""
+        if overflow:
+            self.value *= self.backoff_factor
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self.growth_interval:
+            self.value *= self.growth_factor
+            self._good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, in the keys of ``torch.amp.GradScaler``."""
+        return {
+            "scale": self.value,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._good_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken."""
+        self.value = self._in_use = float(state["scale"])
+        self.growth_factor = float(state["growth_factor"])
+        self.backoff_factor = float(state["backoff_factor"])
+        self.growth_interval = int(state["growth_interval"])
+        self._good_steps = int(state["_growth_tracker"])

@@ -1,0 +1,32 @@
+"""What is decided before training: units, flat buffers, shards, buckets, slots, and what they cost.
+
+Numbers only: works on meta tensors, needs no process group, and is equal on all ranks.
+"""
+
+from lightning_zero.plan.buckets import make_buckets
+from lightning_zero.plan.dtypes import DtypeRules
+from lightning_zero.plan.flat import ALIGNMENT, FlatLayout, ParameterSpec, ShardSlice
+from lightning_zero.plan.memory import Memory
+from lightning_zero.plan.plan import UnitPlan, ZeroPlan, build_plan
+from lightning_zero.plan.slots import SlotPlan
+from lightning_zero.plan.traffic import CollectiveTraffic, Traffic, gather_order
+from lightning_zero.plan.units import UnitSpec, find_units
+
+__all__ = [
+    "ALIGNMENT",
+    "CollectiveTraffic",
+    "DtypeRules",
+    "FlatLayout",
+    "Memory",
+    "ParameterSpec",
+    "ShardSlice",
+    "SlotPlan",
+    "Traffic",
+    "UnitPlan",
+    "UnitSpec",
+    "ZeroPlan",
+    "build_plan",
+    "find_units",
+    "gather_order",
+    "make_buckets",
+]

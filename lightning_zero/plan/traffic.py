@@ -1,0 +1,133 @@
+"""What one training step sends, computed from the plan.
+
+[Note: Counting traffic]
+
+Bytes are those of the whole flat buffer, the counting of the ZeRO paper (section 7): an all-gather or a reduce-scatter
+of n elements counts n, of which a rank sends the fraction (world size - 1) / world size. With a model of P elements,
+replicated parameters cost 2 P per step and sharded ones 3 P, less what is still resident in its slot when it is needed
+again.
+
+Prefetching changes when a unit is gathered, not how often, so it appears here only through the number of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_zero.plan.flat import FlatLayout
+
+if TYPE_CHECKING:
+    from lightning_zero.plan.plan import UnitPlan, ZeroPlan
+
+
+@dataclass(frozen=True)
+class CollectiveTraffic:
+    """Collectives of one kind.
+
+    Attributes:
+        calls: how many.
+        numel: elements of their flat buffers, padding included.
+        nbytes: the same in bytes of the dtype on the wire.
+    """
+
+    calls: int = 0
+    numel: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: CollectiveTraffic) -> CollectiveTraffic:
+        return CollectiveTraffic(self.calls + other.calls, self.numel + other.numel, self.nbytes + other.nbytes)
+
+    def times(self, count: int) -> CollectiveTraffic:
+        """The same collectives ``count`` times."""
+        return CollectiveTraffic(self.calls * count, self.numel * count, self.nbytes * count)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one step, by kind. See [Note: Counting traffic]."""
+
+    all_gather: CollectiveTraffic
+    reduce_scatter: CollectiveTraffic
+
+    @property
+    def total(self) -> CollectiveTraffic:
+        """Both kinds together."""
+        return self.all_gather + self.reduce_scatter
+
+
+def expected_traffic(plan: ZeroPlan, *, micro_steps: int) -> Traffic:
+    """Traffic of one step of ``micro_steps`` forwards and backwards; zero for a single rank, which needs no wire.
+
+    Raises:
+        ValueError: if ``micro_steps`` is less than 1.
+    """
+    if micro_steps < 1:
+        raise ValueError(f"A step has at least one micro-step, got {micro_steps}.")
+    if plan.world_size == 1:
+        return Traffic(CollectiveTraffic(), CollectiveTraffic())
+    trainable = [layout for unit in plan.units for layout in unit.trainable_layouts]
+    reduced = _add(_calls(layout, layout.reduce_dtype) for layout in trainable)
+    if plan.placement.shards_gradients:
+        reduced = reduced.times(micro_steps)
+    if plan.placement.shards_parameters:
+        return Traffic(
+            _add(_gather(plan.units[index]) for index in gather_order(plan, micro_steps=micro_steps)), reduced
+        )
+    # Replicated parameters: what the optimizer updated is gathered once, after it.
+    return Traffic(_add(_calls(layout, layout.compute_dtype) for layout in trainable), reduced)
+
+
+def gather_order(plan: ZeroPlan, *, micro_steps: int = 1) -> tuple[int, ...]:
+    """Indices of the units in the order in which one step gathers them, where parameters are sharded.
+
+    Every unit runs once per forward, in plan order, and once per backward: siblings in reverse, a unit before those
+    nested in it. A unit stays resident until another unit is gathered into its slot, the root throughout. Weights do
+    not change between the micro-steps of a step, so residents stay valid; after the optimizer step all are stale but
+    those of entirely frozen units. Units without parameters (an empty root) are not gathered.
+
+    An upper bound where autograd has no reason to run a unit's backward: a frozen unit with nothing trainable before it
+    is gathered in forward only, which the plan cannot know.
+    """
+    resident: dict[int, int] = {}
+    gathered: list[int] = []
+    # Twice: what the step before left behind is known only then.
+    for _ in range(2):
+        resident = {slot: index for slot, index in resident.items() if not plan.units[index].trainable_layouts}
+        gathered = []
+        for _ in range(micro_steps):
+            for unit in (*plan.units, *_backward_order(plan)):
+                if unit.layouts and unit.slot is not None and resident.get(unit.slot) != unit.index:
+                    resident[unit.slot] = unit.index
+                    gathered.append(unit.index)
+    return tuple(gathered)
+
+
+def _backward_order(plan: ZeroPlan) -> list[UnitPlan]:
+    """Siblings in reverse, each before the units nested in it: a unit's backward starts at its outputs."""
+    nested: dict[int | None, list[UnitPlan]] = {}
+    for unit in plan.units:
+        # Ancestors ascend in registration order, so the innermost comes last.
+        nested.setdefault(unit.ancestors[-1] if unit.ancestors else None, []).append(unit)
+    order: list[UnitPlan] = []
+    waiting = list(nested.get(None, ()))
+    while waiting:
+        unit = waiting.pop()
+        order.append(unit)
+        waiting.extend(nested.get(unit.index, ()))
+    return order
+
+
+def _gather(unit: UnitPlan) -> CollectiveTraffic:
+    return _add(_calls(layout, layout.compute_dtype) for layout in unit.layouts)
+
+
+def _calls(layout: FlatLayout, dtype: torch.dtype) -> CollectiveTraffic:
+    return CollectiveTraffic(1, layout.numel, layout.numel * dtype.itemsize)
+
+
+def _add(parts: Iterable[CollectiveTraffic]) -> CollectiveTraffic:
+    return sum(parts, CollectiveTraffic())

@@ -1,0 +1,274 @@
+"""The precision plugin: which dtype a unit computes in, and what happens to gradients between backward and step.
+
+[Note: cast in the engine, not by autocast]
+Under autocast over fp32 weights, autograd keeps a 16-bit copy of every weight alive until backward: a full 16-bit model
+that sharding was to avoid. So mixed precision here gathers 16-bit copies of the fp32 masters, and autocast (which stays
+on, for the operations it keeps in fp32) finds the weights in its dtype already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_zero.comm import ControlGroup
+from lightning_zero.optim.clip import clip_by_norm, clip_by_value, gradient_norm
+from lightning_zero.optim.scaler import LossScaler
+from lightning_zero.optim.sharded import ShardedOptimizer
+
+__all__ = ["PrecisionName", "ZeroPrecision"]
+
+PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+_TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ZeroPrecision(Precision):
+    """Precision of a sharded run.
+
+    Args:
+        precision: ``32-true``, ``64-true``; ``bf16-mixed`` and ``16-mixed``: units compute in 16 bit, masters and
+            optimizer state stay in fp32, fp16 with a dynamic loss scale; ``bf16-true`` and ``16-true``: everything in
+            16 bit.
+        reduce_dtype: dtype gradients are averaged in under mixed precision. ``float32`` is exact; a 16-bit dtype halves
+            the bytes on the wire and in gradient memory.
+        scaler: loss scale for ``16-mixed``; ``None`` for the default one.
+
+    fp32 buffers and metric states are never cast down, nor are the parameters of batch norm layers.
+
+    Raises:
+        ValueError: if a setting is unknown or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "32-true",
+        reduce_dtype: DtypeName | None = None,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        if precision not in get_args(PrecisionName):
+            raise ValueError(
+                f"ZeroPrecision takes one of {', '.join(get_args(PrecisionName))}, got precision={precision!r}."
+            )
+        if reduce_dtype is not None and (reduce_dtype not in _DTYPES or precision not in _MIXED):
+            raise ValueError(
+                f"reduce_dtype must be one of {', '.join(_DTYPES)} and only applies to bf16-mixed and 16-mixed, got "
+                f"reduce_dtype={reduce_dtype!r} with precision={precision!r}."
+            )
+        if scaler is not None and precision != "16-mixed":
+            raise ValueError(f"A loss scale is only used with precision='16-mixed', got one with {precision!r}.")
+        self.precision = precision
+        self.scaler = scaler or (LossScaler() if precision == "16-mixed" else None)
+        self._reduce_dtype = reduce_dtype
+        self._device_type = "cpu"
+        self._control = ControlGroup(None)
+        self._adapter: Callable[[Optimizer], ShardedOptimizer] | None = None
+        self._on_skip: Callable[[Optimizer], None] | None = None
+        self._watching: Callable[[str], AbstractContextManager[Any]] = nullcontext
+
+    @classmethod
+    def convert(cls, plugin: Precision) -> ZeroPrecision:
+        """Lightning's own plugin, as the Trainer's ``precision=`` made it, in this package's terms.
+
+        Raises:
+            ValueError: for a plugin that sharding cannot serve, by name.
+        """
+        if isinstance(plugin, ZeroPrecision):
+            return plugin
+        if type(plugin) is MixedPrecision:
+            scaler = None
+            if plugin.precision == "16-mixed" and plugin.scaler is not None:
+                given = plugin.scaler
+                scaler = LossScaler(
+                    given._init_scale,
+                    given.get_growth_factor(),
+                    given.get_backoff_factor(),
+                    given.get_growth_interval(),
+                )
+            return cls("16-mixed" if plugin.precision == "16-mixed" else "bf16-mixed", scaler=scaler)
+        if type(plugin) is HalfPrecision:
+            return cls("16-true" if plugin.precision == "16-true" else "bf16-true")
+        if type(plugin) is DoublePrecision:
+            return cls("64-true")
+        if type(plugin) is Precision:
+            return cls("32-true")
+        raise ValueError(
+            f"{type(plugin).__name__} is not supported by ZeroStrategy. Use precision= one of "
+            f"{', '.join(get_args(PrecisionName))}, or pass ZeroPrecision(...) as a plugin."
+        )
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """What units compute in, ``None`` for the parameters' own dtype."""
+        return _MIXED.get(self.precision)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What gradients are averaged in, ``None`` for the parameters' own dtype."""
+        return None if self._reduce_dtype is None else _DTYPES[self._reduce_dtype]
+
+    def attach(
+        self,
+        device: torch.device,
+        control: ControlGroup,
+        adapter: Callable[[Optimizer], ShardedOptimizer],
+        on_skip: Callable[[Optimizer], None],
+        watching: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Connect to a run.
+
+        Args:
+            device: where the module computes.
+            control: agreements between hosts.
+            adapter: finds the sharded view of an optimizer.
+            on_skip: called when a step is skipped because gradients overflowed.
+            watching: around the user's hooks between backward and step, by name.
+        """
+        self._device_type = device.type
+        self._control = control
+        self._adapter = adapter
+        self._on_skip = on_skip
+        self._watching = watching
+
+    # ------------------------------------------------------------------- dtypes
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast parameters for the ``-true`` precisions; buffers only up, metric states not at all."""
+        dtype = _TRUE.get(self.precision)
+        if dtype is None:
+            return module
+        with torch.no_grad():
+            for child in module.modules():
+                self._convert_own(child, dtype)
+        return module
+
+    def would_cast(self, module: nn.Module) -> bool:
+        """Whether ``convert_module`` has anything to do: then the parameters' values must be in memory first."""
+        dtype = _TRUE.get(self.precision)
+        return dtype is not None and any(
+            parameter.is_floating_point() and parameter.dtype is not dtype and type(parameter.data) is Tensor
+            for child in module.modules()
+            if self._casts(child, dtype)
+            for parameter in child._parameters.values()
+            if parameter is not None
+        )
+
+    @staticmethod
+    def _casts(module: nn.Module, dtype: torch.dtype) -> bool:
+        widening = dtype is torch.float64
+        return widening or not isinstance(module, Metric | nn.modules.batchnorm._BatchNorm)
+
+    def _convert_own(self, module: nn.Module, dtype: torch.dtype) -> None:
+        if not self._casts(module, dtype):
+            return
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_floating_point() and type(parameter.data) is Tensor:
+                parameter.data = parameter.data.to(dtype)
+        if dtype is torch.float64 and not isinstance(module, Metric):
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[key] = buffer.to(dtype)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """New floating tensors get the precision's dtype."""
+        dtype = _TRUE.get(self.precision)
+        return nullcontext() if dtype is None else _DtypeContextManager(dtype)
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Modules are built in fp32 and cast afterwards, so that their buffers keep full precision."""
+        return self.tensor_init_context() if self.precision == "64-true" else nullcontext()
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Around every step method: autocast, or the default dtype."""
+        if self.precision in _MIXED:
+            with torch.autocast(self._device_type, dtype=_MIXED[self.precision], cache_enabled=False):
+                yield
+        else:
+            with self.tensor_init_context():
+                yield
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating inputs get the dtype of the weights, for the ``-true`` precisions."""
+        dtype = _TRUE.get(self.precision)
+        if dtype is None:
+            return data
+        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=dtype)
+
+    # ---------------------------------------------------------------- gradients
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Scale the loss for fp16, then the user's ``on_before_backward``."""
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run forward and backward, the user's hooks and clipping, then the step.
+
+        The closure runs here and not inside ``optimizer.step``: what a step needs (agreement on used parameters, whole
+        matrices) exists only after backward.
+
+        Collective: every rank.
+        """
+        result = closure()
+        nothing = result is None and model.automatic_optimization
+        overflow = False
+        if self.scaler is not None and not nothing:
+            overflow = self.scaler.unscale(self._sharded(optimizer).gradients(), self._control)
+        with self._watching("on_before_optimizer_step"):
+            self._after_closure(model, optimizer)
+        if overflow:
+            if self._on_skip is not None:
+                self._on_skip(optimizer)
+        else:
+            optimizer.step(**kwargs)
+        if self.scaler is not None and not nothing:
+            self.scaler.update(overflow)
+        return result
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float | None = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType | str | None = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip the gradients of one optimizer over all ranks. Collective: every rank."""
+        if not clip_val or clip_val <= 0:
+            return
+        gradients = self._sharded(optimizer).gradients()
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            clip_by_value(gradients, float(clip_val))
+        else:
+            clip_by_norm(gradients, float(clip_val), gradient_norm(gradients, self._control))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with a saved loss scale."""
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        if self._adapter is None:
+            raise RuntimeError("ZeroPrecision only works together with ZeroStrategy: Trainer(strategy='zero3', ...).")
+        return self._adapter(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)

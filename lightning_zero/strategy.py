@@ -1,0 +1,529 @@
+"""Lightning's hooks, in Lightning's order: the composition root of the package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint import (
+    is_sharded_checkpoint,
+    load_checkpoint_directory,
+    remove_checkpoint_directory,
+    save_checkpoint_directory,
+)
+from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, NativeCollectives, Streams
+from lightning_zero.comm.groups import destroy_default_group_at_exit
+from lightning_zero.config import Placement, validate_bucket_mib, validate_prefetch, validate_units
+from lightning_zero.debug import note_optimizers
+from lightning_zero.engine import InitRecorder, ZeroEngine, engine_of
+from lightning_zero.engine.full import give_back
+from lightning_zero.errors import ParameterAccessError
+from lightning_zero.optim.allocation import ConstantState
+from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.plan import ZeroPlan, build_plan
+from lightning_zero.precision import ZeroPrecision
+from lightning_zero.state import ModuleState, OptimizerState
+
+__all__ = ["ZeroStrategy"]
+
+
+class ZeroStrategy(ParallelStrategy):
+    """ZeRO for an ordinary LightningModule: ``Trainer(strategy="zero3")``.
+
+    Args:
+        stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        units: class names of the modules whose parameters are gathered together (stage 3), for example
+            ``["TransformerBlock"]``; ``None`` finds them automatically.
+        bucket_mib: gradients reduced together in stages 1 and 2, in MiB. A single larger parameter is a bucket of its
+            own.
+        prefetch: units gathered ahead of the one that computes (stage 3); 0 switches it off.
+        accelerator: as for every Lightning strategy.
+        parallel_devices: as for every Lightning strategy.
+        cluster_environment: as for every Lightning strategy.
+        precision_plugin: ``ZeroPrecision``, or one of Lightning's plugins, which is converted.
+        process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
+        timeout: how long a rank waits for the others before it raises.
+
+    Raises:
+        ValueError: if a setting is not usable.
+
+    Source: ZeRO (arXiv:1910.02054).
+    """
+
+    is_distributed = True  # without it the Trainer switches the distributed sampler and sync_dist off, silently
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 3,
+        *,
+        units: Sequence[str] | None = None,
+        bucket_mib: float = 25.0,
+        prefetch: int = 1,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        self.placement = Placement.from_stage(stage)
+        self._units = validate_units(units)
+        self._bucket_mib = validate_bucket_mib(bucket_mib)
+        self._prefetch = validate_prefetch(prefetch)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+        )
+        self._num_nodes = 1
+        self._backend = process_group_backend
+        self._timeout = timeout
+        self._groups: Groups | None = None
+        self._engine: ZeroEngine | None = None
+        self._recorder = InitRecorder()
+        self._adapters: dict[int, ShardedOptimizer] = {}
+        self._held: list[tuple[LRSchedulerConfig, int]] = []
+
+    # ------------------------------------------------------------- environment
+
+    @property
+    def engine(self) -> ZeroEngine:
+        """The engine of the running module.
+
+        Raises:
+            RuntimeError: before the strategy was set up.
+        """
+        if self._engine is None:
+            raise RuntimeError("The strategy is not set up yet: its engine exists from `Trainer.fit` (or validate) on.")
+        return self._engine
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        if self.parallel_devices is None:
+            raise RuntimeError("The Trainer has not assigned devices to the strategy yet.")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """How many machines take part."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes run on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend in use, or asked for."""
+        return self._backend
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How the Trainer shards the data."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def precision_plugin(self) -> ZeroPrecision:
+        """The precision in this package's terms, whatever the Trainer was given."""
+        if self._precision_plugin is None:
+            self._precision_plugin = ZeroPrecision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin: ZeroPrecision | None = (
+            None if precision_plugin is None else ZeroPrecision.convert(precision_plugin)
+        )
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Lightning's plain IO; sharded directories do not go through it."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        if io is not None:
+            raise ValueError(
+                "ZeroStrategy writes sharded directories itself and takes no checkpoint plugin, got "
+                f"{type(io).__name__}."
+            )
+
+    def _configure_launcher(self) -> None:
+        # Also where others start the processes: the launcher then only shares the cores out among them.
+        if self.cluster_environment is not None:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """Join the process group. Collective: every rank."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        if self.cluster_environment is None:
+            raise RuntimeError("ZeroStrategy has no cluster environment; create it through Trainer(strategy=...).")
+        kwargs: dict[str, Any] = {"timeout": self._timeout}
+        if self.root_device.type != "cpu":
+            kwargs["device_id"] = self.root_device
+        if not dist.is_initialized():
+            _init_dist_connection(self.cluster_environment, self._backend, **kwargs)
+            destroy_default_group_at_exit()  # Lightning does so for nccl only
+        expected = self.num_nodes * self.num_processes
+        if dist.get_world_size() != expected:
+            raise RuntimeError(
+                f"The process group has {dist.get_world_size()} ranks, but Trainer(devices={self.num_processes}, "
+                f"num_nodes={self.num_nodes}) asks for {expected}. Start as many processes as devices times nodes, or "
+                "let the Trainer start them."
+            )
+
+    # -------------------------------------------------------------------- setup
+
+    def model_to_device(self) -> None:
+        """Move what is not a parameter or buffer of the engine (metric states, for example)."""
+        if self.lightning_module is not None:
+            self.lightning_module.to(self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module, build the optimizers, adapt them. Collective: every rank."""
+        if self.accelerator is None or self.lightning_module is None:
+            raise RuntimeError("The Trainer has not connected an accelerator and a module to the strategy yet.")
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._refuse_callbacks(trainer)
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.lightning_module)
+        self._setup_engine(self.lightning_module)
+        self.model_to_device()
+        self.precision_plugin.attach(
+            self.root_device, self.engine.control, self.adapter, self._hold_schedulers, self.engine.watching
+        )
+        if fitting:
+            self.engine.prepare_training()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _refuse_callbacks(self, trainer: Trainer) -> None:
+        """Name Lightning's own callbacks that handle parameters in a way sharding cannot serve, before they do.
+
+        Raises:
+            ParameterAccessError: naming the callback.
+        """
+        partial = self.placement.shards_parameters or self.precision_plugin.param_dtype is not None
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            name = type(callback).__name__
+            if isinstance(callback, BaseFinetuning):
+                raise ParameterAccessError(
+                    f"{name} unfreezes parameters and adds them to the optimizer during training, but gradient memory "
+                    "is laid out at set-up. Leave them trainable from the start in a param group whose rate is "
+                    "0 until they are to move, or start a new fit after unfreezing."
+                )
+            if partial and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise ParameterAccessError(
+                    f"{name} copies and overwrites parameters between steps, where parameters that are sharded or "
+                    "computed in 16 bit do not hold their values. Use stage 1 or 2 in full precision, or average in a "
+                    "callback of your own inside `with lightning_zero.full_parameters(module):`, on every rank."
+                )
+
+    def _setup_engine(self, module: LightningModule) -> None:
+        existing = engine_of(module)
+        if existing is not None:
+            fits = existing.device == self.root_device and not self.precision_plugin.would_cast(module)
+            if fits and self._plan(module).fingerprint() == existing.plan.fingerprint():
+                self._engine = existing  # sharded by an earlier fit, or by another Trainer, just as it is wanted now
+                return
+            give_back(existing)  # other settings, or parameters that were frozen or thawed since
+        self.precision_plugin.convert_module(module)
+        plan = self._plan(module)
+        if self._groups is None:
+            self._groups = Groups.create(self._backend, self._timeout)
+        self._engine = ZeroEngine(
+            module, plan, self._collectives(self._groups), self._groups.control, self.root_device, self._recorder.record
+        )
+        self._recorder = InitRecorder()
+
+    def _plan(self, module: LightningModule) -> ZeroPlan:
+        return build_plan(
+            module,
+            placement=self.placement,
+            world_size=self.world_size,
+            units=self._units,
+            bucket_mib=self._bucket_mib,
+            prefetch=self._prefetch,
+            param_dtype=self.precision_plugin.param_dtype,
+            reduce_dtype=self.precision_plugin.reduce_dtype,
+        )
+
+    def _collectives(self, groups: Groups) -> Collectives:
+        if groups.control.world_size == 1:
+            return LocalCollectives()
+        kind = GlooCollectives if self.root_device.type == "cpu" else NativeCollectives
+        return kind(groups, Streams(self.root_device))
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where tensors are made while a module is built: on the host, because only parts stay on the device."""
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: initialisation on the meta device is recorded, to be replayed by unit."""
+        with self._recorder:
+            yield
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Run ``configure_optimizers`` on the real parameter objects, then put shards in their place."""
+        for adapter in self._adapters.values():
+            adapter.detach()
+        self._adapters.clear()
+        engine = self.engine
+        with ConstantState():
+            super().setup_optimizers(trainer)
+        owned = {
+            parameter: OwnedParameter(shard, unit.index, flat.layout, position)
+            for unit in engine.units
+            for flat in unit.flats
+            for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
+        }
+        for index, optimizer in enumerate(self.optimizers):
+            label = type(optimizer).__name__ if len(self.optimizers) == 1 else f"{type(optimizer).__name__} {index}"
+            self._adapters[id(optimizer)] = ShardedOptimizer(
+                optimizer,
+                label,
+                owned,
+                engine.collectives,
+                engine.before_optimizer_step,
+                engine.after_optimizer_step,
+                writable=not self.placement.shards_parameters and self.precision_plugin.param_dtype is None,
+            )
+        engine.listeners = [adapter.masters_changed for adapter in self._adapters.values()]
+        note_optimizers(engine, list(self._adapters.values()))
+
+    def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """The sharded view of one of the run's optimizers.
+
+        Raises:
+            ValueError: if it is not one that ``configure_optimizers`` returned.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if id(optimizer) not in self._adapters:
+            raise ValueError(
+                f"{type(optimizer).__name__} is not an optimizer of this run: only optimizers that "
+                "configure_optimizers returned are sharded."
+            )
+        return self._adapters[id(optimizer)]
+
+    # -------------------------------------------------------------------- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step``, with units gathered as they are called."""
+        for adapter in self._adapters.values():
+            adapter.adopt_new_groups()
+        return self._run("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``validation_step``, likewise."""
+        return self._run("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``test_step``, likewise."""
+        return self._run("test_step", self.precision_plugin.test_step_context(), args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``predict_step``, likewise."""
+        return self._run("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+
+    def _run(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with context, self.engine.step(name):
+            return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward; gradients are reduced when the user's ``on_after_backward`` runs.
+
+        Collective: every rank.
+        """
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("No module is connected to the strategy.")
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with self.engine.backward():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""
+        self.engine.reduce_gradients = False
+        try:
+            yield
+        finally:
+            self.engine.reduce_gradients = True
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One optimizer step. Collective: every rank."""
+        self._let_schedulers_go()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _hold_schedulers(self, optimizer: Optimizer) -> None:
+        """Keep per-step schedulers of a skipped optimizer step from advancing: their next turn is put out of reach."""
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step" and config.scheduler.optimizer is optimizer:
+                self._held.append((config, config.frequency))
+                config.frequency = sys.maxsize
+
+    def _let_schedulers_go(self) -> None:
+        for config, frequency in self._held:
+            config.frequency = frequency
+        self._held.clear()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave no pinned slot and no half-reduced gradient behind."""
+        if self._engine is not None:
+            self._engine.abandon()
+
+    def teardown(self) -> None:
+        """End a run. Shards stay where they are, so that the module can be validated, or fitted again, or called."""
+        self._let_schedulers_go()
+        self.precision_plugin.teardown()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+
+    # -------------------------------------------------------------- collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks. Collective: every rank."""
+        if not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give rank ``src``'s object to all ranks. Collective: every rank."""
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; anything else is returned as it is. Collective: every rank."""
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # -------------------------------------------------------------- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Shards exist only after set-up."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the weights (fp32 masters), by full name. No communication."""
+        return ModuleState(self.engine, self.lightning_module).save()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part of an optimizer's state, by parameter name."""
+        return OptimizerState(self.engine, self.adapter(optimizer)).save()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a sharded directory, whole or not at all. Collective: every rank."""
+        if storage_options is not None:
+            raise ValueError(f"ZeroStrategy takes no storage_options yet, got {storage_options!r}.")
+        plan = self.engine.plan
+        summary = {
+            "world_size": plan.world_size,
+            "parameters": plan.placement.parameters.value,
+            "gradients": plan.placement.gradients.value,
+            "optimizer": plan.placement.optimizer.value,
+            "precision": self.precision_plugin.precision,
+            "fingerprint": plan.fingerprint(),
+        }
+        save_checkpoint_directory(checkpoint, filepath, self.engine.control, plan_summary=summary)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open a sharded directory (tensors are read when they are needed), or an ordinary checkpoint file.
+
+        Collective: every rank.
+        """
+        if is_sharded_checkpoint(checkpoint_path):
+            return load_checkpoint_directory(checkpoint_path, self.engine.control)
+        return dict(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read this rank's slices of the weights. Collective: every rank."""
+        ModuleState(self.engine, self.lightning_module).load(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read this rank's slices of the optimizer states. Collective: every rank."""
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"The checkpoint holds the states of {len(states)} optimizers, configure_optimizers returned "
+                f"{len(self.optimizers)}. To start with fresh optimizers, load the weights only."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            OptimizerState(self.engine, self.adapter(optimizer)).load(state)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint. Collective: every rank."""
+        if is_sharded_checkpoint(filepath):
+            remove_checkpoint_directory(filepath, self.engine.control)
+        else:
+            super().remove_checkpoint(filepath)

@@ -1,0 +1,256 @@
+"""Publishing: whatever happens, the name leads to one whole checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.checkpoint import load_checkpoint_directory, remove_checkpoint_directory, save_checkpoint_directory
+from lightning_zero.checkpoint.commit import Exchange, Staging, sweep
+from lightning_zero.errors import CheckpointError, CommunicationError
+from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, verify
+from tests.helpers.world import run_world
+
+
+def save(path: Path, version: int) -> None:
+    ranks = control()
+    save_checkpoint_directory(checkpoint(version, end_to_end, ranks), path, ranks, plan_summary={})
+
+
+def no_exchange(source: Path, final: Path) -> NoReturn:
+    """A file system without ``renameat2``, as NFS is one."""
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def write(staging: Staging, text: str) -> None:
+    (staging.path / "zero.json").write_text(text)
+
+
+def test_saving_twice_replaces(tmp_path: Path) -> None:
+    for version in (1, 2):
+        save(tmp_path / "c", version)
+        load_and_verify(tmp_path / "c", version)
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_failure_on_one_rank_raises_on_all_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    def rank(number: int) -> str:
+        save(tmp_path / "c", 1)
+        if number == 1:  # a disk that is full for this rank alone: files end at 1000 bytes
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError) as caught:
+            save(tmp_path / "c", 2)
+        if number == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        control().barrier()
+        load_and_verify(tmp_path / "c", 1)
+        save(tmp_path / "c", 3)  # and the next save works
+        load_and_verify(tmp_path / "c", 3)
+        return str(caught.value)
+
+    messages = run_world(3, rank, timeout=40)
+    for message in messages:
+        assert "failed on rank 1" in message
+        assert "File too large" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+class Deadly(dict[str, Any]):
+    """A checkpoint that kills the process that looks into it."""
+
+    def items(self) -> NoReturn:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def test_a_rank_that_dies_while_saving_is_an_error_on_the_others(tmp_path: Path) -> None:
+    def rank(number: int) -> None:
+        save(tmp_path / "c", 1)
+        if number == 1:
+            save_checkpoint_directory(Deadly(), tmp_path / "c", control(), plan_summary={})
+        with pytest.raises(CommunicationError, match="Another rank has died"):
+            save(tmp_path / "c", 2)
+
+    failures = run_world(2, rank, timeout=30, expect_failure=True)
+    assert {number: failure.type for number, failure in failures.items()} == {1: "SIGKILL"}
+    load_and_verify(tmp_path / "c", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_failure_to_publish_raises_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+
+    def rank(_: int) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            save(tmp_path / "file" / "c", 1)
+        return str(caught.value)
+
+    for message in run_world(2, rank, timeout=30):
+        assert "failed on rank 0" in message
+        assert "Not a directory" in message or "File exists" in message
+
+
+def test_a_directory_that_is_no_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        save(tmp_path / "results", 1)
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        remove_checkpoint_directory(tmp_path / "results", control())
+    assert (tmp_path / "results" / "thesis.tex").exists()
+
+
+def a_checkpoint(final: Path, exchange: Exchange | None) -> None:
+    staging = Staging(final, exchange)
+    write(staging, "old")
+    staging.publish()
+
+
+def a_foreign_checkpoint(final: Path, _: Exchange | None) -> None:
+    final.mkdir()
+    (final / "meta.pt").write_text("old")
+
+
+def a_link_to_another_checkpoint(final: Path, _: Exchange | None) -> None:
+    final.symlink_to("other")
+
+
+OBSTACLES = [
+    lambda final, _: None,
+    lambda final, _: final.write_text("old"),
+    lambda final, _: final.mkdir(),
+    lambda final, _: final.symlink_to("nothing"),
+    a_checkpoint,
+    a_foreign_checkpoint,
+    a_link_to_another_checkpoint,
+]
+
+
+@pytest.mark.parametrize("exchange", [None, no_exchange], ids=["exchange", "link"])
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_publishing_over_anything(
+    tmp_path: Path, exchange: Exchange | None, obstacle: Callable[[Path, Exchange | None], None]
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "zero.json").write_text("other")
+    final = tmp_path / "c"
+    obstacle(final, exchange)
+    staging = Staging(final, exchange)
+    write(staging, "new")
+    staging.publish()
+    staging.discard()
+    assert (final / "zero.json").read_text() == "new"
+    assert (tmp_path / "other" / "zero.json").read_text() == "other"
+    left = {path.name for path in tmp_path.iterdir()} - {"c", "other"}
+    assert len(left) == (exchange is not None), left  # the data that the name links to
+    remove_checkpoint_directory(final, control())
+    assert {path.name for path in tmp_path.iterdir()} == {"other"}
+
+
+@pytest.mark.parametrize("exchange", [None, no_exchange], ids=["exchange", "link"])
+def test_discarding_leaves_what_was_there(tmp_path: Path, exchange: Exchange | None) -> None:
+    for number in (0, 1):
+        staging = Staging(tmp_path / "c", exchange)
+        write(staging, str(number))
+        if number == 0:
+            staging.publish()
+        staging.discard()
+    assert (tmp_path / "c" / "zero.json").read_text() == "0"
+    assert len(list(tmp_path.iterdir())) == 1 + (exchange is not None)
+
+
+def test_what_a_killed_process_left_is_swept_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    published = Staging(tmp_path / "linked", no_exchange)
+    write(published, "linked")
+    published.publish()
+    alive = Staging(tmp_path / "c")
+    write(alive, "alive")
+    names = {path.name for path in tmp_path.iterdir()}
+    for stale in (".ztmp-", ".zdel-", ".zdata-"):
+        folder = tmp_path / f"{stale}{'0' * 31}1"
+        folder.mkdir()
+        (folder / "x").write_text("x")
+    (tmp_path / f".ztmp-{'0' * 31}2").symlink_to(f".zdata-{'0' * 31}2")
+    kept = [tmp_path / ".ztmp-notes", tmp_path / ".zdel-", tmp_path / f".zold-{'0' * 32}"]
+    for path in kept:
+        path.write_text("not ours to delete")
+    sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == names | {path.name for path in kept}
+    alive.publish()
+    assert (tmp_path / "c" / "zero.json").read_text() == "alive"
+    assert (tmp_path / "linked" / "zero.json").read_text() == "linked"
+
+
+def test_no_temporary_name_looks_like_a_checkpoint(tmp_path: Path) -> None:
+    staging = Staging(tmp_path / "hpc_ckpt_4.ckpt")
+    assert staging.path.name.startswith(".ztmp-")
+    assert "ckpt" not in staging.path.name
+    assert not staging.path.name.endswith(".ckpt")
+    staging.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_replaced_while_it_is_read_is_an_error_and_no_mixture(tmp_path: Path) -> None:
+    save(tmp_path / "c", 1)
+    loaded = load_checkpoint_directory(tmp_path / "c", control())
+    save(tmp_path / "c", 2)
+    with pytest.raises(CheckpointError, match="removed or replaced"):
+        loaded["state_dict"]["conv.weight"].read()
+
+
+def _save_until_killed(rank: int, folder: Path, path: Path, first: int, progress: Path) -> NoReturn:
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+        )
+        ranks = control()
+        for version in range(first, first + 1000):
+            save_checkpoint_directory(checkpoint(version, end_to_end, ranks), path, ranks, plan_summary={})
+            progress.write_text(str(version))
+    finally:
+        os._exit(1)
+
+
+def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint_whole(tmp_path: Path) -> None:
+    random.seed(0)
+    path = tmp_path / "run" / "last.ckpt"
+    save(path, 0)
+    version, progress = 0, tmp_path / "progress"
+    for kill in range(20):
+        progress.unlink(missing_ok=True)
+        folder = tmp_path / f"store{kill}"
+        folder.mkdir()
+        pids = []
+        try:
+            for rank in range(2):
+                pid = os.fork()
+                if pid == 0:
+                    _save_until_killed(rank, folder, path, version + 1, progress)
+                pids.append(pid)
+            deadline = time.monotonic() + 20
+            while not progress.exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(random.random() * 0.15)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        assert progress.exists(), "no save finished before the kill"
+        ranks = control()
+        loaded = load_checkpoint_directory(path, ranks)
+        assert loaded["epoch"] >= version + 1
+        verify(loaded, loaded["epoch"], end_to_end, ranks)
+        version = loaded["epoch"]
+    save(path, version + 1)
+    assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]

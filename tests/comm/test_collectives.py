@@ -1,0 +1,180 @@
+"""``GlooCollectives`` next to plain arithmetic: every rank's buffer is known to every rank here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import GlooCollectives, Groups, LocalCollectives, Streams
+from lightning_zero.errors import CommunicationError
+from tests.helpers.world import run_world
+
+CPU = torch.device("cpu")
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+OTHERS = (torch.int64, torch.int32, torch.uint8)
+SIZE = 192  # elements per rank
+
+
+def wire() -> GlooCollectives:
+    return GlooCollectives(Groups.create("gloo"), Streams(CPU))
+
+
+def buffer_of(rank: int, world_size: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * salt + rank)
+    return (torch.randn(world_size * SIZE, generator=generator) * 50).abs().to(dtype)
+
+
+def average(world_size: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
+    """Summed in rank order in ``dtype`` itself; fp16 is divided before the sum, so that it cannot overflow."""
+    rows = [buffer_of(rank, world_size, dtype, salt) for rank in range(world_size)]
+    if dtype == torch.float16:
+        rows = [row / world_size for row in rows]
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total if dtype == torch.float16 else total / world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_against_the_reference_bit_for_bit(world_size: int) -> None:
+    def run(rank: int) -> None:
+        comm = wire()
+        for dtype in (*FLOATING, *OTHERS):
+            full = torch.zeros(world_size * SIZE, dtype=dtype)
+            comm.own_range(full).copy_(comm.own_range(buffer_of(rank, world_size, dtype)))
+            comm.all_gather(full, "gather").wait()
+            rows = [buffer_of(source, world_size, dtype).chunk(world_size)[source] for source in range(world_size)]
+            assert torch.equal(full, torch.cat(rows)), dtype
+            for source in range(world_size):
+                value = buffer_of(rank, world_size, dtype)
+                comm.broadcast(value, source).wait()
+                assert torch.equal(value, buffer_of(source, world_size, dtype)), dtype
+        for dtype in FLOATING:
+            expected = comm.own_range(average(world_size, dtype))
+            bucket, shard = buffer_of(rank, world_size, dtype), torch.full((SIZE,), 7.0, dtype=dtype)
+            comm.reduce_scatter(bucket, shard, "apart").wait()
+            assert torch.equal(shard, expected), dtype
+            bucket = buffer_of(rank, world_size, dtype)
+            comm.reduce_scatter(bucket, comm.own_range(bucket), "in place").wait()
+            assert torch.equal(comm.own_range(bucket), expected), dtype
+
+    run_world(world_size, run)
+
+
+def test_uneven_pieces() -> None:
+    def run(rank: int) -> None:
+        splits = [[0, 2, 1], [3, 0, 0], [1, 1, 4]]  # from row to column
+        mine = torch.arange(sum(splits[rank])) + 10 * rank
+        received = torch.full((sum(row[rank] for row in splits),), -1)
+        wire().all_to_all(received, mine, [row[rank] for row in splits], splits[rank]).wait()
+        rows = [(torch.arange(sum(row)) + 10 * source).split(row)[rank] for source, row in enumerate(splits)]
+        assert torch.equal(received, torch.cat(rows))
+
+    run_world(3, run)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_many_at_once_never_share_a_buffer(world_size: int) -> None:
+    """Also of two dtypes and sizes, waited for in another order than begun, with gathers in between."""
+
+    def run(rank: int) -> None:
+        comm = wire()
+        flying: list[tuple[Any, Tensor, Tensor]] = []
+        for salt in range(6):
+            dtype = (torch.float32, torch.float64)[salt % 2]
+            bucket, shard = buffer_of(rank, world_size, dtype, salt), torch.zeros(SIZE, dtype=dtype)
+            pending = comm.reduce_scatter(bucket, shard, f"bucket {salt}")
+            flying.append((pending, shard, comm.own_range(average(world_size, dtype, salt))))
+            full = torch.zeros(world_size * SIZE)
+            comm.own_range(full).fill_(rank + salt)
+            gathered = comm.all_gather(full, f"unit {salt}")
+            flying.append((gathered, full, torch.arange(world_size).repeat_interleave(SIZE).float() + salt))
+        for pending, result, expected in reversed(flying):
+            pending.wait()
+            pending.wait()  # a second time does nothing
+            assert pending.done
+            assert torch.equal(result, expected)
+
+    run_world(world_size, run)
+
+
+def test_without_patience_a_late_reduction_gets_memory_of_its_own() -> None:
+    """Rank 1 joins the first only after the second was begun: waiting for it would be waiting for good."""
+
+    def run(rank: int) -> None:
+        comm = wire()
+        comm.patience = 0.0
+        results = []
+        comm.groups.control.barrier()
+        for salt in range(2):
+            if rank == 1 and salt == 0:
+                comm.groups.control.barrier()  # rank 0 has begun both
+            shard = torch.zeros(SIZE)
+            results.append((comm.reduce_scatter(buffer_of(rank, 2, torch.float32, salt), shard, "late"), shard))
+        if rank == 0:
+            comm.groups.control.barrier()
+        for salt, (pending, shard) in enumerate(results):
+            pending.wait()
+            assert torch.equal(shard, comm.own_range(average(2, torch.float32, salt)))
+
+    run_world(2, run, timeout=30)
+
+
+def test_mistakes_are_named_before_anything_is_sent() -> None:
+    def run(rank: int) -> None:
+        comm = wire()
+        with pytest.raises(ValueError, match=r"unit x: a flat buffer must be 1-D .* multiple of 2 .*\(3,\)"):
+            comm.all_gather(torch.zeros(3), "unit x")
+        with pytest.raises(ValueError, match="1-D"):
+            comm.all_gather(torch.zeros(2, 2), "unit x")
+        with pytest.raises(ValueError, match=r"must hold 2 elements of torch.float32, got 3"):
+            comm.reduce_scatter(torch.zeros(4), torch.zeros(3), "bucket")
+        with pytest.raises(ValueError, match=r"float64"):
+            comm.reduce_scatter(torch.zeros(4), torch.zeros(2, dtype=torch.float64), "bucket")
+
+    run_world(2, run)
+
+
+def test_observers_see_kind_size_and_purpose() -> None:
+    def run(rank: int) -> list[tuple[str, str, int, int]]:
+        comm, seen = wire(), []
+        comm.observers.append(lambda call: seen.append((call.kind, call.what, call.numel, call.nbytes)))
+        comm.all_gather(torch.zeros(4), "a").wait()
+        comm.reduce_scatter(torch.zeros(6, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), "b").wait()
+        comm.broadcast(torch.zeros(5, dtype=torch.uint8), 1, "c").wait()
+        return seen
+
+    expected = [("all_gather", "a", 4, 16), ("reduce_scatter", "b", 6, 48), ("broadcast", "c", 5, 5)]
+    assert run_world(2, run) == [expected, expected]
+
+
+def test_a_dead_peer_is_an_error_that_says_what_was_under_way() -> None:
+    class Gone(Exception):
+        pass
+
+    def run(rank: int) -> None:
+        comm = wire()
+        comm.groups.control.barrier()
+        if rank == 1:
+            raise Gone
+        with pytest.raises(CommunicationError, match="Rank 0: parameters of unit 'x' did not complete"):
+            comm.all_gather(torch.zeros(2 * SIZE), "parameters of unit 'x'").wait()
+        with pytest.raises(CommunicationError):
+            comm.groups.control.barrier()
+
+    failures = run_world(2, run, expect_failure=True, timeout=30)
+    assert {rank: failure.type for rank, failure in failures.items()} == {1: "Gone"}
+
+
+def test_one_rank_needs_no_wire() -> None:
+    comm, data = LocalCollectives(), torch.arange(6.0)
+    shard, output = torch.zeros(6), torch.zeros(6)
+    comm.all_gather(data, "").wait()
+    comm.reduce_scatter(data, shard, "").wait()
+    comm.all_to_all(output, data, [6], [6]).wait()
+    comm.broadcast(data, 0).wait()
+    for result in (data, shard, output):
+        assert torch.equal(result, torch.arange(6.0))

@@ -1,0 +1,112 @@
+"""Agreements between ranks: every rank gets the same answer, or the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_zero.comm import ControlGroup, Groups
+from lightning_zero.comm.groups import naming_failures
+from lightning_zero.engine.agreement import Agreement
+from lightning_zero.errors import CommunicationError, DivergenceError
+from tests.helpers.world import run_world
+
+
+def in_world(world_size: int, function: Callable[[ControlGroup], object]) -> list[object]:
+    return run_world(world_size, lambda rank: function(Groups.create("gloo").control), timeout=30)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_exchange(world_size: int) -> None:
+    """Twice with one length and once with another: rows that are kept between calls do not leak into results."""
+
+    def run(control: ControlGroup) -> list[list[list[int]]]:
+        rank = control.rank
+        first = control.exchange([rank, -(2**62)])
+        second = control.exchange([10 + rank, 5])
+        return [first, second, control.exchange([rank] * 3)]
+
+    ranks = range(world_size)
+    expected = [[[r, -(2**62)] for r in ranks], [[10 + r, 5] for r in ranks], [[r] * 3 for r in ranks]]
+    assert in_world(world_size, run) == [expected] * world_size
+
+
+def test_sums_are_in_rank_order() -> None:
+    numbers = [1e16, 1.0, -1e16]  # (1e16 + 1) - 1e16 is 0, 1e16 - 1e16 + 1 would be 1
+    assert in_world(3, lambda control: control.sum_float64([numbers[control.rank]])) == [[0.0]] * 3
+
+
+def test_flags() -> None:
+    def run(control: ControlGroup) -> tuple[list[int], bool, bool]:
+        flags = torch.tensor([control.rank == 0, control.rank == 1, False], dtype=torch.uint8)
+        return control.any_of(flags).tolist(), control.agree_any(control.rank == 1), control.agree_any(False)
+
+    assert in_world(2, run) == [([1, 1, 0], True, False)] * 2
+
+
+LINES = {
+    "equal": (["a", "b"], ["a", "b"], None),
+    "second line": (["a", "b", "c"], ["a", "x", "y"], ("b", "x")),
+    "longer": (["a"], ["a", "b"], ("(nothing more)", "b")),
+    "shorter": (["a", "b"], ["a"], ("b", "(nothing more)")),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_agree_equal_names_the_first_difference_on_every_rank(name: str) -> None:
+    ours, theirs, difference = LINES[name]
+
+    def run(control: ControlGroup) -> str:
+        lines = theirs if control.rank == 2 else ours
+        try:
+            control.agree_equal("plan", lines, "/".join(lines))
+        except DivergenceError as error:
+            return str(error)
+        return ""
+
+    for message in in_world(3, run):
+        if difference is None:
+            assert message == ""
+        else:
+            assert "Rank 2 has another plan than rank 0" in message
+            assert f"rank 0: {difference[0]}\n  rank 2: {difference[1]}\n" in message
+
+
+def test_rounds_tell_places_apart() -> None:
+    def run(control: ControlGroup) -> tuple[list[list[int]], str]:
+        agreement = Agreement(control, 3)
+        rows = agreement.round("step 1", [control.rank])
+        with pytest.raises(DivergenceError) as caught:
+            agreement.round("step 2" if control.rank == 0 else "backward 7", [1, 2, 3])
+        return rows, str(caught.value)
+
+    for rows, message in in_world(2, run):
+        assert rows == [[0, 0, 0], [1, 0, 0]]
+        assert "rank 0: step 2\n  rank 1: backward 7\n" in message
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    control = ControlGroup(None)
+    assert control.exchange([4, 5]) == [[4, 5]]
+    assert control.sum_float64([0.5]) == [0.5]
+    assert control.gather_objects("x") == ["x"]
+    assert control.agree_any(True)
+    assert not control.agree_any(False)
+    control.agree_equal("plan", ["a"], "a")
+    control.barrier()
+
+
+def test_failures_get_a_name_and_keep_their_cause() -> None:
+    expected = "Rank 3: the sum did not complete: broken pipe"
+    with pytest.raises(CommunicationError, match=expected) as caught, naming_failures("the sum", 3):
+        raise RuntimeError("broken pipe")
+    assert str(caught.value.__cause__) == "broken pipe"
+
+
+@pytest.mark.parametrize("error", [DivergenceError("x"), CommunicationError("x"), ValueError("x")])
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, naming_failures("the sum", 0):
+        raise error
+    assert caught.value is error

@@ -1,0 +1,522 @@
+"""``full_parameters``: whole values on every rank, and what rank 0 leaves there is what all keep."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import full_parameters
+from lightning_zero.errors import DivergenceError, ZeroError
+from tests.helpers.cases import WIDTH, Case, Stack, case
+from tests.helpers.models import ZOO
+from tests.helpers.training import build, make_trainer, quiet
+from tests.helpers.world import run_world
+
+STAGES = (1, 2, 3)
+PLAIN = case("plain", Stack)
+
+
+class Module(pl.LightningModule):
+    """Calls ``actions[hook]`` where Lightning calls the hook."""
+
+    def __init__(self, chosen: Case = PLAIN, optimizer: Callable[..., Any] | None = None, **actions: Any) -> None:
+        super().__init__()
+        self.model = build(chosen)
+        self.case, self.actions = chosen, actions
+        self.optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+        self.losses: list[float] = []
+
+    def act(self, hook: str) -> None:
+        if hook in self.actions:
+            self.actions[hook](self)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.act("before_forward")
+        loss = self.case.loss(self.model, self.case.batch(0, int(batch)))
+        self.act("after_forward")
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.case.loss(self.model, self.case.batch(0, int(batch)))
+
+    def on_train_start(self) -> None:
+        self.act("on_train_start")
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.act("on_before_backward")
+
+    def on_after_backward(self) -> None:
+        self.act("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.act("on_before_optimizer_step")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.act("on_train_batch_end")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters())
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    with full_parameters(module):
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def fit(module: Module, stage: int, steps: int = 2, **options: Any) -> pl.Trainer:
+    from lightning_zero import ZeroStrategy
+
+    with quiet():
+        trainer = make_trainer(ZeroStrategy(stage=stage, units=module.case.units), **options)
+        data = DataLoader(range(steps), batch_size=None)
+        trainer.fit(module, data, data)
+    return trainer
+
+
+def plainly(
+    steps: int = 2, chosen: Case = PLAIN, optimizer: Callable[..., Any] | None = None, **actions: Any
+) -> dict[str, Tensor]:
+    """The same training with ordinary torch, where ``full_parameters`` does nothing."""
+    module = Module(chosen, optimizer, **actions)
+    stepper = module.configure_optimizers()
+    module.act("on_train_start")
+    for step in range(steps):
+        loss = module.training_step(torch.tensor(step), step)
+        module.act("on_before_backward")
+        loss.backward()
+        module.act("on_after_backward")
+        module.act("on_before_optimizer_step")
+        stepper.step()
+        stepper.zero_grad()
+        module.act("on_train_batch_end")
+    return whole(module)
+
+
+def in_stages(world_size: int, function: Callable[[int, int], Any]) -> list[tuple[int, int, Any]]:
+    """``(rank, stage, function(rank, stage))`` of all ranks and stages, in one world."""
+    results = run_world(world_size, lambda rank: [function(rank, stage) for stage in STAGES], timeout=120)
+    return [(rank, stage, row[stage - 1]) for rank, row in enumerate(results) for stage in STAGES]
+
+
+def unequal(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
+    assert list(expected) == list(actual)
+    return [name for name, value in expected.items() if not torch.equal(value, actual[name])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reading_gives_whole_values_and_leaves_nothing_behind(world_size: int) -> None:
+    def read(rank: int, stage: int) -> dict[str, Tensor]:
+        seen: list[dict[str, Tensor]] = []
+
+        def look(module: Module) -> None:
+            before = {name: p.data for name, p in module.named_parameters()}
+            seen.append(whole(module))
+            for name, parameter in module.named_parameters():
+                assert parameter.data.shape == before[name].shape
+                assert bool(parameter.isnan().any()) == (stage == 3 and bool(parameter.numel()))
+                assert vars(parameter) == {}
+
+        fit(Module(on_train_start=look), stage, 1)
+        return seen[0]
+
+    expected = {f"model.{name}": p.detach().clone() for name, p in build(PLAIN).named_parameters()}
+    for _, _, seen in in_stages(world_size, read):
+        assert unequal(expected, seen) == []
+
+
+LOOKS = (
+    "on_train_start",
+    "before_forward",
+    "after_forward",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+def test_looking_anywhere_changes_nothing() -> None:
+    """Also between a forward and its backward, which a change of the weights would void."""
+
+    def train(rank: int, stage: int) -> dict[str, Tensor]:
+        module = Module(**dict.fromkeys(LOOKS, whole))
+        fit(module, stage)
+        return whole(module)
+
+    expected = plainly()
+    for _, _, values in in_stages(2, train):
+        assert unequal(expected, values) == []
+
+
+def test_mixed_precision_shows_the_masters() -> None:
+    def read(rank: int, stage: int) -> dict[str, Tensor]:
+        module = Module()
+        fit(module, stage, precision="bf16-mixed")
+        return whole(module)
+
+    for _, _, ours in in_stages(2, read):
+        assert {value.dtype for value in ours.values()} == {torch.float32}
+        assert any(not torch.equal(value, value.bfloat16().float()) for value in ours.values())
+
+
+def test_a_module_below_shows_its_units_only() -> None:
+    def read(rank: int) -> tuple[bool, bool]:
+        seen = []
+
+        def look(module: Module) -> None:
+            with full_parameters(module.model.layers[1]):
+                seen.append(
+                    (
+                        bool(module.model.layers[1].up.weight.isnan().any()),
+                        bool(module.model.layers[0].up.weight.isnan().all()),
+                    )
+                )
+
+        fit(Module(on_train_start=look), 3, 1)
+        return seen[0]
+
+    assert run_world(2, read) == [(False, True)] * 2
+
+
+def test_modules_that_are_not_sharded_are_left_alone() -> None:
+    linear = nn.Linear(3, 3)
+    before = linear.weight.data_ptr()
+    with full_parameters(linear):
+        assert linear.weight.data_ptr() == before
+        linear.weight.data.zero_()
+    assert not linear.weight.any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def _in_place(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(0.5)
+
+
+def _no_grad(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.copy_(parameter * 0.5)
+
+
+def _pointing_elsewhere(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+def _initialiser(parameter: nn.Parameter) -> None:
+    nn.init.constant_(parameter, 0.5)
+
+
+WAYS = {f.__name__: f for f in (_in_place, _no_grad, _pointing_elsewhere, _initialiser)}
+
+
+def _writes(way: Callable[[nn.Parameter], None]) -> Callable[[Module], None]:
+    """Rank 0 (or the only one) writes what counts, other ranks something else."""
+
+    def write(module: Module) -> None:
+        with full_parameters(module):
+            for parameter in module.parameters():
+                if module.global_rank == 0:
+                    way(parameter)
+                else:
+                    parameter.data.fill_(float("nan"))
+
+    return write
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_rank_zero_wrote_is_what_all_keep(way: str) -> None:
+    """Between steps, and training goes on from there: the optimizer's moments stay, its parameters are the new ones."""
+
+    def train(rank: int, stage: int) -> dict[str, Tensor]:
+        module = Module(on_train_batch_end=_writes(WAYS[way]))
+        fit(module, stage)
+        return whole(module)
+
+    expected = plainly(on_train_batch_end=_writes(WAYS[way]))
+    assert unequal(plainly(), expected)
+    for _, _, values in in_stages(2, train):
+        assert unequal(expected, values) == []
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "before_forward", "on_after_backward", "on_before_optimizer_step"])
+def test_writing_in_any_place(hook: str) -> None:
+    def train(rank: int, stage: int) -> dict[str, Tensor]:
+        module = Module(**{hook: _writes(_in_place)})
+        fit(module, stage)
+        return whole(module)
+
+    expected = plainly(**{hook: _writes(_in_place)})
+    for _, _, values in in_stages(2, train):
+        assert unequal(expected, values) == []
+
+
+def test_writing_between_forward_and_backward_is_refused_as_in_torch() -> None:
+    def change(module: Module) -> None:
+        with full_parameters(module), torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plainly(after_forward=change)
+
+    def train(rank: int, stage: int) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            fit(Module(after_forward=change), stage)
+        return str(caught.value)
+
+    for _, _, message in in_stages(2, train):
+        assert "modified by an inplace operation" in message or "were changed" in message
+
+
+def test_writing_before_and_after_a_fit() -> None:
+    def train(rank: int, stage: int) -> list[dict[str, Tensor]]:
+        module = Module()
+        trainer = fit(module, stage, 1)
+        _writes(_in_place)(module)
+        between = whole(module)
+        with quiet():
+            trainer.validate(module, DataLoader(range(1), batch_size=None), verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        with quiet():
+            trainer.fit(module, DataLoader(range(1), batch_size=None), DataLoader(range(1), batch_size=None))
+        return [between, whole(module)]
+
+    module = Module()
+    results = []
+    for again in range(2):
+        optimizer = module.configure_optimizers()
+        module.training_step(torch.tensor(0), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if again == 0:
+            _writes(_in_place)(module)
+        results.append(whole(module))
+    for _, _, values in in_stages(2, train):
+        assert [unequal(left, right) for left, right in zip(results, values, strict=True)] == [[], []]
+
+
+def test_values_moved_between_parameters() -> None:
+    """``.data`` of two parameters exchanged, and a square matrix turned: the same memory, looked at in another way."""
+
+    def turn(module: Module) -> None:
+        with full_parameters(module):
+            first, second = module.model.layers[0].up.weight, module.model.layers[1].up.weight
+            first.data, second.data = second.data, first.data
+            module.model.stem.weight.data = module.model.stem.weight.data.t()
+
+    def train(rank: int, stage: int) -> dict[str, Tensor]:
+        module = Module(on_train_start=turn)
+        fit(module, stage, 0 + 1)
+        return whole(module)
+
+    expected = plainly(1, on_train_start=turn)
+    for _, _, values in in_stages(2, train):
+        assert unequal(expected, values) == []
+
+
+def test_nested_use_is_one_use() -> None:
+    """The inner block sees what the outer one wrote, and what it writes itself is not lost."""
+
+    def nested(module: Module) -> None:
+        with full_parameters(module):
+            module.model.layers[0].up.weight.data.fill_(0.25)
+            with full_parameters(module.model.layers):
+                assert bool((module.model.layers[0].up.weight == 0.25).all())
+                module.model.layers[1].up.weight.data.fill_(0.5)
+            assert bool((module.model.layers[1].up.weight == 0.5).all())
+
+    def train(rank: int, stage: int) -> dict[str, Tensor]:
+        module = Module(before_forward=nested)
+        fit(module, stage)
+        return whole(module)
+
+    expected = plainly(before_forward=nested)
+    for _, _, values in in_stages(2, train):
+        assert unequal(expected, values) == []
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_model_can_be_called_inside(precision: str) -> None:
+    """It computes with what is shown there, changed or not; and the parameters stay whole until the block ends."""
+
+    def call(rank: int, stage: int) -> tuple[list[float], list[float]]:
+        module = Module()
+        fit(module, stage, 1, precision=precision)
+        with full_parameters(module):
+            module.model.head.weight.data.fill_(0.5)
+            twin = build(PLAIN)
+            twin.load_state_dict({n: p.detach().clone() for n, p in module.model.named_parameters()})
+            x = torch.ones(2, 3, WIDTH)
+            with torch.no_grad():
+                ours, theirs = module.model(x), twin(x)
+                ours_again = module.model.layers[1](x)
+            assert torch.equal(ours_again, twin.layers[1](x))
+            assert bool((module.model.head.weight == 0.5).all())
+        values = whole(module)
+        assert bool((values["model.head.weight"] == 0.5).all())
+        assert not any(value.isnan().any() for value in values.values())
+        return ours.flatten().tolist(), theirs.flatten().tolist()
+
+    for _, _, (ours, theirs) in in_stages(2, call):
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_optimizers_go_on_with_the_new_values(optimizer: str) -> None:
+    """Muon works on whole matrices of its own, which have to be told."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, optimizer)([p for p in parameters if p.ndim == 2], lr=0.01)
+
+    def train(rank: int, stage: int) -> dict[str, Tensor]:
+        module = Module(PLAIN, make, on_train_batch_end=_writes(_initialiser))
+        fit(module, stage, 3)
+        return whole(module)
+
+    expected = plainly(3, optimizer=make, on_train_batch_end=_writes(_initialiser))
+    for stage in (1, 3):
+        for values in run_world(2, train, stage):
+            assert unequal(expected, values) == []
+
+
+@pytest.mark.parametrize("name", ["odd_sizes", "mixed_dtypes", "shared_across_units", "frozen_mix", "nested_units"])
+def test_odd_models(name: str) -> None:
+    chosen = ZOO[name]
+
+    def train(rank: int) -> dict[str, Tensor]:
+        module = Module(chosen, on_train_start=_writes(_in_place))
+        fit(module, 3, 1)
+        return whole(module)
+
+    def frozen_values() -> dict[str, Tensor]:
+        model = build(chosen)
+        return {f"model.{name}": p.detach() * 0.5 for name, p in model.named_parameters() if not p.requires_grad}
+
+    for values in run_world(3, train):
+        assert not any(value.isnan().any() for value in values.values())
+        for key, value in frozen_values().items():
+            assert torch.equal(values[key], value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+class Stop(Exception):
+    pass
+
+
+def _scribble(module: Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.zero_()
+
+
+@pytest.mark.parametrize(
+    ("failing", "precision"), [((0, 1), "32-true"), ((0,), "32-true"), ((1,), "32-true"), ((0,), "bf16-mixed")]
+)
+def test_an_exception_inside_leaves_everything_as_it_was(failing: tuple[int, ...], precision: str) -> None:
+    """On some ranks or all: nobody waits for anybody, nobody keeps anything, and training can go on."""
+
+    def train(rank: int, stage: int) -> tuple[str, dict[str, Tensor]]:
+        errors: list[str] = []
+
+        def change(module: Module) -> None:
+            try:
+                with full_parameters(module):
+                    _scribble(module)
+                    if rank in failing:
+                        raise Stop("it")
+            except (Stop, RuntimeError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
+        module = Module(on_train_start=change, before_forward=change, on_before_backward=change)
+        fit(module, stage, precision=precision)
+        assert len(set(errors)) == 1 or rank not in failing
+        return errors[0], whole(module)
+
+    references = {1: plainly(), 2: plainly(), 3: plainly()}
+    if precision != "32-true":
+        references = {
+            stage: values for _, stage, values in in_stages(2, lambda rank, stage: undisturbed(stage, precision))
+        }
+    for rank, stage, (error, values) in in_stages(2, train):
+        if rank in failing:
+            assert error == "Stop: it"
+        else:
+            assert error.startswith(f"RuntimeError: Rank {failing[0]} left full_parameters")
+        assert unequal(references[stage], values) == []
+
+
+def undisturbed(stage: int, precision: str) -> dict[str, Tensor]:
+    module = Module()
+    fit(module, stage, precision=precision)
+    return whole(module)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
+def test_another_shape_is_refused_on_every_rank(ranks: tuple[int, ...]) -> None:
+    def train(rank: int, stage: int) -> tuple[str, dict[str, Tensor]]:
+        module = Module()
+        fit(module, stage, 1)
+        with pytest.raises((ValueError, RuntimeError)) as caught, full_parameters(module):  # noqa: PT012
+            _scribble(module)
+            if rank in ranks:
+                module.model.head.weight.data = torch.zeros(3, 3)
+        assert module.model.head.weight.shape == (WIDTH, WIDTH)
+        return f"{type(caught.value).__name__}: {caught.value}", whole(module)
+
+    expected = plainly(1)
+    for rank, _, (message, values) in in_stages(2, train):
+        if rank in ranks:
+            assert message.startswith("ValueError: 'model.head.weight' has shape [3, 3]")
+        else:
+            assert message.startswith("RuntimeError: Rank")
+        assert unequal(expected, values) == []
+
+
+def test_ranks_in_different_places_are_told_so() -> None:
+    """The usual mistake is ``if rank == 0``. Ranks that meet in another place raise instead of reading each other."""
+
+    def train(rank: int) -> str:
+        module = Module()
+        fit(module, 3, 1)
+        with pytest.raises(ZeroError) as caught, full_parameters(module.model.layers[rank]):
+            pass
+        assert isinstance(caught.value, DivergenceError)
+        return str(caught.value)
+
+    for message in run_world(2, train):
+        assert "full_parameters('model.layers.0')" in message
+        assert "full_parameters('model.layers.1')" in message
+
+
+def test_a_gathered_copy_can_be_taken_away() -> None:
+    """``copy.deepcopy`` of values inside the block outlives it (an average of weights, for example)."""
+
+    def train(rank: int) -> dict[str, Tensor]:
+        module = Module()
+        fit(module, 3, 1)
+        with full_parameters(module):
+            kept = {name: copy.deepcopy(p.detach()) for name, p in module.named_parameters()}
+        with contextlib.suppress(RuntimeError):
+            module.model.head.weight.data.zero_()
+        return kept
+
+    expected = plainly(1)
+    for kept in run_world(2, train):
+        assert unequal(expected, kept) == []

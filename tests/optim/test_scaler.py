@@ -1,0 +1,109 @@
+"""The dynamic loss scale: the rule of ``torch.amp.GradScaler``, with one decision for all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.comm import ControlGroup, Groups
+from lightning_zero.optim.scaler import LossScaler
+from tests.helpers.world import run_world
+
+ALONE = ControlGroup(None)
+
+
+def test_it_follows_torch_s_grad_scaler() -> None:
+    """Growth, backoff and the counter of good steps, over a sequence with overflows at every distance."""
+    overflows = [False, False, False, True, False, False, True, True, False, False, False, False, False, False, True]
+    settings = {"init_scale": 64.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+    ours, theirs = LossScaler(**settings), torch.amp.GradScaler("cpu", **settings)
+    for overflow in overflows:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        theirs.scale(parameter.sum()).backward()
+        gradient = parameter.grad.clone()
+        if overflow:
+            parameter.grad[0] = gradient[0] = float("inf")
+        theirs.step(optimizer)
+        theirs.update()
+        assert ours.unscale([gradient], ALONE) == overflow
+        ours.update(overflow)
+        state = theirs.state_dict()
+        assert ours.state_dict() == {key: state[key] for key in ours.state_dict()}
+
+
+def test_scale_and_unscale_are_inverse() -> None:
+    scaler = LossScaler(init_scale=1024.0)
+    loss = torch.tensor(3.0)
+    assert float(scaler.scale(loss)) == 3072.0
+    gradients = [torch.tensor([1024.0, 512.0]), torch.zeros(0)]
+    assert scaler.unscale(gradients, ALONE) is False
+    assert gradients[0].tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_an_overflow(bad: float) -> None:
+    gradients = [torch.ones(3), torch.tensor([1.0, bad])]
+    assert LossScaler().unscale(gradients, ALONE) is True
+
+
+def test_no_gradients_are_no_overflow() -> None:
+    assert LossScaler().unscale([], ALONE) is False
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_rank_s_overflow_is_everyone_s(world_size: int) -> None:
+    def run(rank: int) -> list[tuple[bool, float]]:
+        control = Groups.create().control
+        scaler = LossScaler(init_scale=16.0, growth_interval=2)
+        found = []
+        for where in [None, *range(world_size), None, None]:
+            # A rank may hold no gradient at all.
+            gradients = [torch.tensor([float("inf") if rank == where else 1.0])] if rank != 0 or where == 0 else []
+            overflow = scaler.unscale(gradients, control)
+            scaler.update(overflow)
+            found.append((overflow, scaler.value))
+        return found
+
+    backoffs = [(True, 16.0 / 2 ** (count + 1)) for count in range(world_size)]
+    last = 16.0 / 2**world_size
+    expected = [(False, 16.0), *backoffs, (False, last), (False, last * 2)]
+    for found in run_world(world_size, run):
+        assert found == expected
+
+
+def test_the_state_goes_on_where_it_was() -> None:
+    first = LossScaler(init_scale=8.0, growth_factor=3.0, backoff_factor=0.1, growth_interval=3)
+    first.update(False)
+    first.update(False)
+    second = LossScaler()
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    second.update(False)
+    assert second.value == 24.0
+
+
+def test_it_reads_what_a_grad_scaler_saved() -> None:
+    theirs = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=5)
+    theirs.scale(torch.ones(()))
+    ours = LossScaler()
+    ours.load_state_dict(theirs.state_dict())
+    assert (ours.value, ours.growth_interval) == (32.0, 5)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"init_scale": 0.0},
+    {"init_scale": -1.0},
+    {"growth_factor": 1.0},
+    {"backoff_factor": 1.0},
+    {"backoff_factor": 0.0},
+    {"growth_interval": 0},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_settings_out_of_range(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="A loss scale needs"):
+        LossScaler(**settings)

@@ -1,0 +1,359 @@
+"""Whole parameters at owner ranks: optimizers that are not elementwise give one process's bits in every world."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Pending, Streams
+from lightning_zero.optim.owners import deal_out
+from lightning_zero.optim.whole import WholeEntry, WholeParameters, WholeState
+from tests.helpers.world import run_world
+
+MATRICES = {"a": (12, 8), "b": (5, 17), "c": (8, 12), "d": (3, 3)}
+MIXED = {"matrix": (12, 8), "vector": (19,), "one": (1,), "kernel": (4, 3, 3, 3), "wide": (2, 31)}
+STEPS = 20
+
+Make = Callable[[Sequence[nn.Parameter]], Optimizer]
+
+
+class RowNormalised(Optimizer):
+    """A third party's optimizer: not elementwise, state of the parameter's shape, of another shape and of none."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(steps=0, average=torch.zeros_like(parameter), norms=parameter.new_zeros(7))
+                state["steps"] += 1
+                state["average"].mul_(0.9).add_(parameter.grad)
+                state["norms"][state["steps"] % 7] = parameter.grad.norm()
+                parameter.sub_(state["average"] / (state["norms"].sum() + 1) * group["lr"])
+
+
+def muon(params: Sequence[nn.Parameter]) -> Optimizer:
+    return torch.optim.Muon(params, lr=0.02)
+
+
+def adafactor(params: Sequence[nn.Parameter]) -> Optimizer:
+    return torch.optim.Adafactor(params, lr=0.02)
+
+
+OPTIMIZERS: dict[str, tuple[Make, dict[str, tuple[int, ...]]]] = {
+    "muon": (muon, MATRICES),
+    "adafactor": (adafactor, MIXED),
+    "third_party": (RowNormalised, {**MIXED, "empty": (0, 4)}),
+}
+
+
+def values(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes.values()]
+
+
+def gradients(shapes: dict[str, tuple[int, ...]], step: int) -> list[Tensor | None]:
+    """Of one step. Every third step one parameter, another one each time, has none."""
+    found: list[Tensor | None] = [*values(shapes, 100 + step)]
+    if step % 3 == 2:
+        found[step % len(found)] = None
+    return found
+
+
+def cut(numel: int, world_size: int) -> list[tuple[int, int]]:
+    """Uneven ranges: rank ``r`` of ``W`` gets about ``r`` shares, so that rank 0 holds nothing if there is another."""
+    shares = world_size * (world_size - 1) // 2 or 1
+    ends = [numel * (r * (r + 1) // 2) // shares for r in range(world_size)]
+    ends[-1] = numel
+    return [(start, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def part(tensor: Tensor, ranges: Sequence[tuple[int, int]], rank: int) -> Tensor:
+    start, numel = ranges[rank]
+    return tensor.reshape(-1).narrow(0, start, numel).clone()
+
+
+def make_collectives(rank: int, world_size: int) -> Collectives:
+    return GlooCollectives(Groups.create(), Streams(torch.device("cpu"))) if world_size > 1 else LocalCollectives()
+
+
+def make_entries(masters: dict[str, Tensor], rank: int, world_size: int) -> list[WholeEntry]:
+    return [
+        WholeEntry(
+            name=name,
+            shape=tuple(value.shape),
+            dtype=value.dtype,
+            shard=part(value, cut(value.numel(), world_size), rank),
+            ranges=cut(value.numel(), world_size),
+        )
+        for name, value in masters.items()
+    ]
+
+
+def owned(whole: WholeParameters, count: int) -> list[nn.Parameter]:
+    """With more ranks than parameters, an idle owner's optimizer gets an empty group, as in a real one."""
+    return [parameter for i in range(count) if (parameter := whole.whole(i)) is not None]
+
+
+def make_optimizer(make: Make, params: list[nn.Parameter]) -> Optimizer:
+    optimizer = make([nn.Parameter(torch.zeros(1, 1))])
+    optimizer.param_groups[0]["params"] = params
+    return optimizer
+
+
+def step_once(
+    whole: WholeParameters,
+    optimizer: Optimizer,
+    entries: Sequence[WholeEntry],
+    full: Sequence[Tensor | None],
+    rank: int,
+) -> None:
+    whole.collect_gradients(
+        [None if g is None else part(g, entry.ranges, rank) for g, entry in zip(full, entries, strict=True)]
+    )
+    optimizer.step()
+    whole.publish()
+    whole.release_gradients()
+
+
+def states_of(whole: WholeParameters, optimizer: Optimizer, count: int) -> list[Any]:
+    return [optimizer.state.get(p) if (p := whole.whole(i)) is not None else None for i in range(count)]
+
+
+def one_process(make: Make, shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
+    params = [nn.Parameter(value) for value in values(shapes, 0)]
+    optimizer = make(params)
+    for step in range(STEPS):
+        for parameter, gradient in zip(params, gradients(shapes, step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return [parameter.detach() for parameter in params]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bits
+
+
+@pytest.mark.parametrize("round_nbytes", [2**26, 100], ids=["one_round", "many_rounds"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_bits_as_one_process(name: str, world_size: int, round_nbytes: int) -> None:
+    make, shapes = OPTIMIZERS[name]
+
+    def train(rank: int) -> list[Tensor]:
+        entries = make_entries(dict(zip(shapes, values(shapes, 0), strict=True)), rank, world_size)
+        whole = WholeParameters(entries, make_collectives(rank, world_size), round_nbytes=round_nbytes)
+        optimizer = make_optimizer(make, owned(whole, len(entries)))
+        for step in range(STEPS):
+            step_once(whole, optimizer, entries, gradients(shapes, step), rank)
+        assert all(parameter.grad is None for parameter in owned(whole, len(entries)))
+        return [entry.shard for entry in entries]
+
+    ranks = run_world(world_size, train)
+    for index, expected in enumerate(one_process(make, shapes)):
+        assert torch.equal(torch.cat([shards[index] for shards in ranks]), expected.reshape(-1))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resume_in_another_world(name: str) -> None:
+    """Ten steps in a world of 3, state through slices, ten more in a world of 2: the bits of twenty in one process."""
+    make, shapes = OPTIMIZERS[name]
+
+    def first(rank: int) -> Any:
+        entries = make_entries(dict(zip(shapes, values(shapes, 0), strict=True)), rank, 3)
+        whole = WholeParameters(entries, make_collectives(rank, 3), round_nbytes=1000)
+        optimizer = make_optimizer(make, owned(whole, len(entries)))
+        for step in range(STEPS // 2):
+            step_once(whole, optimizer, entries, gradients(shapes, step), rank)
+        saved = whole.state_to_slices(states_of(whole, optimizer, len(entries)))
+        return [entry.shard for entry in entries], [(state.slices, state.values) for state in saved]
+
+    halves = run_world(3, first)
+    shards = [list(parts) for parts in zip(*(masters for masters, _ in halves), strict=True)]
+    states = [list(parts) for parts in zip(*(states for _, states in halves), strict=True)]
+    full = [torch.cat(parts).view(shape) for parts, shape in zip(shards, shapes.values(), strict=True)]
+
+    def second(rank: int) -> list[Tensor]:
+        entries = make_entries(dict(zip(shapes, full, strict=True)), rank, 2)
+        whole = WholeParameters(entries, make_collectives(rank, 2))
+        optimizer = make_optimizer(make, owned(whole, len(entries)))
+        restored = []
+        for entry, parts in zip(entries, states, strict=True):
+            slices = {key: torch.cat([piece[key] for piece, _ in parts]) for key in parts[0][0]}
+            cut_again = {key: part(value, entry.ranges, rank) for key, value in slices.items()}
+            restored.append(WholeState(slices=cut_again, values=parts[0][1]))
+        for i, state in enumerate(whole.state_from_slices(restored)):
+            parameter = whole.whole(i)
+            assert (state is None) == (parameter is None)
+            if parameter is not None and state:
+                optimizer.state[parameter] = state
+        for step in range(STEPS // 2, STEPS):
+            step_once(whole, optimizer, entries, gradients(shapes, step), rank)
+        return [entry.shard for entry in entries]
+
+    ranks = run_world(2, second)
+    for index, expected in enumerate(one_process(make, shapes)):
+        assert torch.equal(torch.cat([masters[index] for masters in ranks]), expected.reshape(-1))
+
+
+def test_dtypes_travel_apart_and_unchanged() -> None:
+    def exchange(rank: int) -> list[Tensor]:
+        masters = {
+            f"{dtype}": values({"x": (7, 5)}, 3, dtype)[0] for dtype in (torch.float32, torch.bfloat16, torch.float64)
+        }
+        entries = make_entries(masters, rank, 3)
+        whole = WholeParameters(entries, make_collectives(rank, 3), round_nbytes=64)
+        for parameter in owned(whole, len(entries)):
+            assert torch.equal(parameter, masters[f"{parameter.dtype}"])
+            parameter.data.mul_(2)
+        whole.publish()
+        return [entry.shard for entry in entries]
+
+    ranks = run_world(3, exchange)
+    for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
+        expected = values({"x": (7, 5)}, 3, dtype)[0].mul(2).reshape(-1)
+        assert torch.equal(torch.cat([shards[index] for shards in ranks]), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces
+
+
+def test_load_follows_masters_written_from_outside() -> None:
+    def reload(rank: int) -> None:
+        entries = make_entries({"a": torch.zeros(4, 4), "b": torch.zeros(3)}, rank, 2)
+        whole = WholeParameters(entries, make_collectives(rank, 2))
+        before = [whole.whole(i) for i in range(2)]
+        for entry in entries:
+            entry.shard.fill_(5.0)
+        whole.load()
+        for i, parameter in enumerate(before):
+            assert whole.whole(i) is parameter
+            assert parameter is None or bool((parameter == 5).all())
+
+    run_world(2, reload)
+
+
+def test_share_gives_every_rank_the_owners_value() -> None:
+    def share(rank: int) -> list[Any]:
+        entries = make_entries(dict(zip(MIXED, values(MIXED, 0), strict=True)), rank, 3)
+        whole = WholeParameters(entries, make_collectives(rank, 3))
+        mine = [{"rank": rank, "row": torch.full((2,), float(rank))} for _ in entries]
+        assert [value["rank"] for value in whole.share(mine)] == [whole.owner(i) for i in range(len(entries))]
+        return [value["row"].tolist() for value in whole.share(mine)]
+
+    first, *others = run_world(3, share)
+    assert all(other == first for other in others)
+
+
+def test_absent_gradients_are_none() -> None:
+    entries = make_entries({"a": torch.zeros(4), "b": torch.zeros(3)}, 0, 1)
+    whole = WholeParameters(entries, LocalCollectives())
+    whole.collect_gradients([torch.ones(4), torch.ones(3)])
+    whole.collect_gradients([None, torch.ones(3, dtype=torch.float64)])
+    first, second = owned(whole, 2)
+    assert first.grad is None
+    assert second.grad is not None
+    assert second.grad.dtype == torch.float32
+
+
+class Measured(LocalCollectives):
+    """Rank ``rank`` of a world whose wire brings zeros, and notes what every call moves."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+        self.sent: list[list[int]] = []
+        self.received: list[list[int]] = []
+
+    def _all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
+    ) -> Pending:
+        assert (input.numel(), output.numel()) == (sum(input_splits), sum(output_splits))
+        self.sent.append([n * input.element_size() for n in input_splits])
+        self.received.append([n * input.element_size() for n in output_splits])
+        output.zero_()
+        return Pending(what, self.rank)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("limit", [64, 4096])
+def test_traffic(world_size: int, limit: int) -> None:
+    """What one rank sends is what the other expects, no rank ever moves more than the limit, all bytes travel once."""
+    shapes = {"big": (64, 32), **MIXED, **MATRICES}
+    wires = [Measured(rank, world_size) for rank in range(world_size)]
+    for rank, wire in enumerate(wires):
+        WholeParameters(
+            make_entries({n: torch.zeros(s) for n, s in shapes.items()}, rank, world_size), wire, round_nbytes=limit
+        )
+    calls = len(wires[0].sent)
+    assert {len(wire.sent) for wire in wires} == {calls}
+    for call, a, b in itertools.product(range(calls), range(world_size), range(world_size)):
+        assert wires[a].sent[call][b] == wires[b].received[call][a]
+    assert max(sum(nbytes) for wire in wires for nbytes in wire.sent + wire.received) <= limit
+    total = sum(4 * math.prod(shape) for shape in shapes.values())
+    assert sum(sum(nbytes) for wire in wires for nbytes in wire.sent) == total
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+def test_owners_are_balanced(world_size: int) -> None:
+    sizes = [4096, 4096, 16384, 64, 64, 16384, 4096, 1, 0, 777] * 3
+    owners = deal_out(sizes, world_size)
+    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(world_size)]
+    assert max(loads) - min(loads) <= max(sizes)
+    assert deal_out(sizes, world_size) == owners
+
+
+def test_owner_ties_follow_the_order() -> None:
+    assert deal_out([5, 5, 5, 9], 2) == [1, 1, 0, 0]  # 9 -> 0, 5 -> 1, 5 -> 1 (5 < 9), 5 -> 0 (9 < 10)
+
+
+def test_nothing_to_own() -> None:
+    whole = WholeParameters([], LocalCollectives())
+    whole.collect_gradients([])
+    whole.publish()
+    assert whole.state_to_slices([]) == []
+    assert whole.state_from_slices([]) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([(0, 4), (4, 3)], "do not tile"),
+        ([(0, 4), (5, 4)], "do not tile"),
+        ([(0, 5), (4, 4)], "do not tile"),
+        ([(0, 8)], "1 ranks, the world has 2"),
+        ([(0, 8), (8, 0)], "must be 1-D with 8 elements"),
+    ],
+)
+def test_wrong_entries(ranges: list[tuple[int, int]], message: str) -> None:
+    def build() -> None:
+        entry = WholeEntry(name="w", shape=(2, 4), dtype=torch.float32, shard=torch.zeros(4), ranges=ranges)
+        WholeParameters([entry], Measured(0, 2))
+
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_state_that_not_every_rank_expects() -> None:
+    entries = make_entries({"w": torch.zeros(8)}, 0, 1)
+    whole = WholeParameters(entries, LocalCollectives())
+    with pytest.raises(RuntimeError, match="must not depend on the rank"):
+        whole.to_slices([None], [torch.float32])

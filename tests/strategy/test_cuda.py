@@ -1,0 +1,59 @@
+"""On one GPU, in a process of its own: the losses of plain Lightning, in every stage and in 16 bits. Else skipped.
+
+Forked worlds cannot be used here: a process that has run a backward with CUDA cannot fork (``helpers/world.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.helpers.world import ROOT, subprocess_env
+
+SCRIPT = """
+import json, sys, torch, lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+import lightning_zero
+
+class Net(BoringModel):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(4))
+        self.losses = []
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.layer(x)
+    def training_step(self, batch, batch_idx):
+        torch.manual_seed(batch_idx)
+        loss = self(torch.randn(8, 32, device=self.device)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+found = {}
+for strategy in ("auto", "zero1", "zero2", "zero3"):
+    net = Net()
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    pl.Trainer(accelerator="gpu", devices=1, strategy=strategy, precision=sys.argv[1], max_steps=6, **quiet).fit(net)
+    found[strategy] = net.losses
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("precision", "bound"), [("32-true", 1e-5), ("bf16-mixed", 5e-2)])
+def test_one_gpu_gives_the_losses_of_plain_lightning(precision: str, bound: float) -> None:
+    command = [sys.executable, "-c", SCRIPT, precision]
+    run = subprocess.run(
+        command, cwd=ROOT, env=subprocess_env(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout.rpartition("FOUND")[2])
+    for stage in ("zero1", "zero2", "zero3"):
+        assert found[stage] == pytest.approx(found["auto"], rel=bound), stage

@@ -1,0 +1,90 @@
+"""What user code does to parameters and gradients with plain torch works or is an error; it is never lost quietly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
+
+from lightning_zero.comm import ControlGroup
+from lightning_zero.errors import ParameterAccessError
+from lightning_zero.optim.scaler import LossScaler
+from tests.helpers.world import run_world
+from tests.strategy.runs import Net, assert_same, each_strategy, fit, made, quiet, zero
+
+STAGES = (1, 2, 3)
+
+
+class ClipsByHand(Net):
+    """Clips what ``parameters()`` gives, in manual optimization, where gradients are not kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-9)
+        optimizer.step()
+
+
+class ClipsInTheHook(Net):
+    """The same in automatic optimization."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-9)
+
+
+@pytest.mark.parametrize("kind", [ClipsByHand, ClipsInTheHook])
+def test_clipping_what_is_not_there_is_an_error(kind: type[Net]) -> None:
+    """It would return 0, and the step would go on unclipped."""
+
+    def play(rank: int) -> list[str]:
+        said = []
+        for stage in STAGES:
+            with quiet(), pytest.raises(ParameterAccessError) as caught:
+                fit(zero(stage), kind(), count=1)
+            said.append(str(caught.value))
+        return said
+
+    for said in run_world(2, play):
+        assert all("clip_gradients" in text and "grad_norm" in text for text in said), said
+
+
+class WritesToItsWeights(Net):
+    """Zeroes a weight after every step, as weight clamping does."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-3)
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            self.model.layers[0].up.weight.zero_()
+
+
+def test_a_write_to_whole_parameters_is_kept_by_whole_matrix_optimizers() -> None:
+    """The owner of a matrix has a copy of its own, which must not bring the old values back."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        if not isinstance(strategy, DDPStrategy) and strategy.placement.shards_parameters:  # type: ignore[attr-defined]
+            return {}
+        module = WritesToItsWeights()
+        return made(module, fit(strategy, module))
+
+    assert_same(each_strategy(play), names=["stage 1", "stage 2"])
+
+
+def test_another_optimizers_overflow_leaves_the_scale_of_these_gradients_alone() -> None:
+    scaler = LossScaler(init_scale=8.0, growth_interval=1)
+    alone = ControlGroup(None)
+    loss = torch.ones(())
+    first: list[Tensor] = [scaler.scale(loss) * torch.tensor([float("inf")])]
+    second: list[Tensor] = [scaler.scale(loss) * torch.ones(3)]
+    scaler.update(scaler.unscale(first, alone))  # overflows: the next backward is scaled by 4
+    scaler.update(scaler.unscale(second, alone))
+    assert torch.equal(second[0], torch.ones(3))

@@ -1,0 +1,321 @@
+"""Bytes at rest: what is alive is what the plan's formula says, to the byte, and it stays where it is.
+
+Storages are counted, not the process's size. Every storage that appeared since before the module was built, and that
+Python can still see after a few steps, must belong to a category of the formula or to a short list of small things:
+
+* a placeholder of one element for each dtype,
+* one step counter of AdamW (4 bytes) for each parameter,
+* the control plane's rows of a few integers,
+* the module's own buffers.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.cases import WIDTH, Block, Case, Stack, case
+from tests.helpers.models import ZOO, MixedDtypes, OddSizes
+from tests.helpers.probe import Probe, fit
+from tests.helpers.world import run_world
+
+STAGES = (1, 2, 3)
+Storages = dict[int, int]  # the storage's identity (a placeholder's refuses to tell its address) -> bytes
+
+
+class Everything(Stack):
+    """Frozen and tied parameters, 0 and 1 elements, a batch norm with buffers, two dtypes if ``wide``."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__(Block(), OddSizes(), Block(), Block(28, 45), *([MixedDtypes()] if wide else []))
+        self.layers[0].requires_grad_(False)
+        self.layers[2].up.bias.requires_grad_(False)
+        self.layers[3] = nn.Sequential(nn.Linear(WIDTH, 28), Block(28, 45), nn.Linear(28, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head.weight = self.stem.weight
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.norm(super().run(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def everything(wide: bool) -> Case:
+    units = ("Block", "OddSizes", "MixedDtypes") if wide else ("Block", "OddSizes")
+    return case("everything", lambda: Everything(wide), units=units)
+
+
+PRECISIONS = {
+    "32-true": {},
+    "bf16-mixed": {},
+    "bf16-mixed, reduced in bfloat16": {"reduce_dtype": "bfloat16"},
+}
+
+
+def precision(name: str) -> Any:
+    from lightning_zero import ZeroPrecision
+
+    return ZeroPrecision(name.partition(",")[0], **PRECISIONS[name])
+
+
+def storages(tensors: Iterable[Tensor | None]) -> Storages:
+    found = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.layout is torch.strided and not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def forget_the_past() -> None:
+    """Leave everything that exists now out of later sweeps. For ranks, which end soon."""
+    gc.collect()
+    gc.freeze()
+
+
+def alive() -> Storages:
+    """Of every tensor made since ``forget_the_past`` that Python knows of, and of its gradient."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    return storages([*tensors, *(t.grad for t in tensors if t.is_leaf)])
+
+
+def categories(strategy: Any, training: bool = True) -> dict[str, Storages]:
+    """What the engine, its collectives and the optimizers hold, in the words of the plan's formula."""
+    engine = strategy.engine
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    parameters = storages(buffer for unit in engine.units for buffer in getattr(unit, "buffers", ()))
+    masters = storages(flat.master for flat in flats)
+    slots = storages(unit.home.buffer for unit in engine.units if hasattr(unit, "home"))
+    found = {
+        "parameters": parameters,
+        "masters": {key: size for key, size in masters.items() if key not in parameters},
+        "slots": slots,
+    }
+    if not training:
+        return found
+    reducer = engine._reducer
+    state = [value for o in strategy.optimizers for values in o.state.values() for value in values.values()]
+    return {
+        **found,
+        "gradients": storages([t for bucket in reducer.buckets for t in (bucket.resident, bucket.shard)]),
+        "optimizer": storages(value for value in state if value.dim()),
+        "gradient_slots": storages(slot.buffer for slot in reducer._slots if slot is not None),
+        "transport": storages(getattr(engine.collectives, "_received", {}).values()),
+    }
+
+
+def merged(found: dict[str, Storages]) -> Storages:
+    return {key: size for part in found.values() for key, size in part.items()}
+
+
+class Rest(pl.Callback):
+    """What the engine holds between two steps."""
+
+    def __init__(self) -> None:
+        self.found: list[Storages] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            self.found.append(merged(categories(trainer.strategy)))
+
+
+def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
+    """What the formula leaves out, and what belongs to the test: losses and data."""
+    engine, optimizers = trainer.strategy.engine, trainer.strategy.optimizers
+    state = [value for o in optimizers for values in o.state.values() for value in values.values()]
+    return {
+        "step counters": storages(value for value in state if not value.dim()),
+        "control plane": storages(t for row, rows in engine.control._rows.values() for t in (row, *rows)),
+        "placeholders": storages(engine.placeholders._sentinels.values()),
+        "buffers": storages(probe.buffers()),
+        "losses": storages(probe.losses),
+        "data": storages(tensor for batch in trainer.train_dataloader.dataset for tensor in batch),
+    }
+
+
+def count(rank: int, precision_name: str, stage: int) -> dict[str, Any]:
+    """Bytes by category, bytes by formula, and everything else that came into being."""
+    forget_the_past()
+    rest = Rest()
+    probe = Probe(everything(wide=precision_name == "32-true"))
+    options = {"plugins": precision(precision_name)}
+    trainer = fit(probe, stage=stage, micro_steps=4, callbacks=[rest], options=options, bucket_mib=0.004)
+    found, small, new = categories(trainer.strategy), small_things(trainer, probe), alive()
+    known = {**merged(found), **merged(small)}
+    plan = trainer.strategy.engine.plan
+    return {
+        "expected": dict(plan.expected_memory(rank=rank, optimizer_tensors=2).items()),
+        "counted": {category: sum(part.values()) for category, part in found.items()},
+        "trainable": len([p for p in probe.parameters() if p.requires_grad]),
+        "small": {category: sum(part.values()) for category, part in small.items()},
+        "unseen": {key: size for key, size in merged(found).items() if new.get(key) != size},
+        "others": {key: size for key, size in new.items() if key not in known},
+        "moved": [part != merged(found) for part in rest.found],
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_memory_at_rest_is_the_plan_s_formula(world_size: int) -> None:
+    def every(rank: int) -> dict[str, Any]:
+        return {f"{name}, stage {stage}": count(rank, name, stage) for name in PRECISIONS for stage in STAGES}
+
+    for rank, runs in enumerate(run_world(world_size, every, timeout=150)):
+        for name, found in runs.items():
+            where = f"rank {rank} of {world_size}, {name}"
+            assert found["counted"] == found["expected"], where
+            assert not found["unseen"], f"{where}: the sweep misses storages that the engine holds"
+            assert not found["others"], f"{where}: storages of nobody"
+            assert found["moved"] == [False] * 3, f"{where}: memory moved between steps"
+            small = found["small"]
+            assert small["step counters"] == 4 * found["trainable"], where
+            assert small["placeholders"] in (4, 4 + 8), where  # one float32, one float64
+            # Rows of one hash, three numbers of the phase and three masks of buckets; twice that at most.
+            assert small["control plane"] <= (world_size + 1) * 8 * 16, where
+
+
+def test_the_sweep_sees_what_is_hidden_in_a_closure() -> None:
+    def sweep(rank: int) -> tuple[Storages, Storages]:
+        forget_the_past()
+        before = alive()
+        hidden = torch.zeros(1000)[3:5]
+
+        def holder() -> Tensor:
+            return hidden
+
+        return before, alive() if holder().numel() else {}
+
+    before, after = run_world(1, sweep)[0]
+    assert before == {}
+    assert list(after.values()) == [4000]
+
+
+class Trouble(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("trouble in backward")
+
+
+class Troubled(Stack):
+    """In the third micro-step something raises inside of a unit."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(Block(), Block(), Block())
+        self.where, self.calls = where, 0
+        self.layers[1].register_forward_hook(self.strike)
+
+    def strike(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls < 3:
+            return output
+        if self.where == "forward":
+            raise ArithmeticError("trouble in forward")
+        return Trouble.apply(output)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_leaves_no_memory_behind(stage: int) -> None:
+    def run(rank: int, where: str) -> dict[str, Any]:
+        forget_the_past()
+        probe = Probe(case("troubled", lambda: Troubled(where)))
+        rest = Rest()
+        with pytest.raises(ArithmeticError, match=where):
+            fit(probe, stage=stage, micro_steps=4, callbacks=[rest])
+        trainer = probe.trainer
+        found, small, new = categories(trainer.strategy), small_things(trainer, probe), alive()
+        units = trainer.strategy.engine.units
+        return {
+            "expected": trainer.strategy.engine.plan.expected_memory(rank=rank).total,
+            "counted": sum(sum(part.values()) for part in found.values()),
+            "moved": [part != merged(found) for part in rest.found],
+            "others": {key: size for key, size in new.items() if key not in {**merged(found), **merged(small)}},
+            "pins": sum(getattr(unit, "pins", 0) for unit in units),
+            "gradients": sum(s.parameter.grad is not None for s in trainer.strategy.engine.shards.values()),
+        }
+
+    def both(rank: int) -> list[dict[str, Any]]:
+        return [run(rank, where) for where in ("forward", "backward")]
+
+    for runs in run_world(2, both):
+        for found in runs:
+            assert found["counted"] == found["expected"]
+            assert found["moved"] == [False, False]
+            assert found["others"] == {}
+            assert (found["pins"], found["gradients"]) == (0, 0)
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the sizes of byte buffers that are made: slots, and what stands in for a slot that is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = func in (torch.ops.aten.empty.memory_format, torch.ops.aten.clone.default)
+        if made and isinstance(result, Tensor) and result.dtype is torch.uint8 and result.numel() >= 256:
+            self.nbytes.append(result.numel())
+        return result
+
+
+class WatchSteps(pl.Callback):
+    """Allocations of every step but the first."""
+
+    def __init__(self) -> None:
+        self.mode = Allocations()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            self.mode.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx:
+            self.mode.__exit__(None, None, None)
+
+
+class Holder(nn.Module):
+    """Keeps one block computing while it calls another of the same kind: two units at once in one pool."""
+
+    def __init__(self, first: Block, second: Block) -> None:
+        super().__init__()
+        self.pair = nn.ModuleList([first, second])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pair[0].register_forward_pre_hook(lambda module, args: (self.pair[1](args[0]),), prepend=False)
+        return self.pair[0](x)
+
+
+def test_full_parameters_never_leave_their_slots() -> None:
+    """The slots are the bound: no step of an ordinary model makes memory for full parameters beside them."""
+
+    def run(rank: int) -> dict[str, list[int]]:
+        found = {}
+        for name in ("gpt_tied", "nested_units", "frozen_mix", "called_in_reverse"):
+            for prefetch in (0, 1, 2):
+                watch = WatchSteps()
+                fit(Probe(ZOO[name]), stage=3, micro_steps=4, callbacks=[watch], prefetch=prefetch)
+                found[f"{name}, prefetch {prefetch}"] = watch.mode.nbytes
+        watch = WatchSteps()
+        overlapping = case("overlapping", lambda: Stack(Holder(Block(), Block())))
+        fit(Probe(overlapping), stage=3, micro_steps=4, callbacks=[watch], prefetch=0)
+        found["overlapping"] = watch.mode.nbytes
+        return found
+
+    for found in run_world(2, run, timeout=120):
+        assert found.pop("overlapping"), "the watch sees no allocation where two units compute in one slot"
+        assert not any(found.values()), found

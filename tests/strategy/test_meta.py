@@ -1,0 +1,581 @@
+"""Modules built in ``configure_model``, real or on the meta device: values of a plain build, a shard per rank."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from lightning_zero.engine import InitRecorder
+from lightning_zero.errors import MaterialiseError
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
+
+STAGES = (1, 2, 3)
+WIDTH = 24
+SEED = 11
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model with every kind of initialisation
+
+
+class Rotary(nn.Module):
+    """Buffers computed from numbers, one of them not in the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        frequencies = 1.0 / (10000 ** (torch.arange(0, WIDTH, 2).float() / WIDTH))
+        angles = torch.outer(torch.arange(16).float(), frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        even, odd = x[..., ::2], x[..., 1::2]
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        return torch.cat([even * cos - odd * sin, even * sin + odd * cos], -1)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.rotary = Rotary()
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.orthogonal_(self.mix.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.mix(self.rotary(self.norm(x))))))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(19, WIDTH, padding_idx=4)
+        self.position = nn.Parameter(torch.empty(16, WIDTH))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 19, bias=False)
+        self.apply(self._init_weights)
+        nn.init.trunc_normal_(self.position, std=0.02, a=-0.03, b=0.03)
+        for layer in self.layers:
+            with torch.no_grad():
+                layer.down.weight.div_(math.sqrt(2 * layers))
+        self.head.weight = self.embedding.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.normal_(module.weight, std=0.3)
+            nn.init.zeros_(module.bias)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.position[: ids.shape[-1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(SEED)
+    return build()
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Net()
+
+
+def parts_on_meta() -> nn.Module:
+    """Embedding and head are real, the layers are not, and one tensor of a layer is real again."""
+    net = Net(layers=0)
+    with torch.device("meta"):
+        net.layers = nn.ModuleList(Layer() for _ in range(3))
+    net.layers[1].up = nn.Linear(WIDTH, 3 * WIDTH)
+    return net
+
+
+def parts_plain() -> nn.Module:
+    net = Net(layers=0)
+    net.layers = nn.ModuleList(Layer() for _ in range(3))
+    net.layers[1].up = nn.Linear(WIDTH, 3 * WIDTH)
+    return net
+
+
+def buffers_on_meta() -> nn.Module:
+    net = Net()
+    with torch.device("meta"):
+        for layer in net.layers:
+            layer.rotary = Rotary()
+    return net
+
+
+class Module(pl.LightningModule):
+    """Built in ``configure_model``, once, however often Lightning asks."""
+
+    def __init__(self, build: Callable[[], nn.Module], in_init: bool = False) -> None:
+        super().__init__()
+        self.net: nn.Module | None = seeded(build) if in_init else None
+        self.build = [build]
+        self.generator_state = torch.get_rng_state()
+        self.seen: dict[str, Tensor] = {}
+        self.built = 0
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = seeded(self.build[0])
+            self.generator_state = torch.get_rng_state()
+            self.built += 1
+
+    def look(self) -> None:
+        from lightning_zero import full_parameters
+
+        if not self.seen:
+            with full_parameters(self):
+                self.seen = values_of(self.net)
+
+    def on_train_start(self) -> None:
+        self.look()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        ids = torch.randint(19, (4, 9), generator=torch.Generator().manual_seed(int(batch)))
+        return F.cross_entropy(self.net(ids).flatten(0, 1), ids.flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), batch_size=4, sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def values_of(module: nn.Module) -> dict[str, Tensor]:
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def unequal(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
+    assert list(expected) == list(actual)
+    return [name for name, value in expected.items() if not torch.equal(value, actual[name])]
+
+
+def data(steps: int = 2) -> DataLoader:
+    return DataLoader(range(steps), batch_size=None)
+
+
+def strategy(stage: int, **options: Any) -> Any:
+    from lightning_zero import ZeroStrategy
+
+    return ZeroStrategy(stage=stage, units=("Layer",), **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+BUILDS = {
+    "real": (Net, Net),
+    "meta": (on_meta, Net),
+    "parts": (parts_on_meta, parts_plain),
+    "buffers": (buffers_on_meta, Net),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", BUILDS)
+def test_values_are_those_of_a_plain_build(name: str, stage: int) -> None:
+    """Also the tie, the generator's state afterwards, and everything the model becomes by training."""
+    build, plain = BUILDS[name]
+
+    def train(rank: int) -> tuple[dict[str, Tensor], Tensor, bool, dict[str, Tensor]]:
+        from lightning_zero import full_parameters
+
+        module = Module(build)
+        with quiet():
+            make_trainer(strategy(stage)).fit(module, data(), data(1))
+        with full_parameters(module):
+            tied = module.net.head.weight is module.net.embedding.weight
+            return module.seen, module.generator_state, tied, values_of(module.net)
+
+    expected = values_of(seeded(plain))
+    if name == "buffers":  # built twice: the second time does not draw
+        seeded(buffers_on_meta)
+    state = torch.get_rng_state()
+    trained = Module(plain, in_init=True)
+    optimizer = trained.configure_optimizers()
+    for step in range(2):
+        trained.loss(torch.tensor(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = values_of(trained.net)
+    for seen, generator_state, tied, end in run_world(2, train):
+        assert unequal(expected, seen) == []
+        assert torch.equal(generator_state, state)
+        assert tied
+        assert not any(tensor.is_meta for tensor in end.values())
+        # Both ranks see the same data: the mean of two equal gradients is that gradient.
+        assert unequal(after, end) == []
+
+
+def test_identity_and_attributes_of_meta_parameters_survive() -> None:
+    def train(rank: int) -> bool:
+        module = Module(on_meta)
+        before: dict[str, nn.Parameter] = {}
+
+        def configure_model() -> None:
+            Module.configure_model(module)
+            module.net.position.is_position = True
+            module.net.layers[0].norm.requires_grad_(False)
+            before.update(module.net.named_parameters())
+
+        module.configure_model = configure_model
+        module.on_train_start = lambda: None
+        with quiet():
+            make_trainer(strategy(3)).fit(module, data(), data(1))
+        after = dict(module.net.named_parameters())
+        assert vars(module.net.position) == {"is_position": True}
+        assert [name for name, p in after.items() if not p.requires_grad] == [
+            "layers.0.norm.weight",
+            "layers.0.norm.bias",
+        ]
+        return all(after[name] is parameter and type(parameter) is nn.Parameter for name, parameter in before.items())
+
+    assert run_world(2, train) == [True, True]
+
+
+def test_rank_zero_decides_where_seeds_differ() -> None:
+    def train(rank: int) -> dict[str, Tensor]:
+        def build() -> nn.Module:
+            torch.manual_seed(SEED + rank)
+            return on_meta()
+
+        module = Module(build)
+        with quiet():
+            make_trainer(strategy(3)).fit(module, data(1), data(1))
+        return module.seen
+
+    expected = values_of(seeded(Net))
+    for seen in run_world(2, train):
+        assert unequal(expected, seen) == []
+
+
+@pytest.mark.parametrize("build", [Net, on_meta])
+def test_a_second_fit_goes_on_with_the_same_module(build: Callable[[], nn.Module]) -> None:
+    def train(rank: int) -> tuple[int, bool, dict[str, Tensor]]:
+        from lightning_zero import full_parameters
+
+        module = Module(build)
+        with quiet():
+            trainer = make_trainer(strategy(3), max_epochs=1)
+            trainer.fit(module, data(), data(1))
+            engine = trainer.strategy.engine
+            trainer.fit_loop.max_epochs = 2
+            trainer.fit(module, data(), data(1))
+        with full_parameters(module):
+            return module.built, trainer.strategy.engine is engine, values_of(module.net)
+
+    plain = Module(Net, in_init=True)
+    for _ in range(2):
+        optimizer = plain.configure_optimizers()  # Lightning asks again
+        for step in range(2):
+            plain.loss(torch.tensor(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for built, same, end in run_world(2, train):
+        assert (built, same) == (1, True)
+        assert unequal(values_of(plain.net), end) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_validation_without_fit(stage: int) -> None:
+    def validate(rank: int) -> float:
+        module = Module(on_meta)
+        with quiet():
+            (metrics,) = make_trainer(strategy(stage)).validate(module, data(), verbose=False)
+        assert not any(p.is_meta for p in module.parameters())
+        return float(metrics["loss"])
+
+    plain = Module(Net, in_init=True).eval()
+    with torch.no_grad():
+        expected = float(torch.stack([plain.loss(torch.tensor(step)) for step in range(2)]).mean())
+    assert run_world(2, validate) == [pytest.approx(expected)] * 2
+
+
+def test_init_module_makes_an_ordinary_module() -> None:
+    def train(rank: int) -> dict[str, Tensor]:
+        with quiet():
+            trainer = make_trainer(strategy(3, process_group_backend="gloo"))
+            warnings.filterwarnings("ignore", ".*cannot fully support proper instantiation.*")
+            with trainer.init_module():
+                module = Module(Net, in_init=True)
+            assert not any(p.is_meta for p in module.parameters())
+            trainer.fit(module, data(1), data(1))
+        return module.seen
+
+    for seen in run_world(2, train):
+        assert unequal(values_of(seeded(Net)), seen) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What cannot be materialised
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [((0, 1), 1), ((0, 1), 3), ((0,), 2), ((1,), 3)])
+def test_a_module_that_was_on_meta_before_the_trainer_is_refused_on_every_rank(
+    ranks: tuple[int, ...], stage: int
+) -> None:
+    def fit(rank: int) -> str:
+        module = Module(on_meta if rank in ranks else Net, in_init=True)
+        with quiet():
+            try:
+                make_trainer(strategy(stage)).fit(module, data(), data(1))
+            except MaterialiseError as error:
+                return str(error)
+        return ""
+
+    for message in run_world(2, fit, timeout=60):
+        assert "'net.position'" in message
+        assert "`configure_model`" in message
+        assert message.startswith(f"Rank {ranks[0]}")
+
+
+def test_a_hook_on_a_meta_parameter_is_not_lost_silently() -> None:
+    def fit(rank: int) -> str:
+        module = Module(on_meta)
+
+        def configure_model() -> None:
+            Module.configure_model(module)
+            module.net.layers[1].up.weight.register_hook(lambda gradient: gradient * 2)
+
+        module.configure_model = configure_model
+        with quiet(), pytest.raises(MaterialiseError, match=r"net\.layers\.1\.up\.weight"):
+            make_trainer(strategy(3)).fit(module, data(), data(1))
+        return "refused"
+
+    assert run_world(2, fit) == ["refused"] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+class LiveBytes(TorchDispatchMode):
+    """The largest number of bytes that new CPU storages held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, Any] = {}
+        self.peak = 0
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                self.known[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage)
+                self.largest = max(self.largest, storage.nbytes())
+        self.known = {key: weak for key, weak in self.known.items() if not weak.expired()}
+        sizes = [self.size(weak) for weak in self.known.values()]
+        self.peak = max(self.peak, sum(sizes))
+        return result
+
+    @staticmethod
+    def size(weak: Any) -> int:
+        storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        return 0 if storage is None else storage.nbytes()
+
+
+def test_each_rank_holds_its_shard_and_at_most_one_unit() -> None:
+    """10 layers of 4 * (2 * 24 + 72 * 24 + 72 + 24 * 72 + 24 + 24 * 24) = 16.7 kB parameters each, 167 kB together."""
+    layers = 10
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return Net(layers)
+
+    def setup(rank: int) -> tuple[int, int, int, int]:
+        module = Module(build)
+        with quiet():
+            trainer = make_trainer(strategy(3))
+            with LiveBytes() as live:
+                trainer.validate(module, data(1), verbose=False)
+        plan = trainer.strategy.engine.plan
+        kept = sum(4 * shard.data.numel() for shard in trainer.strategy.engine.shards.values())
+        slots = sum(slot.nbytes for slot in plan.slots)
+        return live.peak, live.largest, kept, slots
+
+    layer = sum(4 * p.numel() for p in Layer().parameters())
+    everything = sum(4 * p.numel() for p in seeded(lambda: Net(layers)).parameters())
+    assert 16_000 < layer < 17_500
+    for peak, largest, kept, slots in run_world(2, setup):
+        assert kept <= everything // 2 + 64 * 4 * 40  # alignment
+        assert largest < 1.5 * layer
+        # Activations and generator states of the replay come on top, and stay below two layers.
+        assert peak <= kept + slots + 2 * layer + 60_000
+        assert peak < 0.9 * everything + 60_000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recorder around ordinary builds
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    recorder = InitRecorder()
+    with recorder:
+        yield
+    assert recorder.record.nbytes == 0, "something of an ordinary build was recorded"
+
+
+class Tagged(Tensor):
+    """A tensor subclass with behaviour of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _subclass() -> list[Tensor]:
+    tagged = torch.randn(3, 3).as_subclass(Tagged)
+    result = (tagged @ tagged).relu() + 1
+    assert type(result) is Tagged
+    return [result.as_subclass(Tensor)]
+
+
+def _is_meta() -> list[Tensor]:
+    assert not torch.zeros(2).is_meta
+    assert torch.zeros(2).device.type == "cpu"
+    assert not nn.Linear(2, 2).weight.is_meta
+    return []
+
+
+def _parametrized() -> list[Tensor]:
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    square = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5))
+    return [linear.weight, square.weight, spectral.weight, linear(torch.ones(2, 4))]
+
+
+def _dtypes() -> list[Tensor]:
+    net = Net().to(torch.bfloat16)
+    assert all(p.dtype == torch.bfloat16 for p in net.parameters())
+    return [*net.parameters(), torch.arange(5), torch.randn(3, dtype=torch.complex64), torch.randperm(7).bool()]
+
+
+def _numpy_and_items() -> list[Tensor]:
+    weight = nn.Linear(3, 3).weight
+    if weight.sum() > 100 or weight[0, 0].item() > 100:
+        raise AssertionError
+    return [torch.from_numpy(weight.detach().numpy() * 2), torch.tensor(weight.tolist()), weight[weight > 0]]
+
+
+def _backward() -> list[Tensor]:
+    net = Net()
+    net(torch.arange(10).view(2, 5)).square().mean().backward()
+    return [p.grad for p in net.parameters()]
+
+
+ORDINARY: dict[str, Callable[[], list[Tensor]]] = {
+    "net": lambda: list(values_of(Net()).values()),
+    "subclass": _subclass,
+    "is_meta": _is_meta,
+    "parametrized": _parametrized,
+    "dtypes": _dtypes,
+    "numpy": _numpy_and_items,
+    "backward": _backward,
+    "generator": lambda: [torch.randn(5, generator=torch.Generator().manual_seed(3)), torch.rand(5)],
+    "sparse": lambda: [torch.eye(3).to_sparse().to_dense()],
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_the_recorder_changes_nothing_of_real_tensors(name: str) -> None:
+    torch.manual_seed(SEED)
+    expected, state = ORDINARY[name](), torch.get_rng_state()
+    torch.manual_seed(SEED)
+    with recording():
+        actual = ORDINARY[name]()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(expected) == len(actual)
+    for left, right in zip(expected, actual, strict=True):
+        assert (type(left), left.dtype, left.stride()) == (type(right), right.dtype, right.stride())
+        assert torch.equal(left, right)
+
+
+def test_recorded_modules_stay_ordinary_afterwards(tmp_path: Path) -> None:
+    """A state dict from a file, a compiled block, and an optimizer step, all begun under the recorder."""
+    saved = seeded(Net)
+    torch.save(saved.state_dict(), tmp_path / "net.pt")
+    torch.manual_seed(SEED + 1)
+    with recording():
+        net = Net()
+        net.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
+        assigned = Net()
+        assigned.load_state_dict(torch.load(tmp_path / "net.pt", mmap=True, weights_only=True), assign=True)
+        compiled = torch.compile(nn.Linear(4, 4), backend="eager")
+    assert unequal(values_of(saved), values_of(net)) == []
+    assert unequal(values_of(saved), values_of(assigned)) == []
+    assert compiled(torch.ones(2, 4)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("build", [Net, on_meta])
+def test_a_compiled_block_and_a_file_in_configure_model(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    other = seeded(lambda: Net())
+    with torch.no_grad():
+        other.layers[0].up.weight.fill_(0.125)
+    torch.save(other.state_dict(), tmp_path / "net.pt")
+
+    def build_and_load() -> nn.Module:
+        net = build()
+        if build is Net:
+            net.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
+        else:  # in place, as `load_state_dict` without `assign` copies into meta tensors
+            with torch.no_grad():
+                net.layers[0].up.weight.copy_(torch.load(tmp_path / "net.pt", weights_only=True)["layers.0.up.weight"])
+        net.layers[1].compile(backend="eager")
+        return net
+
+    def train(rank: int) -> dict[str, Tensor]:
+        module = Module(build_and_load)
+        with quiet():
+            make_trainer(strategy(3)).fit(module, data(1), data(1))
+        return module.seen
+
+    expected = values_of(other)
+    for seen in run_world(2, train, timeout=90):
+        assert unequal(expected, seen) == []
+
+
+def test_the_recorder_costs_an_ordinary_build_little() -> None:
+    """Large tensors are what takes time in a build, and the recorder works per operation: 20 layers of 4 MB each."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+
+    def seconds(context: Any) -> float:
+        best = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            with context():
+                build()
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    plain, recorded = seconds(torch.enable_grad), seconds(recording)
+    assert recorded < 1.5 * plain + 0.05

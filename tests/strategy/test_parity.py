@@ -1,0 +1,143 @@
+"""Stages 1, 2 and 3 train as DDP does.
+
+Two ranks: bit for bit, because a sum of two numbers has one order. Three and more: the sum of gradients depends on the
+order of the ranks, and DDP's ring starts each chunk of a bucket at another rank, so that DDP with another bucket size
+is not identical to DDP either. There the stages are compared with DDP within a bound, and with each other bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from tests.helpers.cases import Case
+from tests.helpers.models import CHANNELS_LAST, ZOO
+from tests.helpers.training import Recipe, Record, differences, train_ddp, train_zero
+from tests.helpers.world import run_world
+
+STAGES = (1, 2, 3)
+# Rounding differences of 1e-7 in a gradient, carried through a few steps of AdamW.
+ROUNDING = 1e-5
+
+
+def _each(rank: int, runs: dict[str, Callable[[], Record]]) -> dict[str, Record]:
+    return {name: run() for name, run in runs.items()}
+
+
+def _train(
+    world_size: int, case: Case, recipe: Recipe, stages: Sequence[int] = STAGES, timeout: float = 120
+) -> list[dict[str, Record]]:
+    """Records of every rank under ``"ddp"`` and under each stage."""
+    runs: dict[str, Callable[[], Record]] = {"ddp": lambda: train_ddp(case, recipe)}
+    for stage in stages:
+        runs[f"stage {stage}"] = lambda stage=stage: train_zero(case, recipe, stage=stage)
+    return run_world(world_size, _each, runs, timeout=timeout)
+
+
+def _assert_same(records: dict[str, Record], expected: str, *actual: str, bound: float = 0.0) -> None:
+    for name in actual:
+        found = differences(records[expected], records[name], bound)
+        assert not found, f"{name} against {expected}, {len(found)} differences:\n" + "\n".join(found[:10])
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (3,)], ids=["parameters_replicated", "parameters_sharded"])
+@pytest.mark.parametrize("case", ZOO.values(), ids=repr)
+def test_zoo_trains_bit_for_bit_like_ddp(case: Case, stages: tuple[int, ...]) -> None:
+    for records in _train(2, case, Recipe(), stages=stages):
+        _assert_same(records, "ddp", *(f"stage {stage}" for stage in stages))
+
+
+def test_channels_last_weights_are_rounding_apart() -> None:
+    for records in _train(2, CHANNELS_LAST, Recipe()):
+        _assert_same(records, "stage 1", "stage 2", "stage 3")
+        _assert_same(records, "ddp", "stage 1", "stage 2", "stage 3", bound=10 * ROUNDING)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_prefetch_changes_no_bit(prefetch: int) -> None:
+    for name in ("gpt_tied", "order_changes", "checkpoint_reentrant_around_three_units"):
+        runs = {
+            "ddp": lambda name=name: train_ddp(ZOO[name], Recipe(steps=5)),
+            "zero": lambda name=name: train_zero(ZOO[name], Recipe(steps=5), stage=3, prefetch=prefetch),
+        }
+        for records in run_world(2, _each, runs):
+            _assert_same(records, "ddp", "zero")
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "mixed_dtypes", "sometimes_unused_parameter"])
+def test_clipping_by_value_changes_no_bit(name: str) -> None:
+    for records in _train(2, ZOO[name], Recipe(clip="value", clip_at=0.01, steps=5)):
+        _assert_same(records, "ddp", "stage 1", "stage 2", "stage 3")
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "odd_sizes", "sometimes_unused_parameter", "frozen_mix"])
+def test_clipping_by_norm_is_a_float64_norm_in_every_stage(name: str) -> None:
+    """The reference computes the norm of whole gradients in float64 and rounds it once."""
+    all_records = _train(2, ZOO[name], Recipe(clip="norm", clip_at=0.05, steps=5))
+    for records in all_records:
+        assert min(records["ddp"].norms) > 0.05, "the recipe does not clip"
+        _assert_same(records, "ddp", "stage 1", "stage 2", "stage 3")
+    assert all_records[0]["stage 3"].norms == all_records[1]["stage 3"].norms
+
+
+def test_clipping_by_norm_is_close_to_torch_own_float32_norm() -> None:
+    for records in _train(2, ZOO["gpt"], Recipe(clip="norm", double_norm=False, steps=6)):
+        _assert_same(records, "ddp", "stage 1", "stage 2", "stage 3", bound=ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "sometimes_unused_unit", "mixed_dtypes", "order_changes"])
+def test_accumulation(name: str) -> None:
+    """Stage 1 keeps whole local gradients and reduces their sum, as DDP's ``no_sync`` does: identical. Stages 2 and 3
+    reduce every micro-step and sum shards, (a1+b1)+(a2+b2) instead of (a1+a2)+(b1+b2): rounding apart."""
+    for records in _train(2, ZOO[name], Recipe(accumulate=3, steps=4)):
+        _assert_same(records, "ddp", "stage 1")
+        _assert_same(records, "stage 2", "stage 3")
+        _assert_same(records, "ddp", "stage 2", "stage 3", bound=ROUNDING)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt", "gpt_tied_automatic_units", "odd_sizes", "frozen_mix", "sometimes_unused_parameter", "nested_units"],
+)
+def test_more_ranks_agree_with_each_other_and_nearly_with_ddp(name: str, world_size: int) -> None:
+    for records in _train(world_size, ZOO[name], Recipe(steps=5, clip="norm")):
+        _assert_same(records, "stage 1", "stage 2", "stage 3")
+        _assert_same(records, "ddp", "stage 1", "stage 2", "stage 3", bound=ROUNDING)
+
+
+def test_one_rank_is_plain_training() -> None:
+    for records in _train(1, ZOO["gpt_tied"], Recipe(clip="norm", steps=5)):
+        _assert_same(records, "ddp", "stage 1", "stage 2", "stage 3")
+
+
+def test_fused_optimizer_changes_no_bit() -> None:
+    """Every slice starts and ends at a multiple of 64 elements of its buffer, so that vector lanes fall alike."""
+    for records in _train(2, ZOO["gpt_tied"], Recipe(fused=True, steps=8)):
+        _assert_same(records, "ddp", "stage 1", "stage 2", "stage 3")
+
+
+@pytest.mark.parametrize("bucket_mib", [1e-4, 0.01])
+def test_bucket_size_changes_no_bit(bucket_mib: float) -> None:
+    runs = {
+        "ddp": lambda: train_ddp(ZOO["gpt_tied"], Recipe(steps=6)),
+        "stage 1": lambda: train_zero(ZOO["gpt_tied"], Recipe(steps=6), stage=1, bucket_mib=bucket_mib),
+        "stage 2": lambda: train_zero(ZOO["gpt_tied"], Recipe(steps=6), stage=2, bucket_mib=bucket_mib),
+    }
+    for records in run_world(2, _each, runs):
+        _assert_same(records, "ddp", "stage 1", "stage 2")
+
+
+def test_records_notice_a_difference() -> None:
+    """The comparison itself: one bit, a NaN and a missing gradient are found."""
+    base = Record([torch.ones(())], [{"a": torch.ones(3), "b": None}], [torch.ones(())], {"a": torch.zeros(2)})
+    assert differences(base, base) == []
+    one_bit = Record(base.losses, [{"a": torch.ones(3) * (1 + 2**-23), "b": None}], base.norms, base.parameters)
+    assert len(differences(base, one_bit)) == 1
+    assert differences(base, one_bit, bound=1e-6) == []
+    nan = Record([torch.tensor(float("nan"))], base.gradients, base.norms, base.parameters)
+    assert len(differences(base, nan, bound=1.0)) == len(differences(nan, nan)) == 1
+    missing = Record(base.losses, [{"a": None, "b": None}], base.norms, base.parameters)
+    assert len(differences(base, missing)) == 1

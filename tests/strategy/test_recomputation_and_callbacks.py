@@ -1,0 +1,205 @@
+"""Activation checkpointing, compiled blocks, and callbacks that reach for the parameters themselves."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.cases import Stack
+from tests.helpers.training import make_trainer
+from tests.helpers.world import run_world
+from tests.strategy.runs import (
+    STAGES,
+    Net,
+    assert_same,
+    batches,
+    each_strategy,
+    fit,
+    made,
+    name_of,
+    quiet,
+    values_of,
+    zero,
+)
+
+
+class Recomputed(Stack):
+    """Recomputes every block in backward, with the random numbers of its forward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.dropout = nn.Dropout(0.3)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            block = functools.partial(self.block, layer)
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant) if torch.is_grad_enabled() else block(x)
+        return x
+
+    def block(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return self.dropout(layer(x))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_with_dropout(use_reentrant: bool) -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        # DDP cannot serve re-entrant checkpointing together with find_unused_parameters; the numbers are the same.
+        module = Net(functools.partial(Recomputed, use_reentrant and name_of(strategy) != "ddp"))
+        return made(
+            module, fit(strategy, module, count=4, val=1, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        )
+
+    results = each_strategy(play)
+    assert_same(results)
+
+
+class CompiledBlocks(Net):
+    def __init__(self, compiles: bool) -> None:
+        super().__init__()
+        self.compiles = compiles
+
+    def configure_model(self) -> None:
+        if self.compiles and not hasattr(self.model.layers[0], "_orig_mod"):
+            for index, layer in enumerate(self.model.layers):
+                self.model.layers[index] = torch.compile(layer, backend="aot_eager")
+
+
+def test_blocks_compiled_in_configure_model_train_as_eager_ones() -> None:
+    """``aot_eager``: Dynamo and AOTAutograd for real, torch's own kernels, no compiler."""
+
+    def play(rank: int) -> dict[str, dict[str, Any]]:
+        results = {}
+        with quiet():
+            for name, compiles in (("eager", False), ("compiled", True)):
+                for stage in STAGES.values():
+                    module = CompiledBlocks(compiles)
+                    trainer = fit(zero(stage), module, count=3, val=1)
+                    result = made(module, trainer)
+                    result["weights"] = {k.replace("_orig_mod.", ""): v for k, v in result["weights"].items()}
+                    results[f"{name} {stage}"] = result
+        return results
+
+    results = run_world(2, play, timeout=200)
+    assert_same(results, [f"compiled {stage}" for stage in (1, 2, 3)], expected="eager 1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Callbacks
+
+
+class Average(pl.Callback):
+    """A moving average as many write it: reads parameters after every step."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            previous = self.values.get(name, torch.zeros_like(parameter))
+            self.values[name] = previous * 0.5 + parameter.detach() * 0.5
+
+
+def test_a_callback_reads_parameters_where_they_are_whole_and_nan_where_they_are_not() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        average = Average()
+        trainer = fit(strategy, Net(), callbacks=[average])
+        assert trainer.global_step == 4
+        return average.values
+
+    results = each_strategy(play)
+    assert_same(results, ["stage 1", "stage 2"])
+    for result in results:
+        assert all(bool(value.isnan().all()) for value in result["stage 3"].values())
+
+
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.model.stem)
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.stem, optimizer)
+
+
+def test_a_callback_that_thaws_during_training_is_refused_by_name() -> None:
+    """It would look up the optimizer's shards among the module's parameters and end in a ``KeyError``."""
+
+    def play(rank: int) -> list[str]:
+        messages = []
+        with quiet():
+            for stage in STAGES.values():
+                with pytest.raises(RuntimeError) as caught:
+                    fit(zero(stage), Net(), max_epochs=2, callbacks=[Thaw()])
+                messages.append(f"{type(caught.value).__name__}: {caught.value}")
+        return messages
+
+    for messages in run_world(2, play):
+        for message in messages:
+            assert message.startswith("ParameterAccessError"), message
+            assert "Thaw" in message
+
+
+class ThawByHand(pl.Callback):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        pl_module.model.stem.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.model.stem.requires_grad_(trainer.current_epoch > 0)
+
+
+def test_a_parameter_thawed_during_training_is_refused_by_name() -> None:
+    def play(rank: int) -> list[str]:
+        messages = []
+        with quiet():
+            for stage in STAGES.values():
+                with pytest.raises(RuntimeError) as caught:
+                    fit(zero(stage), Net(), max_epochs=2, callbacks=[ThawByHand()])
+                messages.append(f"{type(caught.value).__name__}: {caught.value}")
+        return messages
+
+    for messages in run_world(2, play):
+        for message in messages:
+            assert message.startswith("ParameterAccessError"), message
+            assert "model.stem." in message
+
+
+def averaged(callback: type[pl.Callback], options: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    """What remains after training with a callback that averages weights; its error where it is refused."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Net()
+        trainer = make_trainer(strategy, max_epochs=3, callbacks=[callback(**options)])
+        try:
+            trainer.fit(module, batches(2))
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"weights": values_of(module)}
+
+    return each_strategy(play)
+
+
+@pytest.mark.parametrize(
+    ("callback", "options"),
+    [(StochasticWeightAveraging, {"swa_lrs": 0.01, "swa_epoch_start": 1}), (WeightAveraging, {})],
+    ids=["swa", "weight_averaging"],
+)
+def test_callbacks_that_average_weights_are_right_or_refused(
+    callback: type[pl.Callback], options: dict[str, Any]
+) -> None:
+    for result in averaged(callback, options):
+        for name in STAGES:
+            if "error" not in result[name]:
+                assert_same([result], [name])
+        assert "error" not in result["stage 1"]
+        assert "ParameterAccessError" in result["stage 3"]["error"]
+        assert callback.__name__ in result["stage 3"]["error"]

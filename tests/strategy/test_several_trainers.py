@@ -1,0 +1,75 @@
+"""One module, several Trainers: each goes on with what the one before has left, wherever it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+
+from lightning_zero import ZeroPrecision, ZeroStrategy
+from tests.helpers.training import make_trainer
+from tests.strategy.runs import Net, again, assert_same, batches, each_strategy, fit, made, zero
+
+
+def test_a_second_trainer_goes_on_with_the_same_module() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Net()
+        fit(strategy, module)
+        other = make_trainer(again(strategy))
+        tested = other.test(module, batches(2), verbose=False)
+        return {**made(module, fit(again(strategy), module)), "tested": tested}
+
+    assert_same(each_strategy(play))
+
+
+def test_another_stage_takes_over_the_values() -> None:
+    """The parameters are whole in between, and what was accumulated for the former run is gone."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Net()
+        for stage in (3, 1, 2):
+            fit(zero(stage) if isinstance(strategy, ZeroStrategy) else again(strategy), module)
+        return made(module, fit(again(strategy), module))
+
+    assert_same(each_strategy(play))
+
+
+def test_parameters_thawed_between_two_fits_are_trained_in_the_second() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Net()
+        frozen = [p for name, p in module.named_parameters() if "layers.0" in name]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        trainer = fit(strategy, module)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        if isinstance(strategy, DDPStrategy):  # DDP's wrapper of the first fit does not know them
+            trainer = fit(again(strategy), module)
+        else:
+            trainer.fit_loop.max_epochs = 2
+            trainer.fit(module, batches(4))
+            module.losses[4:] = module.losses[-4:]
+        return {"weights": made(module, trainer)["weights"], "moved": len(module.losses)}
+
+    results = each_strategy(play)
+    assert_same(results, names=["stage 2", "stage 3"], expected="stage 1")
+    before = Net()
+    for name, value in results[0]["stage 3"]["weights"].items():
+        assert not torch.equal(value, dict(before.named_parameters())[name]), name
+
+
+def test_another_precision_casts_whole_parameters() -> None:
+    """Casting placeholders would turn them into a dense model of NaN."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Net()
+        fit(strategy, module)
+        if isinstance(strategy, ZeroStrategy):
+            trainer = make_trainer(again(strategy), plugins=ZeroPrecision("bf16-true"))
+        else:
+            trainer = make_trainer(again(strategy), precision="bf16-true")
+        tested = trainer.test(module, batches(2), verbose=False)
+        return {"tested": [{k: round(v, 1) for k, v in row.items()} for row in tested]}
+
+    assert_same(each_strategy(play))

@@ -1,0 +1,258 @@
+"""Collectives of one step in steady state: what, how often, how large and in what order is what the plan computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.plan import CollectiveTraffic, Traffic, gather_order
+from tests.helpers.cases import Block, Case, Stack, case
+from tests.helpers.models import ZOO
+from tests.helpers.probe import Probe, fit
+from tests.helpers.world import run_world
+
+STAGES = (1, 2, 3)
+STEPS = 4
+
+
+def frozen_between() -> nn.Module:
+    """A frozen unit that is still resident when the next step begins, and units that are frozen in part."""
+    model = Stack(Block(), Block(), Block(), Block())
+    model.stem.bias.requires_grad_(False)
+    model.layers[1].requires_grad_(False)
+    model.layers[2].up.requires_grad_(False)
+    return model
+
+
+MODELS = {name: ZOO[name] for name in ("gpt_tied", "nested_units", "shared_across_units", "odd_sizes")}
+MODELS["frozen_between"] = case("frozen_between", frozen_between)
+
+
+class Wire(pl.Callback):
+    """All collectives of every optimizer step, and how many agreements of the control plane there were."""
+
+    def __init__(self, accumulate: int) -> None:
+        self.accumulate = accumulate
+        self.steps: list[list[Any]] = []
+        self.agreements: list[int] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.strategy.engine.collectives.observers.append(lambda call: self.steps[-1].append(call))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.accumulate == 0:
+            self.steps.append([])
+            self.agreements.append(self._sequence(trainer))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % self.accumulate == 0:
+            self.agreements[-1] = self._sequence(trainer) - self.agreements[-1]
+
+    def _sequence(self, trainer: pl.Trainer) -> int:
+        """Torch's own count of the group's collectives: nothing can hide from it."""
+        group = trainer.strategy.engine.control.process_group
+        return group._get_sequence_number_for_group() if group is not None else 0
+
+
+def traffic(calls: list[Any]) -> Traffic:
+    sums = {"all_gather": CollectiveTraffic(), "reduce_scatter": CollectiveTraffic()}
+    for call in calls:
+        sums[call.kind] += CollectiveTraffic(1, call.numel, call.nbytes)
+    return Traffic(**sums)
+
+
+def observe(model: Case, stage: int, accumulate: int, precision: Any = None, **strategy: Any) -> dict[str, Any]:
+    wire = Wire(accumulate)
+    options = {"accumulate_grad_batches": accumulate, "plugins": precision or []}
+    trainer = fit(
+        Probe(model), stage=stage, micro_steps=STEPS * accumulate, callbacks=[wire], options=options, **strategy
+    )
+    plan = trainer.strategy.engine.plan
+    gathers = [[call.what for call in calls if call.kind == "all_gather"] for calls in wire.steps]
+    expected_order = []
+    if plan.placement.shards_parameters:
+        for index in gather_order(plan, micro_steps=accumulate):
+            unit = plan.units[index]
+            expected_order += [f"parameters of unit '{unit.name or '(root)'}'"] * len(unit.layouts)
+    return {
+        "expected": plan.expected_traffic(micro_steps=accumulate),
+        "steps": [traffic(calls) for calls in wire.steps],
+        "expected_order": expected_order,
+        "gathers": gathers,
+        "agreements": wire.agreements,
+        "trainable": plan.trainable_numel,
+        "padded": sum(layout.numel for unit in plan.units for layout in unit.layouts),
+        "padded_trainable": sum(layout.numel for unit in plan.units for layout in unit.trainable_layouts),
+    }
+
+
+def check(found: dict[str, Any], stage: int, accumulate: int, where: str) -> None:
+    # The first step records the order of units, and ends with nothing resident; from the second on all are alike, from
+    # the third where frozen units may be left over from the step before.
+    for step in range(2 if "frozen" in where else 1, STEPS):
+        assert found["steps"][step] == found["expected"], f"{where}, step {step}"
+        if stage == 3:
+            assert found["gathers"][step] == found["expected_order"], f"{where}, step {step}"
+    # Begin and end of each backward that reduces, end of each forward where units are gathered, and the step itself.
+    agreements = {1: 3, 2: 2 * accumulate + 1, 3: 3 * accumulate + 1}[stage]
+    assert found["agreements"][1:] == [agreements] * (STEPS - 1), where
+    total = found["expected"].total.numel
+    if stage == 1:
+        assert total == 2 * found["padded_trainable"], where
+    elif accumulate == 1:
+        assert total <= (2 if stage == 2 else 3) * found["padded"], where
+
+
+def run_all(world_size: int, settings: dict[str, tuple[Callable[[], dict[str, Any]], int, int]]) -> None:
+    def run(rank: int) -> dict[str, dict[str, Any]]:
+        return {name: setting[0]() for name, setting in settings.items()}
+
+    for rank, results in enumerate(run_world(world_size, run, timeout=200)):
+        for name, (_, stage, accumulate) in settings.items():
+            check(results[name], stage, accumulate, f"rank {rank} of {world_size}, {name}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_step_sends_what_the_plan_says(world_size: int, stage: int) -> None:
+    settings = {}
+    for name, model in MODELS.items():
+        for accumulate in (1, 3):
+            settings[f"{name}, stage {stage}, {accumulate} micro-steps"] = (
+                lambda model=model, accumulate=accumulate: observe(model, stage, accumulate, bucket_mib=0.004),
+                stage,
+                accumulate,
+            )
+    run_all(world_size, settings)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_prefetch_changes_only_what_stays_resident(prefetch: int) -> None:
+    settings = {}
+    for name, model in MODELS.items():
+        for accumulate in (1, 3):
+            settings[f"{name}, prefetch {prefetch}, {accumulate} micro-steps"] = (
+                lambda model=model, accumulate=accumulate: observe(model, 3, accumulate, prefetch=prefetch),
+                3,
+                accumulate,
+            )
+    run_all(2, settings)
+
+
+def test_a_frozen_unit_without_backward_is_at_most_what_the_plan_says() -> None:
+    found, _ = run_world(2, lambda rank: observe(ZOO["frozen_mix"], 3, 1))
+    assert found["steps"][-1].reduce_scatter == found["expected"].reduce_scatter
+    assert found["steps"][-1].all_gather.numel <= found["expected"].all_gather.numel
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
+def test_bytes_under_mixed_precision(reduce_dtype: str | None) -> None:
+    from lightning_zero import ZeroPrecision
+
+    settings = {}
+    for stage in STAGES:
+        settings[f"stage {stage}"] = (
+            lambda stage=stage: observe(
+                ZOO["gpt_tied"], stage, 1, ZeroPrecision("bf16-mixed", reduce_dtype=reduce_dtype)
+            ),
+            stage,
+            1,
+        )
+    run_all(2, settings)
+
+
+def test_two_two_and_at_most_three_times_the_model() -> None:
+    """Ten equal blocks and a small root: 2, 2 and 3 times the elements, less what is still resident."""
+    deep = case("deep", lambda: Stack(*(Block() for _ in range(10))))
+
+    def run(rank: int) -> list[tuple[int, int]]:
+        results = [observe(deep, stage, 1) for stage in STAGES]
+        return [(found["steps"][-1].total.numel, found["padded"]) for found in results]
+
+    for first, second, third in run_world(2, run):
+        assert first[0] == 2 * first[1]
+        assert second[0] == 2 * second[1]
+        # Root (2 x 20 x 21 elements: 1 gather) and two of ten blocks are not gathered again.
+        assert 2.5 * third[1] < third[0] < 3 * third[1]
+
+
+class Marked(Block):
+    """Tells when its forward and its backward begin and end."""
+
+    def __init__(self, index: int, events: list[str]) -> None:
+        super().__init__()
+        self.index, self.events = index, events
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.events.append(f"forward {self.index}")
+        x = Mark.apply(x, self.events, f"backward {self.index} ends")
+        x = super().forward(x)
+        self.events.append(f"forward {self.index} ends")
+        return Mark.apply(x, self.events, f"backward {self.index}")
+
+
+class Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, events: list[str], what: str) -> Tensor:
+        ctx.events, ctx.what = events, what
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.events.append(ctx.what)
+        return gradient, None, None
+
+
+class MarkWire(pl.Callback):
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        def note(call: Any) -> None:
+            if call.kind == "all_gather":
+                self.events.append("gather " + call.what.rpartition(".")[2].rstrip("'"))
+
+        trainer.strategy.engine.collectives.observers.append(note)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.events.clear()
+
+
+COUNT = 6
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_prefetch_is_ahead_of_compute(prefetch: int) -> None:
+    """With a prefetch of k the gather of unit i + k, and of no later one, is under way before the forward of unit i."""
+
+    def run(rank: int) -> list[str]:
+        events: list[str] = []
+        model = case("marked", lambda: Stack(*(Marked(i, events) for i in range(COUNT))), units=("Marked",))
+        fit(Probe(model), stage=3, micro_steps=4, callbacks=[MarkWire(events)], prefetch=prefetch)
+        return list(events)
+
+    for events in run_world(2, run):
+        place = {event: index for index, event in enumerate(events) if not event.startswith("gather")}
+        gathers: dict[str, list[int]] = {}
+        for index, event in enumerate(events):
+            gathers.setdefault(event, []).append(index)
+        for i in range(COUNT):
+            ahead, beyond = min(i + prefetch, COUNT - 1), i + prefetch + 1
+            assert gathers[f"gather {ahead}"][0] < place[f"forward {i}"], events
+            if beyond < COUNT:
+                assert gathers[f"gather {beyond}"][0] > place[f"forward {i} ends"], events
+        # Backward: the last prefetch + 1 units are resident; the others come again, as far ahead as in the forward.
+        again = range(COUNT - prefetch - 1)
+        assert [len(gathers[f"gather {i}"]) for i in range(COUNT)] == [2 if i in again else 1 for i in range(COUNT)]
+        for i in again:
+            assert gathers[f"gather {i}"][1] > place[f"backward {COUNT - 1}"] - 2, events
+            assert gathers[f"gather {i}"][1] < place[f"backward {i + prefetch}"], events
+            if i + prefetch + 1 < COUNT:
+                assert gathers[f"gather {i}"][1] > place[f"backward {i + prefetch + 1} ends"], events

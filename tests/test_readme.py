@@ -1,0 +1,143 @@
+"""Everything the README shows runs: each Python block as a script, each YAML block as a configuration, each command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import build_plan
+from lightning_zero.cli import main
+from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.optim.sharded import optimizer_rule
+from lightning_zero.precision import PrecisionName
+from tests.helpers.script import ROOT, run_script
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BORING = "lightning.pytorch.demos.boring_classes.BoringModel"
+SHORT = ["--trainer.fast_dev_run=true", "--report.length=5"]
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its text, and the line where it starts."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks() -> list[Block]:
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [Block(match[1], match[2], README.count("\n", 0, match.start()) + 1) for match in found]
+
+
+def of_language(language: str) -> list[object]:
+    return [pytest.param(block.text, id=f"line {block.line}") for block in blocks() if block.language == language]
+
+
+def commands() -> list[str]:
+    lines = "".join(block.text for block in blocks() if block.language == "bash").splitlines()
+    return list(dict.fromkeys(command.strip() for line in lines for command in line.split("&&")))
+
+
+def test_every_block_is_of_a_kind_that_is_run() -> None:
+    assert {block.language for block in blocks()} == {"python", "yaml", "bash"}
+    assert README.count("```") == 2 * len(blocks())
+
+
+@pytest.mark.parametrize("text", of_language("python"))
+def test_python_block_runs(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(text, encoding="utf-8")
+    arguments = ["--help"] if "ZeroCLI(" in text else []
+
+    run_script([str(script), *arguments], cwd=tmp_path, timeout=180)
+
+
+@pytest.mark.parametrize("text", of_language("yaml"))
+def test_yaml_block_trains(tmp_path: Path, text: str) -> None:
+    config = tmp_path / "block.yaml"
+    config.write_text(text, encoding="utf-8")
+
+    run_script(
+        ["-m", "lightning_zero", "fit", f"--model={BORING}", f"--config={config}", "--trainer.fast_dev_run=2"],
+        cwd=tmp_path,
+        timeout=180,
+    )
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_runs(tmp_path: Path, command: str) -> None:
+    program, *arguments = shlex.split(command)
+    if command in ('pip install -e ".[dev]"', "pytest"):
+        return  # what `.ci/run` does, of which this is a part
+    if program == "python":
+        script, *options = (str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments)
+        run_script([script, *options, *SHORT], cwd=tmp_path, timeout=180)
+    elif program == "lightning-zero":
+        run_script(["-m", "lightning_zero", *arguments], cwd=tmp_path)
+    else:
+        pytest.fail(f"the README shows a command that no test runs: {command}")
+
+
+def test_the_two_commands_are_there() -> None:
+    install = 'pip install -e ".[dev]" && '
+    shown = [block.text.strip() for block in blocks() if block.text.startswith(install)]
+
+    assert shown == [
+        install + "python examples/language_model.py fit --config configs/zero3.yaml",
+        install + "pytest",
+    ]
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its header."""
+    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_optimizers_run_as_the_table_says() -> None:
+    slices, whole, refused = ([*re.findall(r"`(\w+)`", row[0])] for row in table("Optimizers"))
+    assert (len(slices), len(whole), len(refused)) == (11, 2, 2)
+
+    def rule(name: str) -> str:
+        return optimizer_rule(getattr(torch.optim, name)([nn.Parameter(torch.zeros(2, 2))], lr=0.1))
+
+    assert {rule(name) for name in slices} == {"elementwise"}
+    assert {rule(name) for name in whole} == {"whole"}
+    for name in refused:
+        with pytest.raises(UnsupportedOptimizerError, match=name):
+            rule(name)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_per_parameter_are_what_the_plan_says(stage: int) -> None:
+    """512 * 512 elements split into 4 equal shards without padding."""
+    (row,) = (row for row in table("What is split") if row[0].startswith("bytes per parameter"))
+    formula = row[stage].strip("`")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512, bias=False))
+
+    plan = build_plan(model, stage=stage, world_size=4)
+    memory = plan.expected_memory(optimizer_tensors=2)
+    at_rest = memory.parameters + memory.masters + memory.gradients + memory.optimizer
+
+    assert at_rest == eval(formula, {"W": 4}) * 512 * 512
+
+
+def test_precisions_are_the_ones_that_exist() -> None:
+    section = README.split("\n## Precision\n")[1].split("```")[0]
+    assert set(get_args(PrecisionName)) <= set(re.findall(r"`([\w-]+)`", section))
+
+
+def test_limits_are_still_true() -> None:
+    """When one of these appears, the README's limits change with it."""
+    for command in ("consolidate", "inspect"):
+        with pytest.raises(SystemExit):
+            main([command])
