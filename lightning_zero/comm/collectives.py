@@ -204,6 +204,16 @@ class Collectives(ABC):
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027 - most need nothing
         """Announce the largest bucket that will be reduced, so that nothing has to be allocated during a step."""
 
+    def abandon(self, transfers: Sequence[Pending]) -> None:  # noqa: B027 - a single rank has none under way
+        """Take over transfers that an error left under way: nobody else waits for them."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait for abandoned transfers: they still write into memory that is about to be used again.
+
+        Raises:
+            CommunicationError: if the other ranks never joined them.
+        """
+
     def own_range(self, buffer: Tensor) -> Tensor:
         """This rank's shard inside a flat buffer, as a view."""
         size = buffer.numel() // self.world_size
@@ -273,6 +283,13 @@ class NativeCollectives(Collectives):
         super().__init__(groups.control.rank, groups.control.world_size)
         self.groups = groups
         self.streams = streams
+
+    def abandon(self, transfers: Sequence[Pending]) -> None:
+        self.groups.abandoned += [transfer for transfer in transfers if not transfer.done]
+
+    def settle(self) -> None:
+        while self.groups.abandoned:
+            self.groups.abandoned.pop(0).wait()
 
     def _all_gather(self, buffer: Tensor, what: str, after: Event) -> Pending:
         with self.streams.gathering(after):

@@ -10,16 +10,19 @@ import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from lightning_zero.errors import CommunicationError, DivergenceError
+
+if TYPE_CHECKING:
+    from lightning_zero.comm.collectives import Pending
 
 __all__ = ["ControlGroup", "Groups", "destroy_default_group_at_exit", "naming_failures"]
 
@@ -169,6 +172,9 @@ class Groups:
         gather: carries parameters.
         reduce: carries gradients.
         control: carries agreements between hosts.
+        abandoned: transfers that an error left under way. They belong to the groups and not to an engine: the ranks
+            never fail at the same moment, and gloo's thread spins for ever, and serves nobody, when a peer sends into
+            a receive that was let go of.
 
     [Note: groups end before the interpreter does]
     A gloo group has threads, and a thread that lets go of the last tensor of a transfer needs the interpreter for it.
@@ -180,6 +186,7 @@ class Groups:
     gather: dist.ProcessGroup | None
     reduce: dist.ProcessGroup | None
     control: ControlGroup
+    abandoned: list[Pending] = field(default_factory=list)
 
     @classmethod
     def create(cls, backend: str | None = None, timeout: timedelta | None = None) -> Groups:
@@ -216,6 +223,7 @@ class Groups:
         """
         atexit.unregister(self._at_exit)
         groups = [self.gather, self.reduce, self.control.process_group]
+        self.abandoned.clear()
         self.gather = self.reduce = self.control.process_group = None
         while groups:
             group = groups.pop()  # a group's threads end with the last reference to it

@@ -26,7 +26,7 @@ from lightning_zero._torch import (
     queue_backward_callback,
     take_gradient,
 )
-from lightning_zero.comm import Collectives, ControlGroup, Pending, Streams
+from lightning_zero.comm import Collectives, ControlGroup, Streams
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, synchronise_buffers
@@ -70,6 +70,7 @@ class ZeroEngine:
         device: torch.device,
         record: InitRecord | None = None,
     ) -> None:
+        collectives.settle()  # what an engine before this one was doing when an error stopped it
         control.agree_equal("model or plan", plan.summary_lines(), plan.fingerprint())
         check_materialisable(module, record, control)
         self.module = module
@@ -108,7 +109,6 @@ class ZeroEngine:
         self._explicit = False
         self._active: list[ShardedUnit] = []
         self._calls: list[ForwardCall] = []
-        self._orphans: list[Pending] = []  # reductions that an abandoned step left under way
         self._hooks = EngineHooks(self)
         if self._sharded or self._replicated:
             root = self._residency.root
@@ -169,7 +169,7 @@ class ZeroEngine:
         self._depth += 1
         if self._depth > 1 or self._in_backward:
             return
-        self._settle()
+        self.collectives.settle()
         self._scope = name
         self._segment = 0
         self._bind_replicated()
@@ -422,7 +422,7 @@ class ZeroEngine:
         self._active.clear()
         self._residency.abandon()
         if self._reducer is not None:
-            self._orphans += self._reducer.abandon()
+            self.collectives.abandon(self._reducer.abandon())
         self._depth, self._in_backward, self._segment = 0, False, 0
         self._unbind_replicated()
 
@@ -437,11 +437,6 @@ class ZeroEngine:
         """Drop a backward that raised: its end callback never came, and gradients would never be reduced again."""
         if self._in_backward and not self._explicit and current_graph_task() == -1:
             self.abandon()
-
-    def _settle(self) -> None:
-        self._residency.settle()
-        while self._orphans:
-            self._orphans.pop().wait()
 
     def _open_forward(self) -> None:
         self._forwards += 1

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lightning_zero.comm import Collectives, Pending, Streams
+from lightning_zero.comm import Collectives, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.order import OrderChange, UnitOrder
-from lightning_zero.engine.slots import Slot
 from lightning_zero.engine.unit import ShardedUnit, Unit
 from lightning_zero.plan import ZeroPlan
 
@@ -50,7 +49,6 @@ class Residency:
         self._collectives = collectives
         self._streams = streams
         self._masters: Event = None
-        self._orphans: list[tuple[Slot | None, list[Pending]]] = []
         self.sharded = tuple(unit for unit in units if isinstance(unit, ShardedUnit))
         self.root = next((unit for unit in self.sharded if unit.index == plan.root), None)
         self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
@@ -155,21 +153,9 @@ class Residency:
         while self.guard.depth:
             self.guard.pop()
         for unit in self.sharded:
-            if unit.pending:
-                self._orphans.append((unit.storage, unit.pending))
+            self._collectives.abandon(unit.pending)
             unit.abandon()
         self._order.abandon()
-
-    def settle(self) -> None:
-        """Wait for transfers that an abandoned step left under way: they still write into slots.
-
-        Raises:
-            CommunicationError: if the other ranks never joined them.
-        """
-        while self._orphans:
-            _, transfers = self._orphans.pop()
-            for transfer in transfers:
-                transfer.wait()
 
     def _issue(self, index: int) -> None:
         unit = self._by_index(index)

@@ -43,7 +43,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # How long the other ranks may go on after the first one failed. A dead peer closes its sockets, so that they normally
 # fail within milliseconds; what does not is reported as hanging.
 GRACE_SECONDS = 10.0
-LOG_TAIL = 4000
+# What is kept of a log. Stacks through pytest and Lightning are long, and longer still where the environment's path is.
+LOG_TAIL = 20_000
 
 
 class Failure(NamedTuple):
@@ -276,6 +277,8 @@ def _child(rank: int, setting: _Setting, function: Callable[..., Any], args: Seq
         with open(setting.directory / f"{rank}.stacks", "w") as stacks:
             faulthandler.enable(stacks)
             faulthandler.register(signal.SIGUSR1, stacks)
+            # Also by the clock: a Trainer's teardown sets every signal back, which undoes the line above.
+            faulthandler.dump_traceback_later(setting.timeout, file=stacks)
             try:
                 _prepare(rank, setting)
                 result = function(rank, *args)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from tests.helpers.training import make_trainer
-from tests.strategy.runs import Net, assert_same, batches, each_strategy, made
+from tests.helpers.world import run_world
+from tests.strategy.runs import Net, assert_same, batches, each_strategy, made, quiet, zero
 
 
 class Stop(Exception):
@@ -129,3 +133,29 @@ def test_an_exception_that_a_callback_looks_at() -> None:
         return {"weights": module.looked, "sample": module.sample}
 
     assert_same(each_strategy(play))
+
+
+def test_the_next_model_trains_although_a_rank_was_late_when_the_run_before_failed() -> None:
+    """The others had asked for a unit that the late rank sent only after they had failed and dropped the engine."""
+
+    class Late(Fragile):
+        def __init__(self) -> None:
+            super().__init__("forward")
+            self.model.layers[0].down.register_forward_hook(self.wait)
+
+        def wait(self, *_: Any) -> None:
+            if self.armed and self.global_step == 2 and dist.get_rank() == 1:
+                time.sleep(0.5)
+
+    @quiet()
+    def run(rank: int) -> int:
+        trainer = make_trainer(zero(3), max_epochs=1)
+        with pytest.raises(Stop):
+            trainer.fit(Late(), batches(4), batches(1))
+        del trainer
+        gc.collect()
+        trainer, module = make_trainer(zero(3), max_epochs=1), Net()
+        trainer.fit(module, batches(4), batches(1))
+        return trainer.global_step
+
+    assert run_world(2, run, timeout=30) == [4, 4]
