@@ -31,7 +31,10 @@ LAYERS = {
     "precision": "top",
     "state": "top",
     "callbacks": "top",
+    "checkpoints": "top",
+    "loading": "top",
     "cli": "top",
+    "tools": "top",
     "__init__": "top",
     "__main__": "top",
 }
@@ -59,7 +62,7 @@ LIGHTNING = {"top"}
 HOOKS = {"engine/hooks.py", "engine/calls.py", "optim/sharded.py"}
 # Files that are read from top to bottom: the verbs of a step, and Lightning's hooks in Lightning's order.
 LONGER = {"engine/engine.py": 600, "strategy.py": 550}
-THIRD_PARTY = {"torch", "lightning", "lightning_utilities", "torchmetrics", "jsonargparse"}
+THIRD_PARTY = {"torch", "lightning", "lightning_utilities", "torchmetrics", "jsonargparse", "fsspec", "tqdm"}
 
 
 @dataclass(frozen=True, kw_only=True)
