@@ -8,12 +8,14 @@ from __future__ import annotations
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.cli import ZeroCLI
+from lightning_zero.config import CheckpointPolicy
 from lightning_zero.debug import full_gradient, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.plan import ZeroPlan, build_plan
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
+    "CheckpointPolicy",
     "ZeroCLI",
     "ZeroPlan",
     "ZeroPrecision",

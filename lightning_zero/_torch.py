@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "all_gather_single",
     "current_graph_task",
+    "default_store",
     "disable_dynamo",
     "forbid_writes",
     "is_compiled_module",
@@ -45,6 +46,11 @@ def reduce_scatter_single(shard: Tensor, bucket: Tensor, group: Any, async_op: b
     """``reduce_scatter_tensor`` (until 2.12) under its name since 2.13, where the old one warns at every call."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+
+def default_store() -> dist.Store:
+    """The key-value store behind the default process group. 2.11 to 2.13."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

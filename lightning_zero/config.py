@@ -1,4 +1,4 @@
-"""Settings that say where bytes rest, as data.
+"""Settings that say where bytes rest and what is saved, as data.
 
 A ZeRO stage is three answers, not a number: are the parameters, the gradients and the optimizer state of a training
 step *replicated* on every rank or *sharded* over the ranks between uses? Nothing outside this file knows a stage
@@ -7,11 +7,21 @@ number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-__all__ = ["Placement", "Residence", "Stage", "validate_bucket_mib", "validate_prefetch", "validate_units"]
+__all__ = [
+    "CheckpointPolicy",
+    "Placement",
+    "Residence",
+    "Stage",
+    "validate_bucket_mib",
+    "validate_checkpoint",
+    "validate_prefetch",
+    "validate_units",
+]
 
 Stage = Literal[1, 2, 3]
 
@@ -82,6 +92,70 @@ _PLACEMENTS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """What is saved, how, and where the first weights come from.
+
+    Args:
+        format: ``sharded`` writes a directory that every rank writes its own part of; ``consolidated`` one ordinary
+            Lightning file, which any strategy loads without this package.
+        async_save: let training go on while a save is written. Training waits only for a copy in host memory, which
+            takes as much of it as the rank's part of the checkpoint.
+        exclude_frozen: leave parameters out that do not require gradients, and say so in the checkpoint: a fine-tuning
+            run then saves its adapters only. Where such a checkpoint is loaded, frozen parameters keep the values they
+            have, for example from ``initial_weights``.
+        verify: check every checksum before something is loaded. Sizes and structure are always checked.
+        initial_weights: what the weights are before the first step: a checkpoint of this or another strategy, or a
+            safetensors file or Hugging Face directory. Weights only; a run that resumes with ``ckpt_path`` loads its
+            checkpoint on top.
+        strict_initial_weights: whether missing, unexpected and differently shaped tensors there are errors. Otherwise
+            they keep the values they were built with, and a warning names them.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+
+    format: Literal["sharded", "consolidated"] = "sharded"
+    async_save: bool = False
+    exclude_frozen: bool = False
+    verify: bool = False
+    initial_weights: str | None = None
+    strict_initial_weights: bool = True
+
+    def __post_init__(self) -> None:
+        if self.format not in ("sharded", "consolidated"):
+            raise ValueError(f"CheckpointPolicy.format must be 'sharded' or 'consolidated', got {self.format!r}.")
+        for name in ("async_save", "exclude_frozen", "verify", "strict_initial_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"CheckpointPolicy.{name} must be true or false, got {getattr(self, name)!r}.")
+        if self.initial_weights is not None and not (isinstance(self.initial_weights, str) and self.initial_weights):
+            raise ValueError(
+                f"CheckpointPolicy.initial_weights must be a path or URL as a string, got {self.initial_weights!r}."
+            )
+
+    def for_one_save(self, storage_options: Any) -> CheckpointPolicy:
+        """The policy with what ``trainer.save_checkpoint(..., storage_options=...)`` overrides.
+
+        Args:
+            storage_options: ``None``, or a dictionary with ``format`` and ``async``, each optional.
+
+        Raises:
+            ValueError: for anything else, naming it.
+        """
+        if storage_options is None:
+            return self
+        if not isinstance(storage_options, Mapping) or set(storage_options) - {"format", "async"}:
+            raise ValueError(
+                "storage_options of ZeroStrategy is a dictionary with the keys 'format' ('sharded' or 'consolidated') "
+                f"and 'async' (true or false), each optional; got {storage_options!r}."
+            )
+        return replace(
+            self,
+            format=storage_options.get("format", self.format),
+            async_save=storage_options.get("async", self.async_save),
+        )
+
+
 def validate_bucket_mib(bucket_mib: float) -> float:
     """Return ``bucket_mib`` if it is a usable bucket size in MiB.
 
@@ -91,6 +165,17 @@ def validate_bucket_mib(bucket_mib: float) -> float:
     if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, (int, float)) or not 0 < bucket_mib < float("inf"):
         raise ValueError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}. The default is 25.")
     return float(bucket_mib)
+
+
+def validate_checkpoint(checkpoint: CheckpointPolicy) -> CheckpointPolicy:
+    """Return ``checkpoint`` if it is a policy.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    if not isinstance(checkpoint, CheckpointPolicy):
+        raise ValueError(f"checkpoint must be a CheckpointPolicy, got {checkpoint!r}.")
+    return checkpoint
 
 
 def validate_prefetch(prefetch: int) -> int:

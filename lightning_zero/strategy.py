@@ -41,7 +41,14 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, NativeCollectives, Streams
 from lightning_zero.comm.groups import destroy_default_group_at_exit
-from lightning_zero.config import Placement, validate_bucket_mib, validate_prefetch, validate_units
+from lightning_zero.config import (
+    CheckpointPolicy,
+    Placement,
+    validate_bucket_mib,
+    validate_checkpoint,
+    validate_prefetch,
+    validate_units,
+)
 from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import InitRecorder, ZeroEngine, engine_of
 from lightning_zero.engine.full import give_back
@@ -54,6 +61,8 @@ from lightning_zero.state import ModuleState, OptimizerState
 
 __all__ = ["ZeroStrategy"]
 
+_DEFAULT_POLICY = CheckpointPolicy()
+
 
 class ZeroStrategy(ParallelStrategy):
     """ZeRO for an ordinary LightningModule: ``Trainer(strategy="zero3")``.
@@ -65,6 +74,7 @@ class ZeroStrategy(ParallelStrategy):
         bucket_mib: gradients reduced together in stages 1 and 2, in MiB. A single larger parameter is a bucket of its
             own.
         prefetch: units gathered ahead of the one that computes (stage 3); 0 switches it off.
+        checkpoint: what is saved and how, and where the first weights come from.
         accelerator: as for every Lightning strategy.
         parallel_devices: as for every Lightning strategy.
         cluster_environment: as for every Lightning strategy.
@@ -87,6 +97,7 @@ class ZeroStrategy(ParallelStrategy):
         units: Sequence[str] | None = None,
         bucket_mib: float = 25.0,
         prefetch: int = 1,
+        checkpoint: CheckpointPolicy = _DEFAULT_POLICY,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -98,6 +109,7 @@ class ZeroStrategy(ParallelStrategy):
         self._units = validate_units(units)
         self._bucket_mib = validate_bucket_mib(bucket_mib)
         self._prefetch = validate_prefetch(prefetch)
+        self._policy = validate_checkpoint(checkpoint)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

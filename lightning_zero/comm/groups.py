@@ -1,7 +1,8 @@
 """Process groups and the agreement between ranks.
 
-Three groups of the same ranks, because collectives pair up by order within a group: gathers of parameters, reductions
-of gradients, and the control plane each keep an order of their own that never depends on how the others interleave.
+Four groups of the same ranks, because collectives pair up by order within a group: gathers of parameters, reductions
+of gradients, the control plane and checkpoints (written by a thread of their own, or asked for at any moment by a
+signal) each keep an order that never depends on how the others interleave.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm.attendance import attend
 from lightning_zero.errors import CommunicationError, DivergenceError
 
 if TYPE_CHECKING:
@@ -166,12 +168,13 @@ class ControlGroup:
 
 @dataclass
 class Groups:
-    """The process groups of one engine: the same ranks three times, each with its own order of calls.
+    """The process groups of one engine: the same ranks four times, each with its own order of calls.
 
     Args:
         gather: carries parameters.
         reduce: carries gradients.
         control: carries agreements between hosts.
+        checkpoint: carries what hosts agree on while they save.
         abandoned: transfers that an error left under way. They belong to the groups and not to an engine: the ranks
             never fail at the same moment, and gloo's thread spins for ever, and serves nobody, when a peer sends into
             a receive that was let go of.
@@ -186,11 +189,12 @@ class Groups:
     gather: dist.ProcessGroup | None
     reduce: dist.ProcessGroup | None
     control: ControlGroup
+    checkpoint: ControlGroup
     abandoned: list[Pending] = field(default_factory=list)
 
     @classmethod
     def create(cls, backend: str | None = None, timeout: timedelta | None = None) -> Groups:
-        """The three groups over all ranks of the default group; none for a single process.
+        """The four groups over all ranks of the default group; none for a single process.
 
         Made once per default group, backend and timeout: a process that runs many Trainers, one after the other, must
         not pile up threads and sockets.
@@ -198,7 +202,7 @@ class Groups:
         Collective: every rank of the default group.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls(None, None, ControlGroup(None))
+            return cls(None, None, ControlGroup(None), ControlGroup(None))
         key = (backend, timeout)
         existing = _CREATED.setdefault(_default_group(), {}).get(key)
         if existing is not None and existing.control.process_group is not None:
@@ -207,7 +211,10 @@ class Groups:
         gather = dist.new_group(backend=backend, timeout=timeout)
         reduce = dist.new_group(backend=backend, timeout=timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
-        groups = cls(gather, reduce, ControlGroup(control, rank, world_size))
+        checkpoint = dist.new_group(backend="gloo", timeout=timeout)
+        groups = cls(
+            gather, reduce, ControlGroup(control, rank, world_size), ControlGroup(checkpoint, rank, world_size)
+        )
         groups._owner = os.getpid()
         atexit.register(groups._at_exit)
         _CREATED[_default_group()][key] = groups
@@ -215,6 +222,16 @@ class Groups:
 
     def __post_init__(self) -> None:
         self._owner: int | None = None
+        self._attendances = 0
+
+    def attend(self, note: str, seconds: float) -> dict[int, str]:
+        """Which ranks come to their next call of this within ``seconds``, and their notes. See ``attendance.attend``.
+
+        Not collective: a rank that does not come is what it finds out.
+        """
+        self._attendances += 1
+        key = f"lightning_zero/attendance/{self._attendances}"
+        return attend(key, note, self.control.rank, self.control.world_size, seconds)
 
     def destroy(self) -> None:
         """Give the groups back and join their threads. May be called again.
@@ -222,9 +239,9 @@ class Groups:
         Collective: every rank.
         """
         atexit.unregister(self._at_exit)
-        groups = [self.gather, self.reduce, self.control.process_group]
+        groups = [self.gather, self.reduce, self.control.process_group, self.checkpoint.process_group]
         self.abandoned.clear()
-        self.gather = self.reduce = self.control.process_group = None
+        self.gather = self.reduce = self.control.process_group = self.checkpoint.process_group = None
         while groups:
             group = groups.pop()  # a group's threads end with the last reference to it
             if group is not None and dist.is_initialized():

@@ -90,6 +90,7 @@ class ZeroEngine:
         }
         self.shards: dict[str, ParameterShard] = {shard.spec.name: shard for flat in flats for shard in flat.shards}
         self.reduce_gradients = True
+        self.updating = False  # between the beginning and the end of an optimizer step: masters may be half updated
         self.listeners: list[Callable[[], None]] = []  # told when masters were written from outside
         self._reducer: GradientReducer | None = None
         self.placeholders = placeholders
@@ -382,6 +383,7 @@ class ZeroEngine:
         self._agreement.round(
             f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
         )
+        self.updating = True
 
     def after_optimizer_step(self, units: Sequence[int]) -> None:
         """Bring updated masters to the compute copies.
@@ -399,6 +401,7 @@ class ZeroEngine:
             unit.parameters_changed()
         for handle in pending:
             handle.wait()
+        self.updating = False
         self._residency.masters_changed(units)
         self.placeholders.check_intact()
         if self._depth > 0 and not self._in_backward:

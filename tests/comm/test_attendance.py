@@ -1,0 +1,35 @@
+"""Who is here, without a collective that the others would have to join."""
+
+from __future__ import annotations
+
+import time
+
+from lightning_zero.comm import Groups
+from tests.helpers.world import run_world
+
+
+def test_all_ranks_that_come_are_seen() -> None:
+    def run(rank: int) -> list[dict[int, str]]:
+        groups = Groups.create()
+        return [groups.attend(f"{place} of {rank}", 20) for place in ("first", "second")]
+
+    for found in run_world(3, run):
+        assert found == [{other: f"{place} of {other}" for other in range(3)} for place in ("first", "second")]
+
+
+def test_a_rank_that_does_not_come_is_missed_in_time_and_disturbs_nobody() -> None:
+    def run(rank: int) -> tuple[set[int], float, list[list[int]]]:
+        groups = Groups.create()
+        start = time.monotonic()
+        came = set(groups.attend("here", 0.5)) if rank != 1 else set()
+        seconds = time.monotonic() - start
+        return came, seconds, groups.control.exchange([rank])
+
+    for rank, (came, seconds, row) in enumerate(run_world(3, run)):
+        assert came == (set() if rank == 1 else {0, 2})
+        assert seconds < 5
+        assert row == [[0], [1], [2]]
+
+
+def test_a_single_process_is_complete() -> None:
+    assert Groups.create().attend("here", 0.5) == {0: "here"}
