@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import math
 import os
-import stat
-import threading
 import warnings
-import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.agreement import Control, collect
-from lightning_zero.checkpoint.commit import local_path
+from lightning_zero.checkpoint.chunks import ChunkSource, memory_of
+from lightning_zero.checkpoint.files import Files, open_folder, read_bytes
 from lightning_zero.checkpoint.items import put_together
 from lightning_zero.checkpoint.schema import (
     META_FILE,
@@ -34,207 +29,97 @@ from lightning_zero.checkpoint.schema import (
     TensorItem,
     ValueItem,
 )
+from lightning_zero.checkpoint.stored import StoredTensor
 from lightning_zero.checkpoint.typed_json import DTYPES, Decoder
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["StoredTensor", "is_sharded_checkpoint", "load_checkpoint_directory"]
+__all__ = [
+    "Directory",
+    "Opened",
+    "is_sharded_checkpoint",
+    "load_checkpoint_directory",
+    "load_together",
+    "read_directory",
+]
 
-_PIECE_NBYTES = 1 << 24  # read, checked and cast at a time
-_OPEN_FILES = 16
 
+class Opened(NamedTuple):
+    """What one rank found when it opened a checkpoint.
 
-class StoredTensor(Tensor):
-    """A tensor of a checkpoint that is still on disk.
-
-    It has the shape and dtype that were saved, and no memory. ``read_into`` and ``read`` get its elements; so does any
-    computation with it, which gives ordinary tensors, so that code which rearranges a checkpoint before it is loaded
-    (``torch.cat``, slicing, ``.float()``) works. Writing to it raises.
+    Attributes:
+        checkpoint: Lightning's dictionary.
+        digest: equal on ranks that see the same checkpoint.
+        missing: what was left out of it, and why.
     """
 
-    _directory: _Directory
-    _key: str
-    _item: TensorItem
-
-    @staticmethod
-    def __new__(cls, directory: _Directory, key: str, item: TensorItem) -> StoredTensor:
-        """See the class."""
-        stored: StoredTensor = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(item.shape), dtype=item.dtype, device=torch.device("cpu"), requires_grad=False
-        )
-        stored._directory, stored._item, stored._key = directory, item, key
-        return stored
-
-    def read_into(self, destination: Tensor, start: int) -> None:
-        """Read a range of the flattened elements.
-
-        Args:
-            destination: 1-D, on any device, of any dtype: the elements are cast to it. Written.
-            start: the flattened element that ``destination[0]`` gets.
-
-        Raises:
-            ValueError: if the range is not inside the tensor.
-            CheckpointError: if the file is damaged. A checksum covers a chunk, so it is checked for chunks read whole.
-        """
-        if destination.dim() != 1 or start < 0 or start + destination.numel() > self.numel():
-            raise ValueError(
-                f"Elements {start} to {start + destination.numel()} of '{self._key}' with shape {tuple(self.shape)} "
-                f"cannot be read into a tensor of shape {tuple(destination.shape)}."
-            )
-        self._directory.read_elements(self._key, self._item, destination, start)
-
-    def read(self) -> Tensor:
-        """The whole tensor, in host memory.
-
-        Raises:
-            CheckpointError: if the file is damaged.
-        """
-        with untracked():
-            whole = torch.empty(self.shape, dtype=self.dtype)
-            self.read_into(whole.view(-1), 0)
-        return whole
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Compute with what is read from disk; a detached or aliased handle stays a handle."""
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return StoredTensor(args[0]._directory, args[0]._key, args[0]._item)
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, StoredTensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                raise TypeError(f"{func}: '{value._key}' is on disk and cannot be written to; use `.clone()` first.")
-        args, kwargs = torch.utils._pytree.tree_map_only(StoredTensor, StoredTensor.read, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy as the ordinary tensor."""
-        return self.read().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
-        """A handle cannot change, so that it is its own copy."""
-        return self
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What is stored, without reading it."""
-        return f"StoredTensor('{self._key}', {tuple(self.shape)}, {self.dtype})"
+    checkpoint: dict[str, Any]
+    digest: Any = None
+    missing: Sequence[str] = ()
 
 
-class _Directory:
-    """An open checkpoint directory whose files have the recorded sizes.
+class Directory:
+    """An open checkpoint directory.
 
-    It holds the directory itself and not its name, so that a checkpoint which is replaced meanwhile gives an error and
-    never a mixture of two.
+    Args:
+        files: of the directory.
+
+    Attributes:
+        source: reads its tensors.
+        record: the content of its ``zero.json``.
+        digest: of the bytes of ``zero.json``, for the ranks to compare.
 
     Raises:
-        CheckpointError: if it is no whole checkpoint, naming the file.
+        CheckpointError: if its record is missing or damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = local_path(path)
-        try:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise CheckpointError(f"'{self.path}' is not a checkpoint directory: {error.strerror}.") from error
-        self._files: OrderedDict[str, int] = OrderedDict()
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._descriptor, self._files)
-        try:
-            with open(RECORD_FILE, "rb", opener=self._open) as file:
-                self.record_bytes = file.read()
-        except OSError as error:
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.source = ChunkSource(files)
+        if not files.has(RECORD_FILE):
             raise CheckpointError(
-                f"'{self.path}' has no readable {RECORD_FILE} ({error.strerror}): it is no checkpoint of this strategy."
-            ) from error
+                f"'{files.name}' has no readable {RECORD_FILE}: it is no checkpoint of this strategy."
+            )
+        data = read_bytes(files, RECORD_FILE)
+        self.digest = zlib.crc32(data)
         try:
-            self.record = Record.from_bytes(self.record_bytes)
+            self.record = Record.from_bytes(data)
         except ValueError as error:
-            raise CheckpointError(f"'{self.path / RECORD_FILE}' cannot be used: {error}.") from error
-        self._verify_sizes()
+            raise self.unusable(error) from error
 
-    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
-        """Fill a 1-D tensor with the flattened elements from ``start``, cast to its dtype."""
-        end = start + destination.numel()
-        with untracked():
-            for chunk in item.chunks:
-                first, last = max(start, chunk.start), min(end, chunk.start + chunk.numel)
-                if first < last:
-                    self._read_range(key, chunk, item.dtype, first, destination[first - start : last - start])
+    def check_size(self, name: str) -> None:
+        """Compare the size of a file with the recorded one.
+
+        Raises:
+            CheckpointError: if it is another, or the file is missing.
+        """
+        nbytes, expected = self.files.size(name), self.record.files[name].nbytes
+        if nbytes != expected:
+            raise CheckpointError(
+                f"'{self.files.name}/{name}' has {nbytes} bytes where {expected} were saved: it was cut off or changed."
+            )
+
+    def listed(self, name: str) -> str:
+        """The name under which the record lists ``meta.pt`` or ``meta.bin``: in object stores it is new every time."""
+        stem, _, ending = name.partition(".")
+        for found in self.record.files:
+            if found == name or (found.startswith(f"{stem}-") and found.endswith(f".{ending}")):
+                return found
+        return name
+
+    def unusable(self, error: ValueError) -> CheckpointError:
+        """What to raise if the record is not what it should be."""
+        return CheckpointError(f"'{self.files.name}/{RECORD_FILE}' cannot be used: {error}.")
 
     def read_bytes(self, file: str, offset: int, nbytes: int) -> bytes:
         """A range of a file."""
-        buffer = bytearray(nbytes)
-        self._read(file, offset, memoryview(buffer))
-        return bytes(buffer)
-
-    def _read_range(self, key: str, chunk: Chunk, dtype: torch.dtype, first: int, destination: Tensor) -> None:
-        """Read elements of one chunk, in pieces. A whole chunk is checked against its checksum."""
-        direct = destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous()
-        direct = direct and type(destination) is Tensor
-        whole = chunk.crc32 is not None and destination.numel() == chunk.numel
-        crc32 = 0
-        step = max(1, _PIECE_NBYTES // dtype.itemsize)
-        buffer = None if direct else torch.empty(min(step, destination.numel()), dtype=dtype)
-        for begin in range(0, destination.numel(), step):
-            part = destination[begin : begin + step]
-            target = part if buffer is None else buffer[: part.numel()]
-            memory = _memory(target)
-            self._read(chunk.file, chunk.offset + (first - chunk.start + begin) * dtype.itemsize, memory)
-            if whole:
-                crc32 = zlib.crc32(memory, crc32)
-            if buffer is not None:
-                part.copy_(target)
-        if whole and crc32 != chunk.crc32:
-            raise CheckpointError(
-                f"'{self.path / chunk.file}' is damaged: the {chunk.numel * dtype.itemsize} bytes of '{key}' at byte "
-                f"{chunk.offset} do not match their checksum. Resume from another checkpoint."
-            )
-
-    def _read(self, file: str, offset: int, memory: memoryview) -> None:
-        with self._lock:
-            descriptor = self._file(file)
-            done = 0
-            while done < len(memory):
-                count = os.preadv(descriptor, [memory[done:]], offset + done)
-                if count == 0:
-                    raise CheckpointError(f"'{self.path / file}' ends at byte {offset + done}: it was cut off.")
-                done += count
-
-    def _file(self, name: str) -> int:
-        """A descriptor, of which a few are kept open."""
-        if name not in self._files:
-            if len(self._files) >= _OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
-            try:
-                self._files[name] = self._open(name, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(
-                    f"'{self.path / name}' cannot be read: {error.strerror}. The checkpoint was removed or replaced."
-                ) from error
-        return self._files[name]
-
-    def _open(self, name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=self._descriptor)
-
-    def _verify_sizes(self) -> None:
-        for name, entry in self.record.files.items():
-            try:
-                found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-            except OSError as error:
-                raise CheckpointError(f"'{self.path}' is not whole: '{name}' is missing ({error.strerror}).") from error
-            if not stat.S_ISREG(found.st_mode):
-                raise CheckpointError(f"'{self.path / name}' is not a regular file.")
-            if found.st_size != entry.nbytes:
-                raise CheckpointError(
-                    f"'{self.path / name}' has {found.st_size} bytes where {entry.nbytes} were "
-                    "saved: it was cut off or changed."
-                )
+        return read_bytes(self.files, file, offset, nbytes)
 
 
 def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a directory that ``load_checkpoint_directory`` reads. Local: looks at names only."""
     try:
-        return (local_path(path) / RECORD_FILE).is_file()
-    except ValueError:
+        return open_folder(path).has(RECORD_FILE)
+    except CheckpointError:
         return False
 
 
@@ -252,30 +137,54 @@ def load_checkpoint_directory(path: str | os.PathLike[str], control: Control) ->
 
     Collective: every rank.
     """
+    return load_together(path, control, lambda: read_directory(open_folder(path)))
+
+
+def load_together(path: str | os.PathLike[str], control: Control, load: Callable[[], Opened]) -> dict[str, Any]:
+    """Open a checkpoint on every rank or on none, and say what was left out.
+
+    Raises:
+        CheckpointError: on every rank, if ``load`` raised on any or the ranks see different checkpoints.
+
+    Collective: every rank.
+    """
     what = f"load the checkpoint '{os.fspath(path)}'"
-    opened: list[tuple[dict[str, Any], list[str]]] = []
+    opened: list[Opened] = []
 
-    def load() -> int:
-        directory = _Directory(path)
-        try:
-            opened.append(_checkpoint(directory))
-        except ValueError as error:
-            raise CheckpointError(f"'{directory.path / RECORD_FILE}' cannot be used: {error}.") from error
-        return zlib.crc32(directory.record_bytes)
+    def look() -> Any:
+        opened.append(load())
+        return opened[0].digest
 
-    if len(set(collect(control, what, load))) > 1:
+    digests = collect(control, what, look)
+    if any(digest != digests[0] for digest in digests):
         raise CheckpointError(f"Could not {what}: the ranks see different directories there. Use a shared file system.")
-    checkpoint, missing = opened[0]
+    checkpoint, _, missing = opened[0]
     if missing and control.rank == 0:
         warnings.warn(
             f"Left out of the checkpoint '{os.fspath(path)}', because loading it could run code: {', '.join(missing)}. "
             f"If it is needed and you trust the file, allow its class with `torch.serialization.add_safe_globals`.",
-            stacklevel=2,
+            stacklevel=3,
         )
     return checkpoint
 
 
-def _checkpoint(directory: _Directory) -> tuple[dict[str, Any], list[str]]:
+def read_directory(files: Files) -> Opened:
+    """What is in a checkpoint directory of our own.
+
+    Raises:
+        CheckpointError: if it is no whole checkpoint, naming the file.
+    """
+    directory = Directory(files)
+    for name in directory.record.files:
+        directory.check_size(name)
+    try:
+        checkpoint, missing = _checkpoint(directory)
+    except ValueError as error:
+        raise directory.unusable(error) from error
+    return Opened(checkpoint, directory.digest, missing)
+
+
+def _checkpoint(directory: Directory) -> tuple[dict[str, Any], list[str]]:
     """The dictionary, and the names of what is not in it."""
     missing: list[str] = []
     pairs: list[tuple[tuple[Any, ...], Any]] = []
@@ -297,9 +206,9 @@ class _LeftOut(Exception):
     """A value that is not loaded; the text is its type."""
 
 
-def _value(directory: _Directory, key: str, item: Item) -> Any:
+def _value(directory: Directory, key: str, item: Item) -> Any:
     if isinstance(item, TensorItem):
-        return StoredTensor(directory, key, item)
+        return StoredTensor(directory.source, key, item)
     if isinstance(item, BlobItem):
         found = _load_safely(directory.read_bytes(item.file, item.offset, item.nbytes))
         if found is None:
@@ -324,11 +233,13 @@ def _load_safely(archive: bytes) -> tuple[Any] | None:
 
 
 def _add_from_meta_file(
-    directory: _Directory, rest: Any, unsupported: Sequence[tuple[tuple[Any, ...], str]]
+    directory: Directory, rest: Any, unsupported: Sequence[tuple[tuple[Any, ...], str]]
 ) -> list[str]:
     """Fill gaps from ``meta.pt``, if it loads without running code. Returns the gaps that stay."""
-    entry = directory.record.files[META_FILE]
-    loaded = _load_safely(directory.read_bytes(META_FILE, 0, entry.nbytes))
+    loaded = None
+    name = directory.listed(META_FILE)
+    if name in directory.record.files:
+        loaded = _load_safely(directory.read_bytes(name, 0, directory.record.files[name].nbytes))
     missing = []
     for path, kind in unsupported:
         try:
@@ -341,21 +252,14 @@ def _add_from_meta_file(
     return missing
 
 
-def _meta_tensor(directory: _Directory, reference: Any) -> Tensor:
+def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
     """A tensor of ``meta.bin``."""
     dtype, shape = DTYPES[reference["dtype"]], tuple(reference["shape"])
-    chunk = Chunk(0, math.prod(shape), META_TENSORS_FILE, reference["offset"], reference["crc32"])
+    name = directory.listed(META_TENSORS_FILE)
+    chunk = Chunk(0, math.prod(shape), name, reference["offset"], reference["crc32"])
     item = TensorItem((), dtype, shape, (chunk,) if chunk.numel else ())
-    Record(files=directory.record.files, items={META_TENSORS_FILE: item}, meta=None)  # proves that it lies in the file
-    return StoredTensor(directory, META_TENSORS_FILE, item).read()
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """A contiguous host tensor's bytes, to be written to. The tensor must outlive it."""
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(array).cast("B")
-
-
-def _close(descriptor: int, files: dict[str, int]) -> None:
-    for opened in (*files.values(), descriptor):
-        os.close(opened)
+    Record(files=directory.record.files, items={name: item}, meta=None)  # proves that it lies in the file
+    tensor = StoredTensor(directory.source, name, item).read()
+    if chunk.crc32 is not None and zlib.crc32(memory_of(tensor)) != chunk.crc32:
+        raise CheckpointError(f"'{directory.files.name}/{name}' is damaged: a tensor does not match its checksum.")
+    return tensor

@@ -8,6 +8,9 @@
     meta.bin            tensors of ``meta.pt`` too large for JSON, as raw bytes; only if there are any
     __{rank}_0.distcp   one ``torch.save`` archive per box or value that the rank owns
 
+Behind a URL names carry the id of the save (``__0_0-<id>.distcp``, ``meta-<id>.pt``), and neither ``.metadata`` nor
+``meta.pt`` is listed; see [Note: Publishing without rename] in ``remote.py``.
+
 ``zero.json`` is ``{"format", "version", "sha256", "content"}``. The digest is over the compact JSON text of the
 content:
 
@@ -66,7 +69,7 @@ class Chunk(NamedTuple):
 
 
 class FileEntry(NamedTuple):
-    """Size in bytes and, for small files, checksum."""
+    """Size in bytes and checksum; ``None`` where it was not computed."""
 
     nbytes: int
     crc32: int | None

@@ -12,11 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from lightning_zero.checkpoint import load_checkpoint_directory, save_checkpoint_directory
+from lightning_zero.checkpoint import (
+    FlatShard,
+    load_checkpoint_directory,
+    open_checkpoint,
+    save_checkpoint_directory,
+    verify_checkpoint,
+)
 from lightning_zero.checkpoint.schema import Record
 from lightning_zero.errors import CheckpointError
-from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
+from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, parameters
 from tests.helpers.world import run_world
 
 
@@ -75,10 +82,8 @@ def test_a_file_of_another_size_is_named(damaged: Path, name: str, nbytes: int) 
 def test_a_changed_byte_of_a_weight_is_found(damaged: Path) -> None:
     items = json.loads((damaged / "zero.json").read_text())["content"]["items"]
     flip(damaged / "__0_0.distcp", items["state_dict.conv.weight"]["chunks"][0][3] + 5)
-    loaded = load(damaged)
-    loaded["state_dict"]["embedding.weight"].read()
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*damaged.*conv\.weight"):
-        loaded["state_dict"]["conv.weight"].read()
+        open_checkpoint(damaged, control(), verify=True)
 
 
 def test_a_changed_byte_of_the_record_is_found_wherever_it_is(damaged: Path) -> None:
@@ -126,6 +131,14 @@ def test_a_link_out_of_the_directory_is_refused(damaged: Path) -> None:
     (damaged / "__0_0.distcp").symlink_to(damaged.parent / "secret")
     with pytest.raises(CheckpointError, match="not a regular file"):
         load(damaged)
+
+
+def test_a_file_that_becomes_a_link_after_opening_is_refused(damaged: Path) -> None:
+    loaded = load(damaged)
+    (damaged / "__0_0.distcp").rename(damaged.parent / "secret")
+    (damaged / "__0_0.distcp").symlink_to(damaged.parent / "secret")
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp' cannot be read"):
+        loaded["state_dict"]["vector"].read()
 
 
 def test_a_pipe_does_not_block(damaged: Path) -> None:
@@ -204,3 +217,149 @@ def test_a_record_is_the_same_after_a_round_trip(original: Path) -> None:
     data = (original / "zero.json").read_bytes()
     assert Record.from_bytes(data).to_bytes() == data
     assert torch.float32 in {getattr(item, "dtype", None) for item in Record.from_bytes(data).items.values()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Verifying
+
+
+FILES = ["__0_0.distcp", ".metadata", "meta.pt", "meta.bin", "zero.json"]
+
+
+def test_a_whole_checkpoint_has_no_damage_and_is_read_once(original: Path) -> None:
+    read: list[int] = []
+    assert verify_checkpoint(original, progress=read.append) == []
+    assert sum(read) == sum((original / name).stat().st_size for name in FILES if name != "zero.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_byte_is_found_wherever_it_is(damaged: Path, name: str) -> None:
+    """Also in what no tensor lies in, and what our own loading never looks at."""
+    size = (damaged / name).stat().st_size
+    for position in {*range(0, size - 1, max(1, size // 60)), size - 2}:
+        flip(damaged / name, position)
+        found = verify_checkpoint(damaged)
+        assert len(found) == 1
+        assert str(damaged / name) in found[0]
+        flip(damaged / name, position)
+    assert verify_checkpoint(damaged) == []
+
+
+def test_all_damages_are_listed_with_the_tensors(damaged: Path) -> None:
+    items = json.loads((damaged / "zero.json").read_text())["content"]["items"]
+    for name in ("conv.weight", "vector"):
+        flip(damaged / "__0_0.distcp", items[f"state_dict.{name}"]["chunks"][0][3])
+    (damaged / "meta.bin").unlink()
+    (damaged / ".metadata").write_bytes(b"x")
+    found = verify_checkpoint(damaged)
+    assert len(found) == 4
+    for words in (["conv.weight", "__0_0"], ["vector", "__0_0"], ["meta.bin", "missing"], [".metadata", "1 bytes"]):
+        assert sum(all(word in line for word in words) for line in found) == 1
+
+
+def test_verifying_before_loading_names_the_damage_on_every_rank(damaged: Path) -> None:
+    """Whichever rank has the file to verify."""
+
+    def rank(number: int) -> list[str]:
+        messages = []
+        for name in FILES[:-1]:
+            if number == 0:
+                flip(damaged / name, 200)
+            control().barrier()
+            with pytest.raises(CheckpointError) as caught:
+                open_checkpoint(damaged, control(), verify=True)
+            messages.append(str(caught.value))
+            if number == 0:
+                flip(damaged / name, 200)
+        control().barrier()
+        open_checkpoint(damaged, control(), verify=True)
+        return messages
+
+    for messages in run_world(2, rank, timeout=30):
+        for name, message in zip(FILES, messages, strict=False):
+            assert f"{name}' is damaged" in message
+
+
+def save_two_equal_files(path: Path) -> None:
+    """Two ranks, whose files differ in values only."""
+
+    def rank(number: int) -> None:
+        shard = FlatShard(torch.arange(8.0) + 8 * number, (16,), 8 * number)
+        save_checkpoint_directory({"state_dict": {"w": shard}}, path, control(), plan_summary={})
+
+    run_world(2, rank, timeout=30)
+
+
+def exchange(path: Path) -> None:
+    (path / "__0_0.distcp").rename(path / "other")
+    (path / "__1_0.distcp").rename(path / "__0_0.distcp")
+    (path / "other").rename(path / "__1_0.distcp")
+
+
+def test_exchanged_files_are_found(tmp_path: Path) -> None:
+    save_two_equal_files(tmp_path / "c")
+    assert open_checkpoint(tmp_path / "c", control(), verify=True)["state_dict"]["w"].read().tolist() == list(range(16))
+    exchange(tmp_path / "c")
+    found = verify_checkpoint(tmp_path / "c")
+    assert ["__0_0.distcp" in line for line in found] == [True, False]
+    assert ["__1_0.distcp" in line for line in found] == [False, True]
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp' is damaged.*'state_dict\.w'"):
+        open_checkpoint(tmp_path / "c", control(), verify=True)
+
+
+def test_tied_tensors_are_damaged_together_and_read_once(tmp_path: Path) -> None:
+    shard = FlatShard(torch.arange(16.0), (4, 4), 0)
+    content = {"state_dict": {"a": shard, "b": FlatShard(shard.local, (4, 4), 0)}}
+    save_checkpoint_directory(content, tmp_path / "c", control(), plan_summary={})
+    read: list[int] = []
+    assert verify_checkpoint(tmp_path / "c", progress=read.append) == []
+    assert sum(read) == sum(file.stat().st_size for file in (tmp_path / "c").iterdir() if file.name != "zero.json")
+    place = (tmp_path / "c" / "__0_0.distcp").read_bytes().index(torch.arange(16.0).numpy().tobytes())
+    flip(tmp_path / "c" / "__0_0.distcp", place)
+    (found,) = verify_checkpoint(tmp_path / "c")
+    assert "'state_dict.a' and 'state_dict.b'" in found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_changed_byte_of_a_stock_directory_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    state = {"state_dict": {"a": torch.arange(600.0), "b": torch.ones(500)}, "extra": "words"}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    torch.save({"callbacks": torch.arange(500.0)}, path / "meta.pt")
+    assert verify_checkpoint(path) == []
+    content = (path / "__0_0.distcp").read_bytes()
+    for value, name in ((torch.arange(600.0), "state_dict.a"), (torch.ones(500), "state_dict.b")):
+        position = content.index(value.numpy().tobytes()) + 100
+        flip(path / "__0_0.distcp", position)
+        (found,) = verify_checkpoint(path)
+        assert "__0_0.distcp' is damaged" in found
+        assert name in found
+        with pytest.raises(CheckpointError, match=f"__0_0.distcp' is damaged.*{name}"):
+            open_checkpoint(path, control(), verify=True)
+        flip(path / "__0_0.distcp", position)
+    flip(path / "meta.pt", 1500)
+    (found,) = verify_checkpoint(path)
+    assert "meta.pt' is damaged" in found
+
+
+def test_a_changed_byte_of_a_torch_file_is_found(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a": torch.arange(600.0)}}, tmp_path / "x.ckpt")
+    assert verify_checkpoint(tmp_path / "x.ckpt") == []
+    flip(tmp_path / "x.ckpt", 1500)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt' is damaged"):
+        open_checkpoint(tmp_path / "x.ckpt", control(), verify=True)
+
+
+def test_an_archive_without_checksums_is_no_damage(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"state_dict": {"a": torch.arange(600.0)}}, tmp_path / "x.ckpt")
+        save_checkpoint_directory(checkpoint(1, end_to_end, control()), tmp_path / "c", control(), plan_summary={})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert verify_checkpoint(tmp_path / "x.ckpt") == []
+    assert verify_checkpoint(tmp_path / "c") == []
+    (tmp_path / "c" / "zero.json").unlink()
+    assert verify_checkpoint(tmp_path / "c") == []
+    load_values = open_checkpoint(tmp_path / "c", control())["state_dict"]
+    assert torch.equal(load_values["vector"].read(), parameters(1)["vector"])

@@ -1,0 +1,204 @@
+"""Elements of a tensor from the boxes that ``torch.distributed.checkpoint`` stored it in.
+
+[Note: Ranges of boxes]
+
+Elements are asked for as a range of the flattened tensor, and stored as boxes whose elements lie one after the other.
+In both the order is that of the coordinates. So the elements of a box that are in the range are a range of the box,
+and one piece of its file, whatever the shapes are: only they are read, once. Where they go is one range too if the box
+is whole rows, and otherwise the pieces of [Note: Boxes], each a strided view of the destination.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zero._torch import untracked
+from lightning_zero.checkpoint.archive import find_elements
+from lightning_zero.checkpoint.chunks import PIECE_NBYTES, memory_of, read_chunk
+from lightning_zero.checkpoint.files import Files, read_bytes
+from lightning_zero.checkpoint.flat_shard import Box, boxes
+from lightning_zero.checkpoint.metadata import StoredBox, StoredBytes
+from lightning_zero.checkpoint.plain import load_torch
+from lightning_zero.checkpoint.schema import Chunk, TensorItem
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["BoxItem", "BoxSource"]
+
+
+@dataclass(frozen=True)
+class BoxItem(TensorItem):
+    """A tensor in boxes, which tile it exactly. It has no chunks.
+
+    Raises:
+        ValueError: if they do not.
+    """
+
+    boxes: tuple[StoredBox, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _tile(self.shape, [stored.box for stored in self.boxes]):
+            raise ValueError(f"elements of shape {self.shape} are stored nowhere or twice")
+
+
+class BoxSource:
+    """Tensors stored as boxes, a ``torch.save`` archive each. See [Note: Ranges of boxes].
+
+    Args:
+        files: where they lie.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._chunks: dict[tuple[StoredBytes, int], Chunk | None] = {}
+
+    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
+        """See ``Source``."""
+        if not isinstance(item, BoxItem):
+            raise TypeError(f"'{key}' is not stored in boxes")
+        end = start + destination.numel()
+        with untracked():
+            for stored in item.boxes:
+                first = _elements_before(item.shape, stored.box, start)
+                last = _elements_before(item.shape, stored.box, end)
+                if first < last:
+                    self._read(key, item, stored, (first, last), destination, start)
+
+    def locate(self, key: str, item: BoxItem, stored: StoredBox) -> Chunk | None:
+        """The elements of a box as raw memory; ``None`` if they do not lie so in the file.
+
+        Its ``start`` is the flattened element the box starts with: it is a chunk of the tensor only if the box is
+        whole rows.
+        """
+        archive = stored.archive
+        start = _linear(item.shape, stored.box.offsets)
+        if (archive, start) not in self._chunks:
+
+            def read(offset: int, nbytes: int) -> bytes:
+                return read_bytes(self._files, archive.file, archive.offset + offset, nbytes)
+
+            found = find_elements(read, archive.nbytes, item.dtype, stored.box.sizes)
+            numel = math.prod(stored.box.sizes)
+            self._chunks[archive, start] = found and Chunk(
+                start, numel, archive.file, archive.offset + found.offset, found.crc32
+            )
+        return self._chunks[archive, start]
+
+    def load(self, key: str, item: BoxItem, stored: StoredBox) -> Tensor:
+        """The elements of a box, flattened, of an archive that is built in another way.
+
+        Raises:
+            CheckpointError: if it does not hold that tensor, or what could run code.
+        """
+        archive = stored.archive
+        where = f"a part of '{key}' in '{self._files.name}/{archive.file}'"
+        data = read_bytes(self._files, archive.file, archive.offset, archive.nbytes)
+        loaded = load_torch(io.BytesIO(data), where, True, "it is no tensor that can be used anyway")
+        if not isinstance(loaded, Tensor) or (loaded.dtype, tuple(loaded.shape)) != (item.dtype, stored.box.sizes):
+            what = f"{loaded.dtype} {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
+            raise CheckpointError(
+                f"Instead of {where} with {item.dtype} {stored.box.sizes}, {what} lies at byte {archive.offset}: the "
+                "file belongs to another checkpoint or another rank."
+            )
+        return loaded.detach().reshape(-1)
+
+    def _read(
+        self,
+        key: str,
+        item: BoxItem,
+        stored: StoredBox,
+        part: tuple[int, int],
+        destination: Tensor,
+        start: int,
+    ) -> None:
+        """Read elements of one box.
+
+        Args:
+            key: the tensor's name.
+            item: the tensor.
+            stored: the box.
+            part: first and last of the box's own elements.
+            destination: the whole of it.
+            start: the flattened element of the tensor that ``destination[0]`` gets.
+        """
+        first, last = part
+        chunk = self.locate(key, item, stored)
+        if chunk is None:
+            loaded = self.load(key, item, stored)
+            _scatter(item.shape, stored.box, first, loaded[first:last], destination, start)
+        elif _is_range(item.shape, stored.box):
+            begin = chunk.start + first
+            target = destination[begin - start : begin - start + last - first]
+            read_chunk(self._files, key, chunk, item.dtype, begin, target)
+        else:
+            step = max(1, PIECE_NBYTES // item.dtype.itemsize)
+            buffer = torch.empty(min(step, last - first), dtype=item.dtype)
+            for begin in range(first, last, step):
+                piece = buffer[: min(step, last - begin)]
+                memory = memory_of(piece)
+                self._files.read_into(chunk.file, chunk.offset + begin * item.dtype.itemsize, memory)
+                _scatter(item.shape, stored.box, begin, piece, destination, start)
+
+
+def _scatter(shape: Sequence[int], box: Box, first: int, values: Tensor, destination: Tensor, start: int) -> None:
+    """Put a range of a box's elements, from its element ``first``, where they belong in the destination."""
+    strides = [math.prod(shape[dim + 1 :]) * destination.stride(0) for dim in range(len(shape))]
+    position = 0
+    for part in boxes(box.sizes, first, first + values.numel()):
+        offsets = [outer + inner for outer, inner in zip(box.offsets, part.offsets, strict=True)]
+        numel = math.prod(part.sizes)
+        place = destination.storage_offset() + (_linear(shape, offsets) - start) * destination.stride(0)
+        view = destination.as_strided(part.sizes, strides, place)
+        view.copy_(values[position : position + numel].view(part.sizes))
+        position += numel
+
+
+def _linear(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+
+
+def _elements_before(shape: Sequence[int], box: Box, end: int) -> int:
+    """How many elements of a box come before element ``end`` of the flattened tensor."""
+    if end >= math.prod(shape):
+        return math.prod(box.sizes)
+    count = 0
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        row, end = divmod(end, math.prod(shape[dim + 1 :]))
+        inner = math.prod(box.sizes[dim + 1 :])
+        if row < offset:
+            return count
+        if row >= offset + size:
+            return count + size * inner
+        count += (row - offset) * inner
+    return count
+
+
+def _is_range(shape: Sequence[int], box: Box) -> bool:
+    """Whether a box is a range of the flattened tensor."""
+    partial = next((dim for dim, size in enumerate(box.sizes) if size != 1), len(shape))
+    return tuple(box.sizes[partial + 1 :]) == tuple(shape[partial + 1 :])
+
+
+def _tile(shape: Sequence[int], parts: Sequence[Box]) -> bool:
+    """Whether boxes cover every element once: as ranges, or as the cells of a grid, which is all that DCP makes."""
+    if sum(math.prod(box.sizes) for box in parts) != math.prod(shape):
+        return False
+    if all(_is_range(shape, box) for box in parts):
+        end = 0
+        for begin, numel in sorted((_linear(shape, box.offsets), math.prod(box.sizes)) for box in parts):
+            if begin != end:
+                return False
+            end += numel
+        return True
+    cuts = [[*sorted({box.offsets[dim] for box in parts}), size] for dim, size in enumerate(shape)]
+    if math.prod(len(cut) - 1 for cut in cuts) != len(parts):
+        return False
+    cells = set(itertools.product(*(itertools.pairwise(cut) for cut in cuts)))
+    ends = [[offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)] for box in parts]
+    return cells == {tuple(zip(box.offsets, end, strict=True)) for box, end in zip(parts, ends, strict=True)}

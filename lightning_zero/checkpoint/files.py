@@ -1,0 +1,270 @@
+"""The files of one folder, read in parts: on a local disk, or behind any URL that fsspec knows."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import weakref
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsspec.core import url_to_fs
+
+from lightning_zero.checkpoint.commit import local_path
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["Files", "LocalFiles", "RemoteFiles", "is_folder", "is_remote", "open_folder", "open_parent", "read_bytes"]
+
+_OPEN_FILES = 16
+_BLOCK_NBYTES = 1 << 20  # a request takes as long as the transfer of this much, roughly
+_BLOCKS = 32
+
+
+class Files(Protocol):
+    """A folder. Names are plain: without a slash."""
+
+    @property
+    def name(self) -> str:
+        """Path or URL of the folder, for messages."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is such an entry."""
+
+    def size(self, name: str) -> int:
+        """Bytes of a file.
+
+        Raises:
+            CheckpointError: if it is missing, or not a regular file.
+        """
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes of a file from ``offset``.
+
+        Raises:
+            CheckpointError: if they cannot be read, or the file ends before.
+        """
+
+
+class LocalFiles:
+    """A folder on a local or mounted file system.
+
+    It holds the folder itself and not its name, so that a checkpoint which is replaced meanwhile gives an error and
+    never a mixture of two.
+
+    Args:
+        path: of the folder.
+        follow_links: whether an entry may be a symbolic link. The cache of the Hugging Face hub consists of them; in
+            a checkpoint one could only lead to what is not part of it.
+
+    Raises:
+        CheckpointError: if it is no folder that can be read.
+    """
+
+    def __init__(self, path: Path, *, follow_links: bool = False) -> None:
+        self.name = str(path)
+        self._follow_links = follow_links
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"'{path}' is not a checkpoint directory: {error.strerror}.") from error
+        self._opened: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._descriptor, self._opened)
+
+    def has(self, name: str) -> bool:
+        """See ``Files``."""
+        try:
+            self._stat(name)
+        except OSError:
+            return False
+        return True
+
+    def size(self, name: str) -> int:
+        """See ``Files``."""
+        try:
+            found = self._stat(name)
+        except OSError as error:
+            raise CheckpointError(f"'{self.name}' is not whole: '{name}' is missing ({error.strerror}).") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"'{self.name}/{name}' is not a regular file.")
+        return found.st_size
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        """See ``Files``."""
+        with self._lock:  # another thread may close the descriptor to open a file of its own
+            descriptor = self._file(name)
+            done = 0
+            while done < len(memory):
+                try:
+                    count = os.preadv(descriptor, [memory[done:]], offset + done)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"'{self.name}/{name}' cannot be read at byte {offset + done}: {error.strerror}."
+                    ) from error
+                if count == 0:
+                    raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + done}: it was cut off.")
+                done += count
+
+    def _file(self, name: str) -> int:
+        """A descriptor, of which a few are kept open."""
+        if name in self._opened:
+            self._opened.move_to_end(name)
+            return self._opened[name]
+        if len(self._opened) >= _OPEN_FILES:
+            os.close(self._opened.popitem(last=False)[1])
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not block
+        try:
+            descriptor = os.open(name, flags if self._follow_links else flags | os.O_NOFOLLOW, dir_fd=self._descriptor)
+        except OSError as error:
+            raise CheckpointError(
+                f"'{self.name}/{name}' cannot be read: {error.strerror}. The checkpoint was removed or replaced."
+            ) from error
+        self._opened[name] = descriptor
+        return descriptor
+
+    def _stat(self, name: str) -> os.stat_result:
+        return os.stat(name, dir_fd=self._descriptor, follow_symlinks=self._follow_links)
+
+
+class RemoteFiles:
+    """A folder behind a URL. It is listed once, when it is opened.
+
+    Small parts are cut out of blocks, of which some are kept: what lies side by side is mostly read in that order.
+
+    Raises:
+        CheckpointError: if it cannot be listed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.name = url.rstrip("/")
+        try:
+            self._system, self._root = url_to_fs(self.name)
+            self._system.invalidate_cache(self._root)  # a listing from before another process saved
+            entries: list[dict[str, Any]] = self._system.ls(self._root, detail=True)
+        except Exception as error:  # every store has its own
+            raise CheckpointError(
+                f"'{self.name}' is not a checkpoint directory: {type(error).__name__}: {error}."
+            ) from error
+        self._sizes = {
+            str(entry["name"]).rstrip("/").rpartition("/")[2]: entry.get("size")
+            for entry in entries
+            if entry.get("type") == "file"
+        }
+        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def has(self, name: str) -> bool:
+        """See ``Files``."""
+        return name in self._sizes
+
+    def size(self, name: str) -> int:
+        """See ``Files``."""
+        if name not in self._sizes:
+            raise CheckpointError(f"'{self.name}' is not whole: '{name}' is missing.")
+        size = self._sizes[name]
+        if size is None:  # some HTTP servers do not say
+            size = self._sizes[name] = int(self._system.size(f"{self._root}/{name}"))
+        return int(size)
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        """See ``Files``."""
+        if len(memory) >= _BLOCK_NBYTES:
+            memory[:] = self._fetch(name, offset, len(memory))
+            return
+        done = 0
+        while done < len(memory):
+            number, inside = divmod(offset + done, _BLOCK_NBYTES)
+            part = self._block(name, number)[inside : inside + len(memory) - done]
+            if not part:
+                raise CheckpointError(f"'{self.name}/{name}' ends before byte {offset + done}: it was cut off.")
+            memory[done : done + len(part)] = part
+            done += len(part)
+
+    def _block(self, name: str, number: int) -> bytes:
+        with self._lock:
+            if (name, number) in self._blocks:
+                self._blocks.move_to_end((name, number))
+                return self._blocks[name, number]
+        start = number * _BLOCK_NBYTES
+        block = self._fetch(name, start, max(0, min(_BLOCK_NBYTES, self.size(name) - start)))
+        with self._lock:
+            self._blocks[name, number] = block
+            if len(self._blocks) > _BLOCKS:
+                self._blocks.popitem(last=False)
+        return block
+
+    def _fetch(self, name: str, offset: int, nbytes: int) -> bytes:
+        if not nbytes:
+            return b""
+        try:
+            data: bytes = self._system.cat_file(f"{self._root}/{name}", start=offset, end=offset + nbytes)
+        except Exception as error:
+            raise CheckpointError(
+                f"'{self.name}/{name}' cannot be read at byte {offset}: {type(error).__name__}: {error}. Was the "
+                "checkpoint removed or replaced?"
+            ) from error
+        if len(data) != nbytes:
+            raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + len(data)}: it was cut off.")
+        return data
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL of anything but the local file system."""
+    text = os.fspath(path)
+    return "://" in text and not text.startswith("file://")
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a folder.
+
+    Raises:
+        CheckpointError: if a URL cannot be asked.
+    """
+    if not is_remote(path):
+        return os.path.isdir(local_path(path))
+    try:
+        system, root = url_to_fs(os.fspath(path).rstrip("/"))
+        system.invalidate_cache()
+        return bool(system.isdir(root))
+    except Exception as error:  # every store has its own
+        raise CheckpointError(f"'{os.fspath(path)}' cannot be reached: {type(error).__name__}: {error}.") from error
+
+
+def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> Files:
+    """The files of a folder, wherever it is.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    return RemoteFiles(os.fspath(path)) if is_remote(path) else LocalFiles(local_path(path), follow_links=follow_links)
+
+
+def open_parent(path: str | os.PathLike[str]) -> tuple[Files, str]:
+    """The folder a file lies in, and the file's name there.
+
+    Raises:
+        CheckpointError: if there is no such folder.
+    """
+    if is_remote(path):
+        folder, _, name = os.fspath(path).rstrip("/").rpartition("/")
+        return RemoteFiles(folder), name
+    local = local_path(path)
+    return LocalFiles(local.parent, follow_links=True), local.name
+
+
+def read_bytes(files: Files, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+    """A range of a file, to its end by default.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    buffer = bytearray(files.size(name) - offset if nbytes is None else nbytes)
+    files.read_into(name, offset, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _close(descriptor: int, opened: OrderedDict[str, int]) -> None:
+    for other in (*opened.values(), descriptor):
+        os.close(other)

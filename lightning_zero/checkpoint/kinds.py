@@ -1,0 +1,90 @@
+"""The kinds of checkpoints that can be read, found out by looking."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum, auto
+from typing import NamedTuple
+
+from lightning_zero.checkpoint.files import Files, is_folder, open_folder, open_parent
+from lightning_zero.checkpoint.foreign import read_foreign_directory
+from lightning_zero.checkpoint.plain import read_torch_file
+from lightning_zero.checkpoint.reader import Opened, read_directory
+from lightning_zero.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, read_safetensors, read_safetensors_directory
+from lightning_zero.checkpoint.schema import METADATA_FILE, RECORD_FILE
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["Found", "Kind", "find_checkpoint", "read_checkpoint"]
+
+
+class Kind(Enum):
+    """What a checkpoint is, by what it is told from."""
+
+    OWN = auto()  # a directory with our record
+    FOREIGN = auto()  # a directory with DCP's index
+    HUGGING_FACE = auto()  # a directory with safetensors of the usual names
+    SAFETENSORS = auto()  # a file of that ending
+    TORCH = auto()  # any other file
+
+
+class Found(NamedTuple):
+    """What is at a path.
+
+    Attributes:
+        kind: what it is.
+        files: the folder that is the checkpoint, or that it lies in.
+        name: of the file in it; empty for a folder.
+    """
+
+    kind: Kind
+    files: Files
+    name: str = ""
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Found:
+    """Look what is at a path.
+
+    Raises:
+        CheckpointError: if it is nothing that can be a checkpoint.
+    """
+    if not is_folder(path):
+        files, name = open_parent(path)
+        if not files.has(name):
+            raise CheckpointError(f"There is no checkpoint at '{os.fspath(path)}': no such file or directory.")
+        return Found(Kind.SAFETENSORS if name.endswith(".safetensors") else Kind.TORCH, files, name)
+    files = open_folder(path)
+    if files.has(RECORD_FILE):
+        return Found(Kind.OWN, files)
+    if files.has(METADATA_FILE):
+        return Found(Kind.FOREIGN, files)
+    files = open_folder(path, follow_links=True)
+    if files.has(INDEX_FILE) or files.has(SINGLE_FILE):
+        return Found(Kind.HUGGING_FACE, files)
+    raise CheckpointError(
+        f"The directory '{os.fspath(path)}' is no checkpoint: it has neither {RECORD_FILE} nor {METADATA_FILE}, "
+        f"{SINGLE_FILE} or {INDEX_FILE}. If it was being written, use the one before."
+    )
+
+
+def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:
+    """What a checkpoint of any kind says of itself.
+
+    Args:
+        path: of the checkpoint.
+        found: what is there.
+        weights_only: as for ``open_checkpoint``.
+
+    Raises:
+        CheckpointError: as ``open_checkpoint`` does, on this rank.
+    """
+    kind, files, name = found
+    if kind is Kind.OWN:
+        return read_directory(files)
+    if kind is Kind.FOREIGN:
+        return read_foreign_directory(files, weights_only)
+    if kind is Kind.HUGGING_FACE:
+        return read_safetensors_directory(files)
+    if kind is Kind.SAFETENSORS:
+        return read_safetensors(files, name)
+    nbytes = files.size(name)  # a pipe would never end
+    return read_torch_file(path, weights_only)._replace(digest=nbytes)

@@ -1,0 +1,155 @@
+"""Weights in safetensors: one file, or a Hugging Face directory with an index of several.
+
+[Note: The safetensors format]
+
+    8 bytes    length of the header, little-endian
+    header     JSON: name -> {"dtype", "shape", "data_offsets": [first, end]}, and "__metadata__" with strings
+    data       the elements of every tensor, little-endian, without gaps or overlaps; offsets count from here
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import zlib
+from typing import Any
+
+import torch
+
+from lightning_zero.checkpoint.chunks import ChunkSource
+from lightning_zero.checkpoint.files import Files, read_bytes
+from lightning_zero.checkpoint.reader import Opened
+from lightning_zero.checkpoint.schema import Chunk, TensorItem
+from lightning_zero.checkpoint.stored import StoredTensor
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["INDEX_FILE", "SAFETENSORS_DTYPES", "SINGLE_FILE", "read_safetensors", "read_safetensors_directory"]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""Every dtype by its name in the format."""
+
+_MAX_HEADER_NBYTES = 100_000_000  # as the reference implementation
+_MAX_INDEX_NBYTES = 100_000_000
+
+
+def read_safetensors(files: Files, name: str) -> Opened:
+    """What is in one file. See [Note: The safetensors format].
+
+    Returns:
+        A checkpoint dictionary with a StoredTensor by name under ``state_dict``.
+
+    Raises:
+        CheckpointError: if it is no whole file of that format.
+    """
+    header, items = _open(files, name)
+    source = ChunkSource(files)
+    state = {key: StoredTensor(source, key, item) for key, item in items.items()}
+    return Opened({"state_dict": state}, zlib.crc32(header))
+
+
+def read_safetensors_directory(files: Files) -> Opened:
+    """What is in a Hugging Face directory: the files that its index names, or its only one.
+
+    Raises:
+        CheckpointError: if it is not whole, naming the file.
+    """
+    if not files.has(INDEX_FILE):
+        return read_safetensors(files, SINGLE_FILE)
+    where = f"'{files.name}/{INDEX_FILE}'"
+    if files.size(INDEX_FILE) > _MAX_INDEX_NBYTES:
+        raise CheckpointError(f"{where} has {files.size(INDEX_FILE)} bytes, which is too large for an index.")
+    index = read_bytes(files, INDEX_FILE)
+    try:
+        places: dict[str, str] = _strict_json(index)["weight_map"]
+        for key, name in places.items():
+            if type(name) is not str or name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):
+                raise ValueError(f"'{key}' lies in the file {name!r}, which is not a plain file name")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where} cannot be used: {type(error).__name__}: {error}.") from error
+    opened = {name: _open(files, name) for name in sorted(set(places.values()))}
+    source = ChunkSource(files)
+    state = {}
+    for key, name in places.items():
+        if key not in opened[name][1]:
+            raise CheckpointError(f"{where} says that '{key}' is in '{name}', which does not hold it.")
+        state[key] = StoredTensor(source, key, opened[name][1][key])
+    digest = zlib.crc32(index)
+    for header, _ in opened.values():
+        digest = zlib.crc32(header, digest)
+    return Opened({"state_dict": state}, digest)
+
+
+def _open(files: Files, name: str) -> tuple[bytes, dict[str, TensorItem]]:
+    """A file's header, and the tensors it describes."""
+    nbytes = files.size(name)
+    try:
+        if sys.byteorder != "little":
+            raise ValueError("its elements are little-endian, this machine is not")
+        length = int.from_bytes(read_bytes(files, name, 0, 8), "little") if nbytes >= 8 else nbytes
+        if length > min(nbytes - 8, _MAX_HEADER_NBYTES):
+            raise ValueError(f"its header should have {length} bytes, the whole file has {nbytes}")
+        header = read_bytes(files, name, 8, length)
+        entries = _strict_json(header)
+        if not isinstance(entries, dict):
+            raise ValueError(f"its header is a {type(entries).__name__}")
+        entries.pop("__metadata__", None)
+        items = {key: _item(key, entry, name, 8 + length) for key, entry in entries.items()}
+        end = 8 + length
+        for key, chunk in sorted(
+            ((key, chunk) for key, item in items.items() for chunk in item.chunks), key=lambda pair: pair[1].offset
+        ):
+            if chunk.offset != end:
+                raise ValueError(f"'{key}' begins at byte {chunk.offset}, where what is before it ends at byte {end}")
+            end += chunk.numel * items[key].dtype.itemsize
+        if end != nbytes:
+            raise ValueError(f"its tensors end at byte {end}, the file has {nbytes}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"'{files.name}/{name}' is cut off, damaged or no safetensors file: {type(error).__name__}: {error}."
+        ) from error
+    return header, items
+
+
+def _item(key: str, entry: dict[str, Any], name: str, data: int) -> TensorItem:
+    dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"'{key}' has the dtype {entry['dtype']!r}")
+    shape = tuple(entry["shape"])
+    first, end = entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, first, end)):
+        raise ValueError(f"'{key}' has shape {shape} at {first} to {end}")
+    numel = math.prod(shape)
+    if end - first != numel * dtype.itemsize:
+        raise ValueError(f"'{key}' has {end - first} bytes, {numel} elements of {dtype} would have another number")
+    return TensorItem((), dtype, shape, (Chunk(0, numel, name, data + first, None),) if numel else ())
+
+
+def _strict_json(data: bytes) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name appears twice")
+        return found
+
+    return json.loads(data.decode(), object_pairs_hook=unique)
