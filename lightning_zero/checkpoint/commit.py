@@ -135,15 +135,15 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """An absolute path in the local (or a mounted) file system.
 
     Raises:
-        ValueError: for a URL: an object store has no rename, and needs another way to publish.
+        ValueError: for any other URL.
     """
     text = os.fspath(path)
     if "://" in text:
         scheme, rest = text.split("://", 1)
         if scheme != "file":
             raise ValueError(
-                f"Sharded checkpoints are written to local or mounted file systems, not to '{text}'. Choose a "
-                "`dirpath` on a shared file system and copy finished checkpoints from there."
+                f"'{text}' is not in a local or mounted file system, and this works there only. Use such a path, and "
+                "copy what is finished."
             )
         text = rest
     return Path(os.path.abspath(text))

@@ -3,56 +3,29 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
-import warnings
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_zero.checkpoint.agreement import Control, collect, failure_text
-from lightning_zero.checkpoint.commit import Staging, local_path
+from lightning_zero.checkpoint.destination import Destination, LocalDestination
+from lightning_zero.checkpoint.files import is_remote
 from lightning_zero.checkpoint.flat_shard import FlatShard
 from lightning_zero.checkpoint.items import Leaf, describe, digest, disagreement, split
-from lightning_zero.checkpoint.schema import (
-    META_FILE,
-    META_TENSORS_FILE,
-    METADATA_FILE,
-    RECORD_FILE,
-    BlobItem,
-    Chunk,
-    FileEntry,
-    Item,
-    Record,
-    TensorItem,
-    ValueItem,
-)
-from lightning_zero.checkpoint.typed_json import Encoder, Inexpressible, dtype_name, raw_memory, type_name
-from lightning_zero.checkpoint.writer import LeafPlanner, ShardWriter, Written, is_plain, linear
+from lightning_zero.checkpoint.record import Part, outline, write_record
+from lightning_zero.checkpoint.remote import RemoteDestination
+from lightning_zero.checkpoint.typed_json import type_name
+from lightning_zero.checkpoint.writer import LeafPlanner, ShardWriter
 from lightning_zero.comm.groups import naming_failures
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["save_checkpoint_directory"]
-
-_ALIGNMENT = 64  # bytes, of the tensors in meta.bin
-
-
-class _Outline(NamedTuple):
-    """What the record says of a leaf but where it lies: a tensor (``dtype``), a JSON value, or a blob (neither)."""
-
-    path: tuple[Any, ...]
-    type: str
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    value: Any = None
-    has_value: bool = False
+__all__ = ["no_garbage_collection", "save_checkpoint_directory"]
 
 
 def save_checkpoint_directory(
@@ -60,11 +33,14 @@ def save_checkpoint_directory(
 ) -> None:
     """Write a checkpoint directory and publish it in one step. See [Note: The directory] and [Note: Publishing].
 
+    May run in a thread of its own, if nothing else uses ``control`` meanwhile and nobody changes the checkpoint.
+
     Args:
         checkpoint: Lightning's checkpoint dictionary. What is under ``state_dict`` and ``optimizer_states``, and
             under any key that holds a FlatShard, is written sharded; of the rest, rank 0's is written. Not changed.
             Its tensors are read until this returns.
-        path: the directory to make or to replace, on a file system that all ranks share; rank 0's counts.
+        path: the directory to make or to replace: on a file system that all ranks share, or a URL of any store that
+            fsspec knows; rank 0's counts.
         control: the ranks.
         plan_summary: how the run is partitioned: information for people, not used in loading.
 
@@ -73,41 +49,42 @@ def save_checkpoint_directory(
 
     Collective: every rank.
     """
-    with _no_garbage_collection():
-        _Save(control, f"save the checkpoint '{os.fspath(path)}'").run(checkpoint, path, plan_summary)
+    destination: Destination = RemoteDestination(os.fspath(path)) if is_remote(path) else LocalDestination(path)
+    with no_garbage_collection():
+        _Save(control, destination, f"save the checkpoint '{os.fspath(path)}'").run(checkpoint, plan_summary)
 
 
 class _Save:
     """One save: its steps, each of which succeeds on all ranks or raises on all."""
 
-    def __init__(self, control: Control, what: str) -> None:
+    def __init__(self, control: Control, destination: Destination, what: str) -> None:
         self._control = control
+        self._destination = destination
         self._what = what
-        self._staging: Staging | None = None  # on rank 0
 
-    def run(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], plan_summary: Mapping[str, Any]) -> None:
+    def run(self, checkpoint: Mapping[str, Any], plan_summary: Mapping[str, Any]) -> None:
         try:
-            leaves, rest, directory = self._prepare(checkpoint, path)
-            mine, named = self._divide(leaves, directory)
-            written = self._write_shards(mine, named, directory)
-            parts = collect(
-                self._control, self._what, lambda: (written, {key: _outline(leaf) for key, leaf in named.items()})
-            )
+            leaves, rest, token = self._prepare(checkpoint)
+            mine, named = self._divide(leaves, token)
+            writer = self._write_shards(mine, named)
+
+            def deliver() -> Part:
+                self._destination.deliver(list(writer.files))
+                return Part(writer.written, writer.files, {key: outline(leaf) for key, leaf in named.items()})
+
+            parts = collect(self._control, self._what, deliver)
 
             def commit() -> None:
-                if self._staging is not None:
-                    _write_record(self._staging.path, parts, rest, plan_summary)
-                    self._staging.publish()
+                if self._control.rank == 0:
+                    write_record(self._destination, parts, rest, plan_summary)
+                    self._destination.commit()
 
             collect(self._control, self._what, commit)
         finally:
-            if self._staging is not None:
-                self._staging.discard()
+            self._destination.discard()
 
-    def _prepare(
-        self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
-    ) -> tuple[dict[str, Leaf], dict[str, Any], Path]:
-        """Take the checkpoint apart; rank 0 makes the directory."""
+    def _prepare(self, checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any], str]:
+        """Take the checkpoint apart; rank 0 prepares the destination."""
         leaves: dict[str, Leaf] = {}
         rest: dict[str, Any] = {}
 
@@ -117,15 +94,12 @@ class _Save:
                 _check(leaf)
             leaves.update(found)
             rest.update(others)
-            if self._control.rank != 0:
-                return ""
-            self._staging = Staging(local_path(path))
-            return str(self._staging.path)
+            return self._destination.begin() if self._control.rank == 0 else ""
 
-        directory = collect(self._control, self._what, prepare)[0]
-        return leaves, rest, Path(directory)
+        token = collect(self._control, self._what, prepare)[0]
+        return leaves, rest, token
 
-    def _divide(self, leaves: dict[str, Leaf], directory: Path) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
+    def _divide(self, leaves: dict[str, Leaf], token: str) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
         """Decide who writes what.
 
         A shard is written by every rank that holds some of it; everything else, and what has no elements, by the
@@ -137,10 +111,7 @@ class _Save:
         """
 
         def look() -> str:
-            if not directory.is_dir():
-                raise FileNotFoundError(
-                    f"'{directory.parent}' is not the folder that rank 0 sees: use a shared file system"
-                )
+            self._destination.enter(token)
             return digest(leaves)
 
         known: set[str] = set(leaves) if self._control.rank > 0 else set()
@@ -159,24 +130,29 @@ class _Save:
         }
         return mine, named
 
-    def _write_shards(self, mine: dict[str, Leaf], named: dict[str, Leaf], directory: Path) -> list[Written]:
-        writer = ShardWriter(directory)
+    def _write_shards(self, mine: dict[str, Leaf], named: dict[str, Leaf]) -> ShardWriter:
+        writer = ShardWriter(self._destination.path, self._destination.suffix)
+        planner = LeafPlanner(mine, {key: leaf for key, leaf in named.items() if not leaf.is_container})
         group = self._control.process_group
-        named = {key: leaf for key, leaf in named.items() if not leaf.is_container}
+        if group is None:
+            collect(self._control, self._what, lambda: _save_alone(writer, planner))
+            return writer
         try:
-            with naming_failures(f"the attempt to {self._what}", self._control.rank), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                save(
-                    {},
-                    storage_writer=writer,
-                    planner=LeafPlanner(mine, named),
-                    process_group=group,
-                    no_dist=group is None,
-                )
+            with naming_failures(f"the attempt to {self._what}", self._control.rank):
+                save({}, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
             reasons = {rank: f"{type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items()}
             raise CheckpointError(failure_text(self._what, reasons)) from None
-        return writer.written
+        return writer
+
+
+def _save_alone(writer: ShardWriter, planner: LeafPlanner) -> None:
+    """What DCP's ``save`` does, for one process, without its warning that there is only one."""
+    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).value()])
 
 
 def _check(leaf: Leaf) -> None:
@@ -189,125 +165,18 @@ def _check(leaf: Leaf) -> None:
         raise ValueError(f"'{leaf.key}' is a {type_name(value)}, sharded by something else than this strategy")
 
 
-def _outline(leaf: Leaf) -> _Outline:
-    value, kind = leaf.value, type_name(leaf.value)
-    if isinstance(value, FlatShard) or is_plain(value):
-        return _Outline(leaf.path, kind, dtype=value.dtype, shape=tuple(value.shape))
-    if isinstance(value, Tensor):
-        return _Outline(leaf.path, kind)
-    try:
-        return _Outline(leaf.path, kind, value=Encoder(strict=True).encode(value), has_value=True)
-    except Inexpressible:
-        return _Outline(leaf.path, kind)
-
-
-def _write_record(
-    directory: Path,
-    parts: Sequence[tuple[list[Written], dict[str, _Outline]]],
-    rest: dict[str, Any],
-    plan_summary: Mapping[str, Any],
-) -> None:
-    """Write ``meta.pt``, ``meta.bin`` and, last, ``zero.json``; durably."""
-    written: dict[str, list[Written]] = {}
-    files: dict[str, FileEntry] = {}
-    for entries, _ in parts:
-        for entry in entries:
-            written.setdefault(entry.key, []).append(entry)
-            end = max(entry.offset + entry.nbytes, files[entry.file].nbytes if entry.file in files else 0)
-            files[entry.file] = FileEntry(end, None)
-    items = {key: _item(key, outline, written) for _, outlines in parts for key, outline in outlines.items()}
-    with _new_file(directory / META_FILE) as file:
-        torch.save(rest, file)
-    encoded = _encode_rest(directory, rest, files)
-    for name in (METADATA_FILE, META_FILE):
-        files[name] = _file_entry(directory / name)
-    for name, listed in files.items():
-        found = (directory / name).stat().st_size
-        if found != listed.nbytes:
-            raise OSError(f"'{name}' has {found} bytes after {listed.nbytes} were written")
-    record = Record(
-        files=files,
-        items=items,
-        meta=encoded,
-        plan=Encoder().encode(dict(plan_summary)),
-        world_size=len(parts),
-        writer={"lightning_zero": _own_version(), "torch": torch.__version__},
-    )
-    with _new_file(directory / RECORD_FILE) as file:
-        file.write(record.to_bytes())
-
-
-def _item(key: str, outline: _Outline, written: Mapping[str, list[Written]]) -> Item:
-    entries = written.get(key, [])
-    if outline.has_value:
-        return ValueItem(outline.path, outline.value)
-    if outline.dtype is None:
-        return BlobItem(outline.path, outline.type, entries[0].file, entries[0].offset, entries[0].nbytes)
-    chunks = [
-        Chunk(linear(entry.offsets or (), outline.shape), entry.numel, entry.file, entry.elements, entry.crc32)
-        for entry in entries
-        if entry.elements is not None
-    ]
-    try:
-        return TensorItem(outline.path, outline.dtype, outline.shape, tuple(sorted(chunks)))
-    except ValueError as error:
-        raise ValueError(f"of '{key}', {error}") from error
-
-
-def _encode_rest(directory: Path, rest: dict[str, Any], files: dict[str, FileEntry]) -> Any:
-    """The rest as typed JSON; tensors too large for it go to ``meta.bin``."""
-    with ExitStack() as stack:
-        opened: list[BinaryIO] = []
-
-        def store(tensor: Tensor) -> dict[str, Any]:
-            if not opened:
-                opened.append(stack.enter_context(_new_file(directory / META_TENSORS_FILE)))
-            file = opened[0]
-            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-            offset, memory = file.tell(), raw_memory(tensor)
-            file.write(memory)
-            files[META_TENSORS_FILE] = FileEntry(file.tell(), None)
-            return {
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-                "offset": offset,
-                "crc32": zlib.crc32(memory),
-            }
-
-        return Encoder(store).encode(rest)
-
-
-def _file_entry(path: Path) -> FileEntry:
-    crc32 = nbytes = 0
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            crc32, nbytes = zlib.crc32(piece, crc32), nbytes + len(piece)
-    return FileEntry(nbytes, crc32)
-
-
 @contextmanager
-def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that did not exist, durable when the context ends."""
-    with open(path, "xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+def no_garbage_collection() -> Iterator[None]:
+    """Copying and planning make very many small objects that live: collecting meanwhile was 60 % of the time.
 
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Planning makes hundreds of thousands of small objects that live: collecting meanwhile was 60 % of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
+    Not in the background: it would keep the garbage of the training, and a process forked meanwhile would never
+    collect.
+    """
+    paused = gc.isenabled() and threading.current_thread() is threading.main_thread()
+    if paused:
+        gc.disable()
     try:
         yield
     finally:
-        if enabled:
+        if paused:
             gc.enable()
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("lightning-zero")
-    except importlib.metadata.PackageNotFoundError:  # run from a source folder
-        return "unknown"

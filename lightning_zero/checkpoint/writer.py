@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from lightning_zero.checkpoint.crc32 import ChecksummedFile
 from lightning_zero.checkpoint.flat_shard import FlatShard
 from lightning_zero.checkpoint.items import Leaf
+from lightning_zero.checkpoint.schema import FileEntry
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["LeafPlanner", "ShardWriter", "Written", "is_plain", "linear"]
+__all__ = ["LeafPlanner", "ShardWriter", "Written", "is_plain", "linear", "save_archive"]
 
 
 class Written(NamedTuple):
@@ -58,14 +61,18 @@ class ShardWriter(FileSystemWriter):
 
     Args:
         path: an existing, empty directory.
+        suffix: what the name of this rank's file ends in, before its extension.
 
     Attributes:
         written: the entries of this rank's file, once ``write_data`` has returned.
+        files: that file, by name; none if there was nothing to write.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, suffix: str = "") -> None:
         super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
+        self._suffix = suffix
         self.written: list[Written] = []
+        self.files: dict[str, FileEntry] = {}
 
     def storage_meta(self) -> StorageMeta:
         """Without the path on this machine, which the stock writer would put into ``.metadata``."""
@@ -81,15 +88,17 @@ class ShardWriter(FileSystemWriter):
         """
         results: list[WriteResult] = []
         if plan.items:
-            name = f"{plan.storage_data.prefix}0.distcp"
+            name = f"{plan.storage_data.prefix}0{self._suffix}.distcp"
             done: dict[Any, Written] = {}
             with open(Path(self.path) / name, "x+b") as file:
+                wanted = torch.serialization.get_crc32_options()
+                output = _Output(name, file, ChecksummedFile(file, wanted))
                 for item in plan.items:
-                    entry = _write_item(file, name, item, planner.resolve_data(item), done)
+                    entry = _write_item(output, item, planner.resolve_data(item), done)
                     info = _StorageInfo(name, entry.offset, entry.nbytes)
                     results.append(WriteResult(index=item.index, size_in_bytes=entry.nbytes, storage_data=info))
                     self.written.append(entry)
-                file.flush()
+                self.files[name] = FileEntry(output.checksummed.tell(), output.checksummed.checksum())
                 os.fsync(file.fileno())
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -156,25 +165,54 @@ def _writable(value: Any) -> Any:
     return value.detach() if is_plain(value) else value
 
 
-def _write_item(file: BinaryIO, name: str, item: WriteItem, data: Any, done: dict[Any, Written]) -> Written:
+class _Output(NamedTuple):
+    """A data file: its name, itself (to read what was written), and what is written to."""
+
+    name: str
+    file: BinaryIO
+    checksummed: ChecksummedFile
+
+
+def _write_item(output: _Output, item: WriteItem, data: Any, done: dict[Any, Written]) -> Written:
     offsets = None if item.index.offset is None else tuple(item.index.offset)
-    key = item.index.fqn
+    key, file = item.index.fqn, output.checksummed
+    offset = file.tell()
     if item.type == WriteItemType.BYTE_IO:
-        offset = file.seek(0, os.SEEK_END)
-        nbytes = file.write(data.getbuffer())
-        return Written(key, offsets, 0, name, offset, nbytes, None, None)
+        return Written(key, offsets, 0, output.name, offset, file.write(data.getbuffer()), None, None)
     identity = _identity(data)
     if identity in done:  # a tied parameter: one copy on disk under two names
         return done[identity]._replace(key=key, offsets=offsets)
     tensor = _exact(data)
-    offset = file.seek(0, os.SEEK_END)
-    torch.save(tensor, file)
-    elements, crc32 = _find_elements(file, key, tensor.nbytes)
-    nbytes = file.seek(0, os.SEEK_END) - offset
-    entry = Written(key, offsets, tensor.numel(), name, offset, nbytes, elements, crc32)
+    save_archive(tensor, file)
+    place = _find_in_memory(file.unwritten(offset), tensor.nbytes) if tensor.nbytes else None
+    if place is not None:
+        place = (offset + place[0], place[1])
+    elif tensor.nbytes:
+        file.write_out()
+        place = _find_in_file(output.file, key, tensor.nbytes)
+        output.file.seek(0, os.SEEK_END)
+        file.settle(place[0], place[0] + tensor.nbytes, place[1])
+    elements, crc32 = place or (None, None)
+    if not torch.serialization.get_crc32_options():
+        crc32 = None  # the archive holds zero
+    entry = Written(key, offsets, tensor.numel(), output.name, offset, file.tell() - offset, elements, crc32)
     if identity is not None:
         done[identity] = entry
     return entry
+
+
+def save_archive(value: Any, file: ChecksummedFile) -> None:
+    """``torch.save``, which hides why a write failed behind an error of its own that follows from it.
+
+    Raises:
+        OSError: if the file could not be written.
+    """
+    try:
+        torch.save(value, cast("IO[bytes]", file))
+    except RuntimeError:
+        if file.failure is None:
+            raise
+        raise file.failure from None
 
 
 def _identity(tensor: Tensor) -> Any:
@@ -190,29 +228,41 @@ def _exact(tensor: Tensor) -> Tensor:
     return exact if exact.untyped_storage().nbytes() == exact.nbytes else exact.clone()
 
 
-def _find_elements(file: BinaryIO, key: str, nbytes: int) -> tuple[int | None, int | None]:
+def _find_in_memory(archive: bytes | None, nbytes: int) -> tuple[int, int] | None:
+    """Where in an archive the elements lie, and their checksum; ``None`` if that takes a closer look.
+
+    For small tensors, of which there may be very many: ``zipfile`` takes as long as writing them.
+    """
+    if archive is None or archive[-22:-18] != b"PK\5\6":
+        return None
+    count, _, position = struct.unpack_from("<HII", archive, len(archive) - 12)
+    for _ in range(count):
+        if archive[position : position + 4] != b"PK\1\2":
+            return None
+        method, crc32, size, name, extra, comment = struct.unpack_from("<10xH4xI4xI3H", archive, position)
+        if archive[position + 46 : position + 46 + name].endswith(b"/data/0"):
+            (header,) = struct.unpack_from("<I", archive, position + 42)
+            start = header + 30 + sum(struct.unpack_from("<HH", archive, header + 26))
+            plain = method == zipfile.ZIP_STORED and size == nbytes and start + nbytes <= len(archive)
+            return (start, crc32) if plain else None
+        position += 46 + name + extra + comment
+    return None
+
+
+def _find_in_file(file: BinaryIO, key: str, nbytes: int) -> tuple[int, int]:
     """Where in the archive that ends at the end of ``file`` the elements lie, and their checksum.
 
     Raises:
         CheckpointError: if the archive is not built as every torch so far builds it.
     """
-    if nbytes == 0:
-        return None, None
-    with zipfile.ZipFile(
-        file
-    ) as archive:  # finds the last archive of the file, and corrects its offsets for what is before it
+    with zipfile.ZipFile(file) as archive:  # finds the last archive of the file, and corrects for what is before it
         entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
     if len(entries) != 1 or entries[0].file_size != nbytes or entries[0].compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"torch.save wrote '{key}' in an unknown way: {entries} instead of {nbytes} plain bytes.")
-    file.seek(entries[0].header_offset)
+    begin = entries[0].header_offset
+    file.seek(begin)
     header = file.read(30)  # of which the last four bytes are the lengths of the name and of the padding
-    start = (
-        entries[0].header_offset
-        + 30
-        + int.from_bytes(header[26:28], "little")
-        + int.from_bytes(header[28:30], "little")
-    )
-    return start, entries[0].CRC if torch.serialization.get_crc32_options() else None
+    return begin + 30 + sum(struct.unpack_from("<HH", header, 26)), entries[0].CRC
 
 
 def linear(offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:

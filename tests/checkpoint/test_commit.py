@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import resource
 import signal
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import torch.distributed as dist
 
 from lightning_zero.checkpoint import load_checkpoint_directory, remove_checkpoint_directory, save_checkpoint_directory
 from lightning_zero.checkpoint.commit import Exchange, Staging, sweep
 from lightning_zero.errors import CheckpointError, CommunicationError
-from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, verify
+from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
 from tests.helpers.world import run_world
 
 
@@ -207,50 +203,3 @@ def test_a_checkpoint_replaced_while_it_is_read_is_an_error_and_no_mixture(tmp_p
     save(tmp_path / "c", 2)
     with pytest.raises(CheckpointError, match="removed or replaced"):
         loaded["state_dict"]["conv.weight"].read()
-
-
-def _save_until_killed(rank: int, folder: Path, path: Path, first: int, progress: Path) -> NoReturn:
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=20)
-        )
-        ranks = control()
-        for version in range(first, first + 1000):
-            save_checkpoint_directory(checkpoint(version, end_to_end, ranks), path, ranks, plan_summary={})
-            progress.write_text(str(version))
-    finally:
-        os._exit(1)
-
-
-def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint_whole(tmp_path: Path) -> None:
-    random.seed(0)
-    path = tmp_path / "run" / "last.ckpt"
-    save(path, 0)
-    version, progress = 0, tmp_path / "progress"
-    for kill in range(20):
-        progress.unlink(missing_ok=True)
-        folder = tmp_path / f"store{kill}"
-        folder.mkdir()
-        pids = []
-        try:
-            for rank in range(2):
-                pid = os.fork()
-                if pid == 0:
-                    _save_until_killed(rank, folder, path, version + 1, progress)
-                pids.append(pid)
-            deadline = time.monotonic() + 20
-            while not progress.exists() and time.monotonic() < deadline:
-                time.sleep(0.005)
-            time.sleep(random.random() * 0.15)
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        assert progress.exists(), "no save finished before the kill"
-        ranks = control()
-        loaded = load_checkpoint_directory(path, ranks)
-        assert loaded["epoch"] >= version + 1
-        verify(loaded, loaded["epoch"], end_to_end, ranks)
-        version = loaded["epoch"]
-    save(path, version + 1)
-    assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -302,10 +303,36 @@ def test_under_inference_mode(tmp_path: Path) -> None:
     load_and_verify(tmp_path / "c", 1)
 
 
-def test_a_url_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="s3://bucket"):
-        save_checkpoint_directory({"state_dict": {}}, "s3://bucket/x", control(), plan_summary={})
-    assert not is_sharded_checkpoint("s3://bucket/x")
+def test_an_unknown_protocol_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"nosuch://bucket/x.*\n.*Protocol not known"):
+        save_checkpoint_directory({"state_dict": {}}, "nosuch://bucket/x", control(), plan_summary={})
+    assert not is_sharded_checkpoint("nosuch://bucket/x")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_record_holds_the_checksum_of_every_file(tmp_path: Path, wanted: bool) -> None:
+    content = {
+        "state_dict": {
+            "small": torch.rand(10),
+            "large": torch.rand(300_000),
+            "odd": {1: 2},
+            "middle": torch.rand(70_000),
+        },
+        "meta": [torch.rand(9000), torch.rand(300_000)],
+    }
+    torch.serialization.set_crc32_options(wanted)
+    try:
+        loaded = save_alone(tmp_path / "c", content)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for name in ("small", "large", "middle"):
+        assert torch.equal(loaded["state_dict"][name].read(), content["state_dict"][name])
+    files = json.loads((tmp_path / "c" / "zero.json").read_text())["content"]["files"]
+    assert set(files) == {"__0_0.distcp", ".metadata", "meta.pt", "meta.bin"}
+    for name, (nbytes, crc32) in files.items():
+        data = (tmp_path / "c" / name).read_bytes()
+        assert len(data) == nbytes
+        assert crc32 == (zlib.crc32(data) if wanted or name != "__0_0.distcp" else None), name
 
 
 def test_the_checkpoint_and_its_tensors_are_not_changed(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Killed at any moment, also while replacing: every name leads to one checkpoint, whole, and none is lost."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import shutil
+import signal
+import struct
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.checkpoint import Control, commit, load_checkpoint_directory, save_checkpoint_directory
+from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.errors import CheckpointError, CommunicationError
+from tests.checkpoint.samples import checkpoint, control, end_to_end, verify
+
+ENDED_BY_THE_DEATH_OF_ANOTHER = 7
+
+
+class Progress:
+    """The number of the last version that was saved, in memory that processes share."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8)
+
+    @property
+    def version(self) -> int:
+        return int(struct.unpack("q", self._memory[:])[0])
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._memory[:] = struct.pack("q", value)
+
+
+def no_exchange(source: Path, final: Path) -> NoReturn:
+    """A file system without ``renameat2``, as NFS is one."""
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def save(saver: Saver, path: Path, version: int, asynchronous: bool) -> None:
+    def write(content: Mapping[str, Any], ranks: Control) -> None:
+        save_checkpoint_directory(content, path, ranks, plan_summary={})
+
+    content = checkpoint(version, end_to_end, control())
+    saver.save(write, content, what=f"save '{path}'", asynchronous=asynchronous)
+
+
+def run_until_killed(rank: int, store: Path, folder: Path, first: int, progress: Progress, asynchronous: bool) -> None:
+    """As ``ModelCheckpoint(save_top_k=1, save_last=True)``: a new name, the old one away, and the same name again."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
+    saver = Saver(control())
+    for version in range(first, first + 10_000):
+        save(saver, folder / f"step={version}.ckpt", version, asynchronous)
+        for old in folder.glob("step=*.ckpt"):
+            if old.name != f"step={version}.ckpt":
+                saver.remove(old)
+        save(saver, folder / "last.ckpt", version, asynchronous)
+        if rank == 0:
+            progress.version = version - asynchronous  # the save in flight may be lost
+
+
+def fork(rank: int, *arguments: Any) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            run_until_killed(rank, *arguments)
+        except (CommunicationError, CheckpointError):
+            code = ENDED_BY_THE_DEATH_OF_ANOTHER
+        finally:
+            os._exit(code)
+    return pid
+
+
+def kill_in_the_middle(
+    store: Path, folder: Path, first: int, progress: Progress, victims: set[int], later: bool
+) -> None:
+    """Start two ranks, let them save at least once, and kill some of them; the others must end by themselves."""
+    pids = [fork(rank, store, folder, first, progress, later) for rank in range(2)]
+    try:
+        deadline = time.monotonic() + 20
+        while progress.version < first and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert progress.version >= first, "no save finished before the kill"
+        time.sleep(random.random() * 0.1)
+        for rank in victims:
+            os.kill(pids[rank], signal.SIGKILL)
+        for rank in {0, 1} - victims:
+            while (ended := os.waitpid(pids[rank], os.WNOHANG)) == (0, 0):
+                assert time.monotonic() < deadline, f"rank {rank} waits for the dead one"
+                time.sleep(0.002)
+            pids[rank] = 0
+            assert os.waitstatus_to_exitcode(ended[1]) == ENDED_BY_THE_DEATH_OF_ANOTHER
+    finally:
+        for pid in filter(None, pids):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def whole(path: Path) -> int:
+    """The version of a checkpoint, all of whose parts are of that version."""
+    ranks = control()
+    loaded = load_checkpoint_directory(path, ranks)
+    verify(loaded, loaded["epoch"], end_to_end, ranks)
+    return int(loaded["epoch"])
+
+
+@pytest.mark.parametrize(("exchange", "kills"), [(True, 70), (False, 40)], ids=["exchange", "link"])
+def test_killed_at_any_moment(tmp_path: Path, exchange: bool, kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exchange:
+        monkeypatch.setattr(commit, "_exchange", no_exchange)  # in the ranks too: they are forked
+    random.seed(kills)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    version = 0
+    for kill in range(kills):
+        progress = Progress()
+        victims = random.choice([{0, 1}, {0, 1}, {0}, {1}])
+        kill_in_the_middle(tmp_path / f"store{kill}", folder, version + 1, progress, victims, kill % 2 == 1)
+        last = whole(folder / "last.ckpt")
+        steps = {int(path.stem.removeprefix("step=")): path for path in folder.glob("step=*.ckpt")}
+        for step, path in steps.items():
+            assert whole(path) == step
+        assert last >= progress.version, "a checkpoint that was saved is lost"
+        assert max(steps) >= progress.version, "a checkpoint that was saved is lost"
+        temporary = [entry.name for entry in folder.iterdir() if entry.name.startswith(".")]
+        assert not [name for name in temporary if "ckpt" in name or "last" in name]
+        version = max(last, *steps)
+    saver = Saver(control())
+    for path in steps.values():
+        saver.remove(path)
+    save(saver, folder / "last.ckpt", version + 1, asynchronous=False)
+    names = {entry.name for entry in folder.iterdir()}
+    data = {name for name in names if name.startswith(".zdata-")}
+    assert names == {"last.ckpt"} | data
+    assert len(data) == (not exchange)
+    shutil.rmtree(folder)
