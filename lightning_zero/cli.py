@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero import tools
 from lightning_zero.config import Placement, Stage
 from lightning_zero.plan import ZeroPlan, build_plan
 from lightning_zero.precision import PrecisionName, ZeroPrecision
@@ -166,11 +167,25 @@ def _said_in_one_line() -> Iterator[None]:
 
 _COMMANDS = {
     "plan": "print how a model would be split over processes, and what that takes; needs one process and no memory",
+    "inspect": "print what is inside a checkpoint and verify its files",
+    "consolidate": "write a checkpoint as one ordinary file, or as safetensors",
     "fit": "train",
     "validate": "one pass over the validation data",
     "test": "one pass over the test data",
     "predict": "predictions for the predict data",
 }
+
+_TOOLS = {"inspect": tools.inspect, "consolidate": tools.consolidate}
+
+
+def _run_tool(tool: Callable[[Sequence[str]], int], args: Sequence[str]) -> None:
+    try:
+        code = tool(args)
+    except BrokenPipeError:  # the reader has seen enough, as `head` has; nothing more can be printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    if code:
+        raise SystemExit(code)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -178,16 +193,22 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Args:
         args: The command line without the program's name; the process's own if not given.
+
+    Raises:
+        SystemExit: for wrong options, and with 1 if a command found something wrong.
     """
     given = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(
         prog="lightning-zero",
         description="ZeRO for PyTorch Lightning. `lightning-zero COMMAND --help` lists a command's options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n" + "\n".join(f"  {name:<10}{text}" for name, text in _COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(f"  {name:<13}{text}" for name, text in _COMMANDS.items()),
     )
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help=f"one of {', '.join(_COMMANDS)}")
     command = parser.parse_args(given[:1]).command
+    if command in _TOOLS:
+        _run_tool(_TOOLS[command], given[1:])
+        return
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `--model my_module.MyModel`, as with `python -m lightning_zero`
     if command != "plan":

@@ -177,7 +177,10 @@ def test_help_lists_the_commands(tmp_path: Path, module: bool) -> None:
     start = ["-m", "lightning_zero"] if module else ["-c", "from lightning_zero.cli import main; main()"]
     stdout, stderr = run_script([*start, "--help"], cwd=tmp_path)
 
-    assert all(f"  {command} " in stdout for command in ("plan", "fit", "validate", "test", "predict"))
+    assert all(
+        f"  {command} " in stdout
+        for command in ("plan", "inspect", "consolidate", "fit", "validate", "test", "predict")
+    )
     assert not stderr
 
 

@@ -2,7 +2,7 @@
 
 The format is a stock ``torch.distributed.checkpoint`` directory, so that others can read it, with a record of our
 own, so that loading is fast and runs no code. See [Note: The directory] in ``schema.py`` and [Note: Publishing] in
-``commit.py``.
+``commit.py``. What other programs write is read too; see ``kinds.py``.
 """
 
 from __future__ import annotations
@@ -10,24 +10,39 @@ from __future__ import annotations
 import os
 
 from lightning_zero.checkpoint.agreement import Control, collect
-from lightning_zero.checkpoint.commit import local_path, remove
+from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+from lightning_zero.checkpoint.export import save_consolidated_file
 from lightning_zero.checkpoint.flat_shard import FlatShard
-from lightning_zero.checkpoint.reader import StoredTensor, is_sharded_checkpoint, load_checkpoint_directory
+from lightning_zero.checkpoint.inspection import inspect_checkpoint
+from lightning_zero.checkpoint.opening import is_checkpoint_directory_at, open_checkpoint
+from lightning_zero.checkpoint.reader import is_sharded_checkpoint, load_checkpoint_directory
+from lightning_zero.checkpoint.remote import remove_at
 from lightning_zero.checkpoint.save import save_checkpoint_directory
+from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.stored import Source, StoredTensor
+from lightning_zero.checkpoint.verify import verify_checkpoint
 
 __all__ = [
     "Control",
     "FlatShard",
+    "Saver",
+    "Source",
     "StoredTensor",
+    "consolidate_checkpoint",
+    "inspect_checkpoint",
+    "is_checkpoint_directory_at",
     "is_sharded_checkpoint",
     "load_checkpoint_directory",
+    "open_checkpoint",
     "remove_checkpoint_directory",
     "save_checkpoint_directory",
+    "save_consolidated_file",
+    "verify_checkpoint",
 ]
 
 
 def remove_checkpoint_directory(path: str | os.PathLike[str], control: Control) -> None:
-    """Delete a checkpoint, a directory or a single file. One that does not exist is fine.
+    """Delete a checkpoint, a directory or a single file, local or behind a URL. One that does not exist is fine.
 
     Raises:
         CheckpointError: on every rank, if rank 0 could not, or if it is a directory that is no checkpoint.
@@ -38,5 +53,5 @@ def remove_checkpoint_directory(path: str | os.PathLike[str], control: Control) 
     collect(
         control,
         f"remove the checkpoint '{os.fspath(path)}'",
-        lambda: remove(local_path(path)) if control.rank == 0 else None,
+        lambda: remove_at(path) if control.rank == 0 else None,
     )

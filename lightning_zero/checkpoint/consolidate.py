@@ -1,0 +1,346 @@
+"""One process turns a checkpoint of any kind into ordinary files, a piece of a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_zero.checkpoint.commit import is_checkpoint_directory
+from lightning_zero.checkpoint.export import SUMMARY_KEY, by_parameter_index
+from lightning_zero.checkpoint.files import open_folder
+from lightning_zero.checkpoint.opening import open_checkpoint
+from lightning_zero.checkpoint.output import StagedFile, local_output, write_bytes
+from lightning_zero.checkpoint.pieces import Pieces
+from lightning_zero.checkpoint.reader import Directory, is_sharded_checkpoint
+from lightning_zero.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
+from lightning_zero.checkpoint.safetensors_file import SafetensorsFile, TensorSpec
+from lightning_zero.checkpoint.stored import StoredTensor
+from lightning_zero.checkpoint.torch_file import Hole, TorchFile
+from lightning_zero.checkpoint.typed_json import DTYPES, Decoder
+from lightning_zero.checkpoint.writer import is_plain
+from lightning_zero.comm import ControlGroup
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["FileFormat", "consolidate_checkpoint", "parse_size"]
+
+FileFormat = Literal["ckpt", "safetensors"]
+
+_TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
+# What Lightning leaves out of a checkpoint that is saved with `weights_only=True`.
+_TRAINING_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "ZeroPrecision", "MixedPrecision")
+
+
+def consolidate_checkpoint(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: FileFormat | None = None,
+    dtype: str | None = None,
+    max_shard_size: str | int = "5GB",
+    weights_only: bool = False,
+    prefix: str | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Write an ordinary checkpoint file, or safetensors files, from a checkpoint of any kind.
+
+    Runs in one process and needs memory for a piece of one tensor. Checksums that the source has are verified.
+
+    Args:
+        source: a sharded directory of this package, of Lightning's strategies or of ``torch.distributed.checkpoint``, a
+            ``.ckpt`` file, or safetensors.
+        out: ``*.ckpt`` (or ``.pt``, ``.pth``, ``.bin``): one file as ``Trainer.save_checkpoint`` writes it on one
+            device, which ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)`` read without this package.
+            ``*.safetensors``: one file of weights. Anything without a suffix is a directory of safetensors files as
+            Hugging Face has it, with an index if there are several.
+        format: what to write, where the name of ``out`` does not say it.
+        dtype: cast floating-point weights to it, for example ``"bfloat16"``. Optimizer states keep theirs.
+        max_shard_size: of a file in a directory of safetensors, in bytes, or as ``"500MB"`` or ``"2GiB"``. A single
+            larger tensor has a file of its own.
+        weights_only: leave the state of optimizers, schedulers and callbacks out of a ``.ckpt``.
+        prefix: cut this beginning off the weights' names, for example ``"model."``.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ValueError: for settings that are wrong or contradict each other.
+        CheckpointError: if the source is damaged or no checkpoint, or a file could not be written, naming it. A file
+            that is replaced is replaced whole or not at all.
+    """
+    target = local_output(out)
+    kind = _kind(target, format)
+    limit = parse_size(max_shard_size)
+    cast = _floating(dtype)
+    if prefix is not None and kind == "ckpt" and not weights_only:
+        raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
+    _check_target(source, target, kind)
+    checkpoint = open_checkpoint(source, ControlGroup(None))
+    if is_sharded_checkpoint(source) and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
+        plan = Decoder().decode(Directory(open_folder(source)).record.plan)
+        checkpoint[SUMMARY_KEY] = {**checkpoint.get(SUMMARY_KEY, {}), "plan": plan}
+    if not isinstance(checkpoint.get("state_dict"), Mapping):
+        raise CheckpointError(f"'{os.fspath(source)}' holds no weights: there is no `state_dict` in it.")
+    weights = _renamed(checkpoint["state_dict"], prefix)
+    _warn_of_excluded(checkpoint, os.fspath(source))
+    try:
+        if kind == "ckpt":
+            return [_write_torch(checkpoint, weights, target, cast, weights_only, progress)]
+        return _write_safetensors(weights, target, cast, limit, progress)
+    except OSError as error:
+        raise CheckpointError(f"Could not write '{target}': {error}.") from error
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of ``5000``, ``"5GB"`` (10^9 bytes each) or ``"2GiB"`` (2^30).
+
+    Raises:
+        ValueError: for anything else.
+    """
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = matched.group(2).upper() if matched else None
+    if isinstance(size, bool) or matched is None or unit not in _UNITS or float(matched.group(1)) <= 0:
+        raise ValueError(f"a size in bytes, or like '500MB' or '2GiB', is needed, got {size!r}")
+    return max(1, int(float(matched.group(1)) * _UNITS[unit]))
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+def _kind(target: Path, given: str | None) -> FileFormat:
+    by_suffix = {**dict.fromkeys(_TORCH_SUFFIXES, "ckpt"), ".safetensors": "safetensors"}.get(target.suffix)
+    if given not in (None, "ckpt", "safetensors"):
+        raise ValueError(f"format must be 'ckpt' or 'safetensors', got {given!r}.")
+    if given is not None and by_suffix not in (None, given):
+        raise ValueError(f"format='{given}' contradicts the name '{target.name}'.")
+    kind = given or by_suffix
+    if kind is None and target.suffix and not target.is_dir():
+        raise ValueError(f"'{target.name}' does not say what to write: give format='ckpt' or 'safetensors'.")
+    return "ckpt" if kind == "ckpt" else "safetensors"
+
+
+def _floating(name: str | None) -> torch.dtype | None:
+    dtype = None if name is None else DTYPES.get(name)
+    if name is not None and (dtype is None or not dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point dtype like 'bfloat16' or 'float32', got {name!r}.")
+    return dtype
+
+
+def _check_target(source: str | os.PathLike[str], target: Path, kind: FileFormat) -> None:
+    text = os.fspath(source)
+    if "://" not in text and target.exists() and os.path.exists(text) and os.path.samefile(text, target):
+        raise ValueError(f"'{target}' is the source itself: write to another place.")
+    if not target.is_dir():
+        return
+    if kind == "ckpt" or target.suffix == ".safetensors":
+        raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
+    if os.listdir(target) and is_checkpoint_directory(target):
+        raise ValueError(f"'{target}' is a sharded checkpoint: write to another directory.")
+
+
+def _renamed(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
+    """The weights with their names to be.
+
+    Raises:
+        ValueError: if no name has the prefix, or two would be the same without it.
+    """
+    if not prefix:
+        return dict(state)
+    renamed = {name.removeprefix(prefix): value for name, value in state.items()}
+    if not any(name.startswith(prefix) for name in state):
+        raise ValueError(f"prefix={prefix!r}: no weight's name begins so; the first are {list(state)[:3]}.")
+    if len(renamed) != len(state):
+        raise ValueError(f"prefix={prefix!r}: without it, two weights would have the same name.")
+    return renamed
+
+
+def _warn_of_excluded(checkpoint: Mapping[str, Any], source: str) -> None:
+    own = checkpoint.get(SUMMARY_KEY)
+    excluded = own.get("excluded_frozen") if isinstance(own, Mapping) else None
+    if excluded:
+        warnings.warn(
+            f"'{source}' was saved without its {len(excluded)} frozen parameters ({excluded[0]}, ...), so they are not "
+            "in what is written either.",
+            stacklevel=3,
+        )
+
+
+def _warn_of_overflow(holes: Mapping[str, Any], pieces: Pieces) -> None:
+    names = [name for name, hole in holes.items() if isinstance(hole, Hole) and hole.key in pieces.overflowed]
+    if names:
+        warnings.warn(
+            f"{len(names)} weights have values that are too large for the dtype and became infinite, for example "
+            f"'{names[0]}'. `bfloat16` has the range of `float32`.",
+            stacklevel=4,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- torch file
+
+
+def _write_torch(
+    checkpoint: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    target: Path,
+    cast: torch.dtype | None,
+    weights_only: bool,
+    progress: bool,
+) -> Path:
+    pieces = Pieces()
+    dropped = _TRAINING_STATE if weights_only else ()
+    content = {key: _with_holes(value, pieces, None) for key, value in checkpoint.items() if key not in dropped}
+    content["state_dict"] = {
+        name: _with_holes(value, pieces, cast if isinstance(value, Tensor) else None) for name, value in weights.items()
+    }
+    if isinstance(content.get("optimizer_states"), list):
+        content["optimizer_states"] = [by_parameter_index(state) for state in content["optimizer_states"]]
+    layout = TorchFile(content)
+    staged = StagedFile(target, layout.nbytes)
+    try:
+        with _Bar(target.name, layout.nbytes, progress) as bar, open(staged.path, "r+b", buffering=0) as file:
+            descriptor = file.fileno()
+            crcs = [
+                pieces.write(place.key if place.tensor is None else place.tensor, descriptor, place.offset, bar)
+                for place in layout.places
+            ]
+            for offset, part in layout.frame(crcs):
+                write_bytes(descriptor, offset, part)
+                bar(len(part))
+        staged.publish()
+    finally:
+        staged.discard()
+    _warn_of_overflow(content["state_dict"], pieces)
+    return target
+
+
+def _with_holes(value: Any, pieces: Pieces, cast: torch.dtype | None) -> Any:
+    """A structure with a hole for every tensor that is on disk or to be cast."""
+    if isinstance(value, StoredTensor) or (cast is not None and is_plain(value)):
+        dtype = cast if cast is not None and value.dtype.is_floating_point else value.dtype
+        return Hole(pieces.add(value, dtype), dtype, value.shape)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _with_holes(item, pieces, cast)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_with_holes(item, pieces, cast) for item in value)
+    return value
+
+
+# --------------------------------------------------------------------------------------------------------- safetensors
+
+
+def _write_safetensors(
+    weights: Mapping[str, Any], target: Path, cast: torch.dtype | None, limit: int, progress: bool
+) -> list[Path]:
+    pieces = Pieces()
+    holes = {name: _with_holes(value, pieces, cast or value.dtype) for name, value in _only_tensors(weights).items()}
+    kept: dict[Any, str] = {}
+    for name, hole in holes.items():
+        kept.setdefault((hole.key, hole.shape), name)
+    aliases = {name: kept[hole.key, hole.shape] for name, hole in holes.items() if kept[hole.key, hole.shape] != name}
+    single = target.suffix == ".safetensors"
+    folder = target.parent if single else target
+    shards = _shards({name: hole for name, hole in holes.items() if name not in aliases}, None if single else limit)
+    names = [target.name if single else _file_name(number, len(shards)) for number in range(len(shards))]
+    layouts = []
+    for shard in shards:
+        metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in shard}}
+        layouts.append(SafetensorsFile({n: TensorSpec(h.dtype, tuple(h.shape)) for n, h in shard.items()}, metadata))
+    staged: list[StagedFile] = []
+    try:
+        with _Bar(target.name, sum(layout.nbytes for layout in layouts), progress) as bar:
+            for name, layout in zip(names, layouts, strict=True):
+                staged.append(StagedFile(folder / name, layout.nbytes))
+                with open(staged[-1].path, "r+b", buffering=0) as file:
+                    write_bytes(file.fileno(), 0, layout.head)
+                    bar(len(layout.head))
+                    for tensor, offset in layout.offsets.items():
+                        pieces.write(holes[tensor].key, file.fileno(), offset, bar)
+        if single:
+            staged[0].publish()
+        else:
+            _publish(folder, staged, shards)
+    finally:
+        for file_ in staged:
+            file_.discard()
+    _warn_of_overflow(holes, pieces)
+    written = [folder / name for name in names]
+    return written if single or len(written) == 1 else [*written, folder / INDEX_FILE]
+
+
+def _publish(folder: Path, staged: Sequence[StagedFile], shards: Sequence[Mapping[str, Hole]]) -> None:
+    """Give the files their names. While they are of two exports, there is no index that leads to them."""
+    index = folder / INDEX_FILE
+    if len(staged) > 1:
+        index.unlink(missing_ok=True)
+    for file in staged:
+        file.publish()
+    if len(staged) > 1:
+        total = sum(hole.nbytes for shard in shards for hole in shard.values())
+        places = {name: file.final.name for file, shard in zip(staged, shards, strict=True) for name in shard}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
+        written = StagedFile(index, len(text))
+        try:
+            written.path.write_bytes(text)
+            written.publish()
+        finally:
+            written.discard()
+    else:
+        index.unlink(missing_ok=True)
+    current = {file.final.name for file in staged}
+    for path in folder.iterdir():  # of an earlier export in other pieces
+        if _WEIGHTS.fullmatch(path.name) and path.name not in current:
+            path.unlink()
+
+
+def _only_tensors(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = {name: value for name, value in weights.items() if isinstance(value, StoredTensor) or is_plain(value)}
+    left_out = [name for name in weights if name not in tensors]
+    if left_out:
+        warnings.warn(f"Left out, because safetensors hold plain tensors only: {', '.join(left_out)}.", stacklevel=4)
+    return tensors
+
+
+def _shards(holes: Mapping[str, Hole], limit: int | None) -> list[dict[str, Hole]]:
+    """The tensors in files of at most ``limit`` bytes of elements, in their order; at least one file."""
+    shards: list[dict[str, Hole]] = [{}]
+    filled = 0
+    for name, hole in holes.items():
+        if limit is not None and filled and filled + hole.nbytes > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = hole
+        filled += hole.nbytes
+    return shards
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+class _Bar:
+    """A progress bar over bytes; a function that advances it."""
+
+    def __init__(self, name: str, nbytes: int, shown: bool) -> None:
+        self._bar = tqdm(
+            total=nbytes, desc=name, unit="B", unit_scale=True, leave=True, disable=None if shown else True
+        )
+
+    def __enter__(self) -> Callable[[int], Any]:
+        advance: Callable[[int], Any] = self._bar.update
+        return advance
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

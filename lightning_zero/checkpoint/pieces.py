@@ -1,0 +1,113 @@
+"""Copying stored tensors into a file a piece at a time, checked and cast on the way."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero._torch import untracked
+from lightning_zero.checkpoint.crc32 import combine
+from lightning_zero.checkpoint.output import PIECE_NBYTES, write_bytes
+from lightning_zero.checkpoint.schema import Chunk
+from lightning_zero.checkpoint.stored import StoredTensor
+from lightning_zero.checkpoint.typed_json import raw_memory
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["Pieces", "stored_identity"]
+
+
+class Pieces:
+    """Tensors to be written, each known by a key that tied ones share.
+
+    Attributes:
+        overflowed: keys of finite tensors that became infinite when they were cast.
+    """
+
+    def __init__(self) -> None:
+        self.overflowed: set[Hashable] = set()
+        self._tensors: dict[Hashable, tuple[Tensor, torch.dtype]] = {}
+
+    def add(self, tensor: Tensor, dtype: torch.dtype) -> Hashable:
+        """Take a tensor in, to be written in a dtype. Returns its key."""
+        key = (stored_identity(tensor), dtype)
+        self._tensors.setdefault(key, (tensor, dtype))
+        return key
+
+    def write(
+        self, what: Hashable | Tensor, descriptor: int, offset: int, advance: Callable[[int], Any] = lambda _: None
+    ) -> int:
+        """Write a tensor's elements at an offset of a file.
+
+        Args:
+            what: the key of one that was added, or a tensor.
+            descriptor: of the file.
+            offset: of the first byte.
+            advance: told the bytes of every piece when it is written.
+
+        Returns:
+            The CRC-32 of what was written.
+
+        Raises:
+            CheckpointError: if what is read does not match its checksum.
+            OSError: if it could not be written.
+        """
+        tensor, dtype = (what, what.dtype) if isinstance(what, Tensor) else self._tensors[what]
+        crc32 = 0
+        for piece in _pieces(tensor):
+            elements, part = piece.elements, piece.crc32
+            if dtype != tensor.dtype:
+                elements, part = piece.elements.to(dtype), None
+                if elements.isinf().any() and not piece.elements.isinf().any():
+                    self.overflowed.add(what)
+            memory = raw_memory(elements)
+            write_bytes(descriptor, offset, memory)
+            part = zlib.crc32(memory) if part is None else part
+            crc32 = combine(crc32, part, len(memory)) if crc32 else part
+            offset += len(memory)
+            advance(len(memory))
+        return crc32
+
+
+class _Piece:
+    def __init__(self, elements: Tensor, crc32: int | None = None) -> None:
+        self.elements, self.crc32 = elements, crc32
+
+
+def _pieces(tensor: Tensor) -> Iterator[_Piece]:
+    """A tensor's elements in order. The memory of one piece is that of the next."""
+    step = max(1, PIECE_NBYTES // tensor.dtype.itemsize)
+    if not isinstance(tensor, StoredTensor):
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        yield from (_Piece(flat[begin : begin + step]) for begin in range(0, flat.numel(), step))
+        return
+    with untracked():
+        buffer = torch.empty(min(step, tensor.numel()), dtype=tensor.dtype)
+    # Pieces that do not cross the border of a chunk, because a checksum is that of a chunk.
+    whole = Chunk(0, tensor.numel(), "", 0, None)
+    for chunk in tensor._item.chunks or ([whole] if tensor.numel() else []):
+        crc32, end = 0, chunk.start + chunk.numel
+        for begin in range(chunk.start, end, step):
+            elements = buffer[: min(step, end - begin)]
+            tensor.read_into(elements, begin)
+            part = zlib.crc32(raw_memory(elements))
+            crc32 = combine(crc32, part, elements.nbytes) if crc32 else part
+            yield _Piece(elements, part)
+        if chunk.crc32 is not None and chunk.crc32 != crc32:
+            raise CheckpointError(
+                f"'{chunk.file}' is damaged: the elements of '{tensor.key}' at byte {chunk.offset} do not match their "
+                "checksum. Use another checkpoint."
+            )
+
+
+def stored_identity(tensor: Tensor) -> Hashable:
+    """Equal for tensors whose elements are the same bytes in a file or in memory; unique if there are none."""
+    if not tensor.numel():
+        return id(tensor), "empty"
+    if isinstance(tensor, StoredTensor):
+        return id(tensor._source), replace(tensor._item, path=())
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -1,0 +1,313 @@
+"""The bytes of a ``torch.save`` archive around tensors that are not there yet.
+
+[Note: A torch file without its tensors]
+
+``torch.save`` writes an uncompressed zip: the pickle of the object, in which every storage is a number, then one
+record per storage. All sizes are known before any element is, so that the place of every element is too: the pickle is
+made with a ``Hole`` wherever a tensor will be, and whoever has a range of its elements writes it to its place in the
+file, in any order. The rest of the zip (headers, checksums, directory) comes last; without it the file is no zip, and
+no reader takes it for a checkpoint.
+
+Records lie exactly where ``torch.save`` would have put them: names, alignment, descriptors and 64-bit extensions are
+those of the zip writer in torch, because ``torch.load`` can be told to compute offsets instead of looking them up
+(``torch.utils.serialization.config.load.calculate_storage_offsets``).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.writer import is_plain
+
+__all__ = ["Hole", "Place", "TorchFile"]
+
+_ARCHIVE = "archive"  # torch takes the name of the file, readers take any
+_ALIGNMENT = 64
+_PROTOCOL = 2  # of torch.save
+_TORCH_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+_NO_DATE = 0x21  # the first day a zip can name
+
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END_64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+_END = struct.Struct("<4sHHHHIIH")
+_MAX_16 = 0xFFFF
+_MAX_32 = 0xFFFFFFFF
+
+
+class Hole:
+    """Stands for a contiguous tensor in host memory.
+
+    Args:
+        key: what the elements are; holes with the same key share them, as tied weights do.
+        dtype: of the elements.
+        shape: of the tensor.
+    """
+
+    def __init__(self, key: Hashable, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        self.key = key
+        self.dtype = dtype
+        self.shape = torch.Size(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """Where the elements of one storage belong.
+
+    Attributes:
+        key: the holes' key; ``None`` for a tensor that was given as such.
+        tensor: 1-D, or ``None`` for a hole.
+        offset: of the first byte in the file.
+        nbytes: size.
+    """
+
+    key: Hashable
+    tensor: Tensor | None
+    offset: int
+    nbytes: int
+
+
+class _Record(NamedTuple):
+    name: bytes
+    header: int  # offset of the local header
+    extra: bytes  # of the local header
+    offset: int
+    nbytes: int
+    content: bytes | None  # None: a storage
+
+    @property
+    def is_large(self) -> bool:
+        return self.header >= _MAX_32 or self.nbytes >= _MAX_32
+
+    @property
+    def end(self) -> int:
+        """Where the next record begins: after the elements and their descriptor, which nothing does not have."""
+        return self.offset + self.nbytes + (0 if not self.nbytes else 24 if self.is_large else 16)
+
+
+class TorchFile:
+    """The layout of a file that ``torch.load`` reads. See [Note: A torch file without its tensors].
+
+    Args:
+        content: what ``torch.load`` will give, with a ``Hole`` for every tensor whose elements are elsewhere. Ordinary
+            tensors in it are written with exactly their elements, also if their memory is part of something larger,
+            and as tensors on the CPU.
+
+    Raises:
+        Exception: what pickling a value in ``content`` raises.
+
+    Attributes:
+        places: of all storages, in the order of the file.
+        nbytes: size of the whole file.
+    """
+
+    def __init__(self, content: Any) -> None:
+        pickler = _Pickler()
+        pickler.dump(content)
+        small = [
+            ("data.pkl", pickler.pickled),
+            (".format_version", b"1"),
+            (".storage_alignment", str(_ALIGNMENT).encode()),
+            ("byteorder", sys.byteorder.encode()),
+        ]
+        self._records: list[_Record] = []
+        for name, data in small:
+            self._add(name, len(data), data)
+        self.places: list[Place] = []
+        for number, storage in enumerate(pickler.storages):
+            record = self._add(f"data/{number}", storage.nbytes, None)
+            self.places.append(Place(storage.key, storage.tensor, record.offset, record.nbytes))
+        self._add("version", 2, b"3\n")
+        self._by_key = {place.key: place for place in self.places if place.key is not None}
+        self._directory_size = sum(len(_central(record, 0)) for record in self._records)
+        self.nbytes = self._records[-1].end + self._directory_size + _END_64.size + _LOCATOR_64.size + _END.size
+
+    def __getitem__(self, key: Hashable) -> Place:
+        """The place of the holes with a key."""
+        return self._by_key[key]
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether there is a hole with a key."""
+        return key in self._by_key
+
+    def frame(self, checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Everything but the elements.
+
+        Args:
+            checksums: the CRC-32 of every place, in their order; 0 for one that is not known, which torch does not
+                notice and other readers of zip files report.
+
+        Returns:
+            Pairs of an offset and the bytes that belong there, in the order of the file.
+        """
+        given = iter(checksums)
+        crcs = [zlib.crc32(record.content) if record.content is not None else next(given) for record in self._records]
+        descriptor, start = b"", 0
+        for record, crc in zip(self._records, crcs, strict=True):
+            head = descriptor + _local(record)
+            if record.content is None:
+                yield start, head
+                descriptor = _descriptor(record, crc)
+                start = record.offset + record.nbytes
+            else:
+                descriptor = head + record.content + _descriptor(record, crc)
+        directory = b"".join(_central(record, crc) for record, crc in zip(self._records, crcs, strict=True))
+        yield start, descriptor + directory + _end(len(self._records), self._records[-1].end, len(directory))
+
+    def _add(self, name: str, nbytes: int, content: bytes | None) -> _Record:
+        header = self._records[-1].end if self._records else 0
+        encoded = f"{_ARCHIVE}/{name}".encode()
+        large = _large_extra(nbytes, header)
+        start = header + _LOCAL.size + len(encoded) + len(large) + 4
+        padding = -start % _ALIGNMENT
+        extra = large + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        record = _Record(encoded, header, extra, start + padding, nbytes, content)
+        self._records.append(record)
+        return record
+
+
+class _Storage:
+    """A storage in the pickle: the elements of a hole or of a tensor."""
+
+    def __init__(self, number: int, kind: Any, numel: int, nbytes: int, key: Hashable, tensor: Tensor | None) -> None:
+        self.persistent_id = ("storage", kind, str(number), "cpu", numel)
+        self.nbytes, self.key, self.tensor = nbytes, key, tensor
+
+
+class _Pickler(pickle.Pickler):
+    """``torch.save``'s pickle of a structure, with the storages' numbers instead of their contents."""
+
+    def __init__(self) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=_PROTOCOL)
+        self._known: dict[Hashable, _Storage] = {}
+        self.storages: list[_Storage] = []
+
+    @property
+    def pickled(self) -> bytes:
+        return self._buffer.getvalue()
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is _Storage:
+            return obj.persistent_id
+        if isinstance(obj, _TORCH_STORAGES):
+            return self._whole(obj).persistent_id
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Hole:
+            storage = self._storage(("hole", obj.key), obj.dtype, math.prod(obj.shape), obj.key, None)
+            return _reduced(storage, obj.dtype, obj.shape, requires_grad=False)
+        if type(obj) is Tensor and is_plain(obj) and not obj.is_meta and not vars(obj):
+            flat = obj.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            identity = ("memory", flat.device, flat.data_ptr(), flat.dtype, flat.numel()) if flat.numel() else object()
+            storage = self._storage(identity, obj.dtype, flat.numel(), None, flat)
+            return _reduced(storage, obj.dtype, obj.shape, obj.requires_grad)
+        return NotImplemented
+
+    def _storage(
+        self, identity: Hashable, dtype: torch.dtype, numel: int, key: Hashable, tensor: Tensor | None
+    ) -> _Storage:
+        if identity not in self._known:
+            kind, nbytes = _form(dtype).storage_class, numel * dtype.itemsize
+            count = nbytes if kind is torch.UntypedStorage else numel
+            self.storages.append(_Storage(len(self.storages), kind, count, nbytes, key, tensor))
+            self._known[identity] = self.storages[-1]
+        return self._known[identity]
+
+    def _whole(self, storage: Any) -> _Storage:
+        """A storage of a tensor that describes itself (sparse, quantized, of a class of its own)."""
+        is_untyped = isinstance(storage, torch.UntypedStorage)
+        untyped = storage if is_untyped else storage._untyped_storage  # private: 2.11 to 2.13
+        dtype = torch.uint8 if is_untyped else storage.dtype
+        memory = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
+        identity = ("storage", untyped.device, untyped.data_ptr(), dtype) if untyped.nbytes() else object()
+        if identity not in self._known:
+            kind = torch.UntypedStorage if is_untyped else _form(dtype).storage_class
+            number, nbytes = len(self.storages), untyped.nbytes()
+            self.storages.append(_Storage(number, kind, nbytes // dtype.itemsize, nbytes, None, memory))
+            self._known[identity] = self.storages[-1]
+        return self._known[identity]
+
+
+class _Form(NamedTuple):
+    """How torch pickles a tensor of a dtype."""
+
+    rebuild: Any
+    storage_class: Any
+    more: tuple[Any, ...]  # arguments of a dtype younger than the classes of storages
+
+
+@cache
+def _form(dtype: torch.dtype) -> _Form:
+    rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(_PROTOCOL)
+    if isinstance(arguments[0], torch.UntypedStorage):
+        return _Form(rebuild, torch.UntypedStorage, arguments[6:])
+    return _Form(rebuild, getattr(torch, arguments[0]._pickle_storage_type()), arguments[6:])  # private: 2.11 to 2.13
+
+
+def _reduced(storage: _Storage, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Any:
+    """How torch itself pickles a contiguous tensor, with another storage in it."""
+    strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    form = _form(dtype)
+    return form.rebuild, (storage, 0, tuple(shape), strides, requires_grad, OrderedDict(), *form.more)
+
+
+# ----------------------------------------------------------------------------------------------------------------- zip
+
+
+def _large_extra(nbytes: int, header: int) -> bytes:
+    """The 64-bit extension of a header, if it needs one."""
+    values = [nbytes, nbytes] if nbytes >= _MAX_32 else []
+    values += [header] if header >= _MAX_32 else []
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+
+
+def _flags(record: _Record) -> int:
+    return 0x808 if record.nbytes else 0x800  # names are UTF-8; size and checksum follow the data
+
+
+def _local(record: _Record) -> bytes:
+    version = 45 if record.is_large else 20
+    fields = (version, _flags(record), 0, 0, _NO_DATE, 0, 0, 0, len(record.name), len(record.extra))
+    return _LOCAL.pack(b"PK\x03\x04", *fields) + record.name + record.extra
+
+
+def _descriptor(record: _Record, crc: int) -> bytes:
+    if not record.nbytes:
+        return b""
+    return struct.pack("<4sIQQ" if record.is_large else "<4sIII", b"PK\x07\x08", crc, record.nbytes, record.nbytes)
+
+
+def _central(record: _Record, crc: int) -> bytes:
+    version = 45 if record.is_large else 20
+    nbytes, header = min(record.nbytes, _MAX_32), min(record.header, _MAX_32)
+    extra = _large_extra(record.nbytes, record.header)
+    dates = (version, version, _flags(record), 0, 0, _NO_DATE)
+    fields = (*dates, crc, nbytes, nbytes, len(record.name), len(extra), 0, 0, 0, 0, header)
+    return _CENTRAL.pack(b"PK\x01\x02", *fields) + record.name + extra
+
+
+def _end(count: int, offset: int, nbytes: int) -> bytes:
+    """The end of the directory, in the 64-bit form that torch always writes, and its pointer from the old one."""
+    end = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, offset)
+    locator = _LOCATOR_64.pack(b"PK\x06\x07", 0, offset + nbytes, 1)
+    short = min(count, _MAX_16)
+    return end + locator + _END.pack(b"PK\x05\x06", 0, 0, short, short, min(nbytes, _MAX_32), min(offset, _MAX_32), 0)
