@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import FlatShard, StoredTensor
+from lightning_zero.checkpoint.agreement import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
+from lightning_zero.errors import CheckpointError
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 
 __all__ = ["ModuleState", "OptimizerState"]
 
-# torch.compile wraps a block in a module of this attribute; names on disk do not depend on whether a block is compiled.
-_COMPILED = "_orig_mod."
+# torch.compile, activation checkpointing and FSDP wrap a block in a module of this attribute; names in a checkpoint do
+# not depend on whether a block is wrapped.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_SHOWN_NAMES = 5
 
 
 class ModuleState:
@@ -33,67 +41,138 @@ class ModuleState:
         self._engine = engine
         self._module: nn.Module = module if module is not None else engine.module
 
-    def save(self) -> dict[str, Any]:
-        """This rank's part of ``state_dict()``: the keys, order and hooks are the module's own. No communication."""
+    def save(self, exclude_frozen: bool = False) -> dict[str, Any]:
+        """This rank's part of ``state_dict()``: the keys, order and hooks are the module's own. No communication.
+
+        Args:
+            exclude_frozen: leave out parameters that do not require gradients.
+        """
         state = {}
         for key, value in self._module.state_dict(keep_vars=True).items():
+            if exclude_frozen and _is_frozen(value):
+                continue
             name = self._engine.names.get(value) if isinstance(value, nn.Parameter) else None
             if name is not None:
                 shard = self._engine.shards[name]
                 value = FlatShard(shard.data, shard.spec.shape, shard.start)
             elif isinstance(value, Tensor):
                 value = value.detach()
-            state[key.replace(_COMPILED, "")] = value
+            state[_unwrapped(key)] = value
         return state
 
-    def load(self, state: Mapping[str, Any], strict: bool) -> None:
+    def excluded_frozen(self) -> list[str]:
+        """The names that ``save(exclude_frozen=True)`` leaves out."""
+        return [_unwrapped(key) for key, value in self._module.state_dict(keep_vars=True).items() if _is_frozen(value)]
+
+    def load(self, state: Mapping[str, Any], strict: bool, excluded: Collection[str] = ()) -> None:
         """Take weights and buffers over, each rank reading its own slices.
+
+        The module's own ``load_state_dict`` decides what goes where, so that its hooks, overrides, extra state and
+        messages are the ordinary ones; only what it copies into a sharded parameter is read slice by slice.
 
         Args:
             state: by full name, tensors as stored, plain, or this rank's own slices.
-            strict: whether missing and unexpected keys are errors.
+            strict: whether missing and unexpected keys are errors. Of a tied parameter one name is enough.
+            excluded: names that were left out when the checkpoint was saved: they are not missing, and a warning says
+                how many keep their values.
 
         Raises:
             RuntimeError: as ``nn.Module.load_state_dict`` does, for keys or shapes that do not fit.
+            CheckpointError: on every rank, if one could not read its part or was given other keys than this one.
 
         Collective: every rank.
         """
-        own = {
-            key.replace(_COMPILED, ""): (key, value) for key, value in self._module.state_dict(keep_vars=True).items()
-        }
-        errors = []
-        if strict:
-            missing = [key for key in own if key not in state]
-            unexpected = [key for key in state if key not in own]
-            if missing:
-                errors.append("Missing key(s) in state_dict: " + ", ".join(f'"{key}"' for key in missing) + ".")
-            if unexpected:
-                errors.append("Unexpected key(s) in state_dict: " + ", ".join(f'"{key}"' for key in unexpected) + ".")
-        rest: dict[str, Any] = {}
-        slices: list[tuple[ParameterShard, Any]] = []
-        for key, value in state.items():
-            if key not in own:
-                continue
-            target_key, target = own[key]
-            if isinstance(target, Tensor) and isinstance(value, Tensor) and target.shape != value.shape:
-                errors.append(
-                    f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from checkpoint, the "
-                    f"shape in current model is {tuple(target.shape)}."
-                )
-                continue
-            name = self._engine.names.get(target) if isinstance(target, nn.Parameter) else None
-            if name is not None:
-                slices.append((self._engine.shards[name], value))
-            else:
-                rest[target_key] = value.read() if isinstance(value, StoredTensor) else value
-        if errors:
-            lines = "\n\t".join(errors)
-            raise RuntimeError(f"Error(s) in loading state_dict for {type(self._module).__name__}:\n\t{lines}")
-        for shard, value in slices:
-            read_slice(value, shard.start, shard.data)
-        if rest:
-            self._module.load_state_dict(rest, strict=False)
+        current = self._module.state_dict(keep_vars=True)
+        own = {_unwrapped(key): (key, value) for key, value in current.items()}
+        # Without versions modules would take the state for that of their oldest release.
+        versions = getattr(state, "_metadata", None) or getattr(current, "_metadata", None)
+        state = {_unwrapped(key): value for key, value in state.items()}
+        kept = [name for name in excluded if name in own and name not in state]
+        loaded = {id(value) for key, (_, value) in own.items() if key in state}
+        expendable = {*kept, *(key for key, (_, value) in own.items() if id(value) in loaded)}
+        refused: list[Exception] = []
+
+        def read() -> None:
+            prepared = self._prepared(state, own)
+            if versions is not None:
+                prepared._metadata = versions  # type: ignore[attr-defined]
+            try:
+                copies = self._noted_copies(prepared, strict, expendable)
+            except Exception as error:
+                refused.append(error)
+                raise
+            for shard, value in copies:
+                read_slice(value, shard.start, shard.data)
+
+        try:
+            collect(self._engine.control, "load the weights of the checkpoint", read)
+        except CheckpointError:
+            if refused:
+                raise refused[0] from None
+            raise
         self._engine.masters_changed(range(len(self._engine.units)))
+        if kept and self._engine.control.rank == 0:
+            warnings.warn(
+                f"The checkpoint was saved without its frozen parameters: {len(kept)} keep the values that the module "
+                f"was built with or has loaded before ({_listed(kept)}).",
+                stacklevel=2,
+            )
+
+    def _prepared(self, state: Mapping[str, Any], own: Mapping[str, tuple[str, Any]]) -> OrderedDict[str, Any]:
+        """The state under the module's own keys, with everything read that is no sharded parameter's.
+
+        Modules may keep what they are given (metrics do), and a handle on a file cannot be written to.
+        """
+        prepared: OrderedDict[str, Any] = OrderedDict()
+        for key, value in state.items():
+            target_key, target = own.get(key, (key, None))
+            sharded = isinstance(target, nn.Parameter) and target in self._engine.names
+            read_now = key in own and not sharded and isinstance(value, StoredTensor)
+            prepared[target_key] = value.read() if read_now else value
+        return prepared
+
+    def _noted_copies(
+        self, state: Mapping[str, Any], strict: bool, expendable: Collection[str]
+    ) -> list[tuple[ParameterShard, Any]]:
+        """Run the module's ``load_state_dict``. Returns what is to be read into shards after it.
+
+        Raises:
+            RuntimeError: as ``nn.Module.load_state_dict`` does; a missing key that is ``expendable`` does not count.
+        """
+
+        def forgive(_: nn.Module, keys: Any) -> None:
+            keys.missing_keys[:] = [key for key in map(_unwrapped, keys.missing_keys) if key not in expendable]
+
+        hook = self._module.register_load_state_dict_post_hook(forgive)
+        noted = _NotedCopies(self._engine)
+        try:
+            with noted:
+                self._module.load_state_dict(state, strict=strict)
+        finally:
+            hook.remove()
+        return noted.copies
+
+
+class _NotedCopies(TorchFunctionMode):
+    """While active, a copy into a sharded parameter is noted instead of made: only a placeholder stands there.
+
+    Args:
+        engine: who holds the parameters.
+    """
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        super().__init__()
+        self._engine = engine
+        self.copies: list[tuple[ParameterShard, Any]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note ``parameter.copy_(value)``; let everything else through."""
+        if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and args[0] in self._engine.names:
+            self.copies.append((self._engine.shards[self._engine.names[args[0]]], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class OptimizerState:
@@ -109,55 +188,175 @@ class OptimizerState:
         self._optimizer = optimizer
 
     def save(self) -> dict[str, Any]:
-        """This rank's part of ``optimizer.state_dict()``, with names in place of parameter indices."""
+        """This rank's part of ``optimizer.state_dict()``, with names in place of parameter indices.
+
+        Collective: every rank, for an optimizer with whole parameters; local otherwise.
+        """
         entries = {entry.shard.spec.name: entry for entry in self._optimizer.entries}
         state = {}
         for name, parts in self._optimizer.named_state().items():
             shard = entries[name].shard
             wrapped = {key: FlatShard(part, shard.spec.shape, shard.start) for key, part in parts.slices.items()}
-            state[name] = {**parts.values, **wrapped}
+            state[_unwrapped(name)] = {**parts.values, **wrapped}
         groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [e.shard.spec.name for e in members]}
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [_name(entry) for entry in members]}
             for group, members in zip(self._optimizer.optimizer.param_groups, self._optimizer.groups, strict=True)
         ]
         return {"state": state, "param_groups": groups}
 
-    def load(self, saved: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any], *, strict: bool = True, weights: Mapping[str, Any] | None = None) -> None:
         """Take over what ``save`` gave, or an ordinary optimizer state dict with parameter indices.
 
+        State goes by name, whatever the order of the parameters: a parameter that the checkpoint does not know starts
+        with fresh state, as one without a gradient so far does. Indices go by the order of the param groups.
+
+        Args:
+            saved: the state dict.
+            strict: whether state of a parameter that is not in the optimizer any more, or that has another shape now,
+                is an error; it is left out otherwise.
+            weights: the ``state_dict`` of the checkpoint, as ``ModuleState.load`` got it. State follows a weight that
+                was stored under another name than it is loaded under, and takes over the dtype of the weights if it
+                was saved in that of the stored ones.
+
         Raises:
-            ValueError: if the param groups do not fit.
+            ValueError: if state or param groups do not fit.
+            CheckpointError: on every rank, if one could not read its part.
 
-        Collective: every rank, for an optimizer with whole parameters.
+        Collective: every rank.
         """
-        entries = self._optimizer.entries
-        by_name = {entry.shard.spec.name: entry for entry in entries}
-        state: dict[str, WholeState] = {}
+        label = self._optimizer.label
+        saved_groups = [dict(group) for group in saved["param_groups"]]
+        own_names = [[_name(entry) for entry in members] for members in self._optimizer.groups]
+        rename = self._renaming(saved_groups, own_names, weights or {})
+        for group in saved_groups:
+            group["params"] = [rename(key) for key in group["params"]]
+        entries = {_name(entry): entry for entry in self._optimizer.entries}
+        found: dict[str, Mapping[str, Any]] = {}
+        left_out: list[str] = []
         for key, values in saved["state"].items():
-            name = entries[key].shard.spec.name if isinstance(key, int) and key < len(entries) else key
-            if name not in by_name:
-                raise ValueError(
-                    f"The checkpoint holds optimizer state for '{name}', which is not in {self._optimizer.label}. "
-                    "Build the optimizer over the same parameters as when the checkpoint was saved."
-                )
-            state[name] = WholeState()
-            for part, value in values.items():
-                self._read(by_name[name], part, value, state[name])
-        self._optimizer.load_named_state(state, saved["param_groups"])
+            entry = entries.get(rename(key))
+            if entry is not None and (wrong := self._misfit(entry, values)) is not None:
+                left_out.append(f"'{rename(key)}' ({wrong})")
+            elif entry is not None:
+                found[_name(entry)] = values
+            elif values:
+                left_out.append(f"'{rename(key)}' (not in the optimizer)")
+        if left_out and strict:
+            raise ValueError(
+                f"The checkpoint holds optimizer state that does not fit {label}: {_listed(left_out, quote=False)}. "
+                "Build the optimizer over the same parameters as when the checkpoint was saved, rename them in "
+                "`on_load_checkpoint`, or set `strict_loading = False` in the module to go on without that state."
+            )
+        known = {name for group in saved_groups for name in group["params"]}
+        fresh = [name for names in own_names for name in names if name not in known and name not in found]
+        options = _matched(label, saved_groups, own_names)
+        state: dict[str, WholeState] = {}
 
-    def _read(self, entry: OwnedParameter, key: str, value: Any, into: WholeState) -> None:
-        if not isinstance(value, Tensor):
-            into.values[key] = value
-        elif self._optimizer.slices_state(entry, key, value.shape):
-            data = entry.shard.data
-            with untracked():
-                into.slices[key] = torch.empty(data.numel(), dtype=value.dtype, device=data.device)
-            read_slice(value, entry.shard.start, into.slices[key])
-        else:
-            loaded = value.read() if isinstance(value, StoredTensor) else value.clone()
-            # As torch's own loading does: step counters live on the host unless the optimizer's kernels read them.
-            on_device = key != "step" or self._optimizer.steps_on_device(entry)
-            into.values[key] = loaded.to(entry.shard.data.device) if on_device else loaded
+        def read() -> None:
+            for name, values in found.items():
+                stored = (weights or {}).get(name)
+                state[entries[name].shard.spec.name] = self._read(entries[name], values, stored)
+
+        collect(self._engine.control, f"load the state of {label}", read)
+        self._optimizer.load_named_state(state, options)
+        if (left_out or fresh) and self._engine.control.rank == 0:
+            parts = [f"state was left out for {_listed(left_out, quote=False)}"] if left_out else []
+            parts += [f"{len(fresh)} parameters that it does not know start fresh ({_listed(fresh)})"] if fresh else []
+            warnings.warn(f"{label} does not fit the checkpoint everywhere: {'; '.join(parts)}.", stacklevel=2)
+
+    def _renaming(
+        self, saved_groups: Sequence[Mapping[str, Any]], own_names: Sequence[Sequence[str]], weights: Mapping[str, Any]
+    ) -> Callable[[Any], Any]:
+        """What a key of the saved state is called in this optimizer.
+
+        Raises:
+            ValueError: for indices, if the param groups are not of the same sizes.
+        """
+        keys = list(chain.from_iterable(group["params"] for group in saved_groups))
+        names: dict[Any, str] = {}
+        if any(isinstance(key, int) for key in keys):
+            sizes = [len(group["params"]) for group in saved_groups]
+            if sizes != [len(group) for group in own_names]:
+                raise ValueError(
+                    f"The checkpoint's optimizer numbers its parameters, in param groups of {sizes} parameters, but "
+                    f"{self._optimizer.label} has param groups of {[len(group) for group in own_names]}. Build the "
+                    "optimizer with the same groups as when the checkpoint was saved, or load the weights only."
+                )
+            names.update(zip(keys, chain.from_iterable(own_names), strict=True))
+        for entry in self._optimizer.entries:
+            names.update((_unwrapped(alias), _name(entry)) for alias in entry.shard.spec.aliases)
+        own = set(chain.from_iterable(own_names))
+        for name, value in weights.items():
+            if isinstance(value, StoredTensor) and _unwrapped(name) in own:
+                stored = _unwrapped(value.key.partition(".")[2])
+                if stored not in own:
+                    names.setdefault(stored, _unwrapped(name))
+        return lambda key: names.get(plain, plain) if (plain := _unwrapped(key)) not in own else plain
+
+    def _misfit(self, entry: OwnedParameter, values: Mapping[str, Any]) -> str | None:
+        """What is wrong with the shapes of a parameter's state; only known of elementwise optimizers."""
+        shape = tuple(entry.shard.spec.shape)
+        if self._optimizer.rule == "elementwise":
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != shape:
+                    return f"{key} of shape {tuple(value.shape)}, the parameter has {shape}"
+        return None
+
+    def _read(self, entry: OwnedParameter, values: Mapping[str, Any], weight: Any) -> WholeState:
+        """One parameter's state: its slices read, everything else whole."""
+        data = entry.shard.data
+        into = WholeState()
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                into.values[key] = value
+                continue
+            as_weight = key != "step" and isinstance(weight, Tensor) and value.dtype == weight.dtype
+            dtype = data.dtype if as_weight and value.is_floating_point() else value.dtype
+            if self._optimizer.slices_state(entry, key, value.shape):
+                with untracked():
+                    into.slices[key] = torch.empty(data.numel(), dtype=dtype, device=data.device)
+                read_slice(value, entry.shard.start, into.slices[key])
+            else:
+                loaded = value.read() if isinstance(value, StoredTensor) else value.clone()
+                # As torch's own loading does: step counters live on the host unless the optimizer's kernels read them.
+                on_device = key != "step" or self._optimizer.steps_on_device(entry)
+                into.values[key] = loaded.to(device=data.device if on_device else loaded.device, dtype=dtype)
+        return into
+
+
+def _matched(
+    label: str, saved_groups: Sequence[Mapping[str, Any]], own_names: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    """The saved options of each of the optimizer's param groups, found by the names in them; none for a new group.
+
+    Raises:
+        ValueError: if groups were split or joined, so that options would belong to several.
+    """
+    group_of = {name: index for index, group in enumerate(saved_groups) for name in group["params"]}
+    found: list[int | None] = []
+    for index, names in enumerate(own_names):
+        sources = sorted({group_of[name] for name in names if name in group_of})
+        if len(sources) > 1:
+            raise ValueError(
+                f"Param group {index} of {label} has parameters of param groups {sources} of the checkpoint. Build the "
+                "optimizer with the same groups as when the checkpoint was saved, or load the weights only."
+            )
+        if sources and sources[0] in found:
+            raise ValueError(
+                f"Param groups {found.index(sources[0])} and {index} of {label} are one group, {sources[0]}, in the "
+                "checkpoint. Build the optimizer with the same groups as when the checkpoint was saved, or load the "
+                "weights only."
+            )
+        found.append(sources[0] if sources else None)
+    if len(saved_groups) == len(own_names):  # groups of renamed parameters only, or of none
+        free = [index not in found for index in range(len(saved_groups))]
+        found = [index if source is None and free[index] else source for index, source in enumerate(found)]
+    matched = []
+    for source in found:
+        group = {} if source is None else saved_groups[source]
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        matched.append({k: v.read() if isinstance(v, StoredTensor) else v for k, v in options.items()})
+    return matched
 
 
 def read_slice(value: Any, start: int, destination: Tensor) -> None:
@@ -170,3 +369,26 @@ def read_slice(value: Any, start: int, destination: Tensor) -> None:
         else:
             begin = start if destination.numel() else 0
             destination.copy_(value.detach().reshape(-1).narrow(0, begin, destination.numel()))
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad
+
+
+def _unwrapped(key: Any) -> Any:
+    """A name without what wraps its blocks; an index as it is."""
+    if isinstance(key, str):
+        for wrapper in _WRAPPERS:
+            key = key.replace(wrapper, "")
+    return key
+
+
+def _name(entry: OwnedParameter) -> str:
+    """What a parameter of an optimizer is called in a checkpoint."""
+    return str(_unwrapped(entry.shard.spec.name))
+
+
+def _listed(names: Iterable[str], quote: bool = True) -> str:
+    shown = [f"'{name}'" if quote else name for name in names]
+    more = len(shown) - _SHOWN_NAMES
+    return ", ".join(shown[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
