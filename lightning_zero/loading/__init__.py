@@ -1,0 +1,13 @@
+"""Weights out of a checkpoint without resuming its run: into an ordinary module, into a dictionary, into shards.
+
+All three read what ``open_checkpoint`` reads: sharded directories of this package and of Lightning's own strategies,
+ordinary checkpoint files, safetensors files and Hugging Face directories. None of them loads optimizer states.
+
+Not supported: open files in place of paths; ``map_location`` as a function or dictionary, because a sharded directory
+does not say on which devices its tensors were.
+"""
+
+from lightning_zero.loading.module import load_from_checkpoint
+from lightning_zero.loading.weights import load_full_state_dict, load_initial_weights
+
+__all__ = ["load_from_checkpoint", "load_full_state_dict", "load_initial_weights"]
