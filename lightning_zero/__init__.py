@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.cli import ZeroCLI
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.debug import full_gradient, full_optimizer_state, full_parameters, grad_norm
+from lightning_zero.loading import load_from_checkpoint, load_full_state_dict
 from lightning_zero.plan import ZeroPlan, build_plan
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.strategy import ZeroStrategy
@@ -21,10 +23,13 @@ __all__ = [
     "ZeroPrecision",
     "ZeroStrategy",
     "build_plan",
+    "consolidate_checkpoint",
     "full_gradient",
     "full_optimizer_state",
     "full_parameters",
     "grad_norm",
+    "load_from_checkpoint",
+    "load_full_state_dict",
     "register_strategies",
 ]
 

@@ -48,7 +48,7 @@ def reduce_scatter_single(shard: Tensor, bucket: Tensor, group: Any, async_op: b
     return scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The key-value store behind the default process group. 2.11 to 2.13."""
     return dist.distributed_c10d._get_default_store()
 

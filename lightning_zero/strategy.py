@@ -33,12 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint import (
-    is_sharded_checkpoint,
-    load_checkpoint_directory,
-    remove_checkpoint_directory,
-    save_checkpoint_directory,
-)
+from lightning_zero.checkpoints import Checkpoints
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, NativeCollectives, Streams
 from lightning_zero.comm.groups import destroy_default_group_at_exit
 from lightning_zero.config import (
@@ -119,7 +114,7 @@ class ZeroStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._backend = process_group_backend
         self._timeout = timeout
-        self._groups: Groups | None = None
+        self._checkpoints: Checkpoints | None = None
         self._engine: ZeroEngine | None = None
         self._recorder = InitRecorder()
         self._adapters: dict[int, ShardedOptimizer] = {}
@@ -137,6 +132,17 @@ class ZeroStrategy(ParallelStrategy):
         if self._engine is None:
             raise RuntimeError("The strategy is not set up yet: its engine exists from `Trainer.fit` (or validate) on.")
         return self._engine
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """What saves and loads this run: ``checkpoints.wait()`` returns when a background save is durable.
+
+        Raises:
+            RuntimeError: before the strategy was set up.
+        """
+        if self._checkpoints is None:
+            raise RuntimeError("The strategy is not set up yet: it saves from `Trainer.fit` (or validate) on.")
+        return self._checkpoints
 
     @property
     def root_device(self) -> torch.device:
@@ -252,6 +258,7 @@ class ZeroStrategy(ParallelStrategy):
             self.root_device, self.engine.control, self.adapter, self._hold_schedulers, self.engine.watching
         )
         if fitting:
+            self.checkpoints.begin_training(trainer.callbacks)  # type: ignore[attr-defined]
             self.engine.prepare_training()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -281,6 +288,9 @@ class ZeroStrategy(ParallelStrategy):
                 )
 
     def _setup_engine(self, module: LightningModule) -> None:
+        groups = Groups.create(self._backend, self._timeout)
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(self._policy, groups)
         existing = engine_of(module)
         if existing is not None:
             fits = existing.device == self.root_device and not self.precision_plugin.would_cast(module)
@@ -290,12 +300,12 @@ class ZeroStrategy(ParallelStrategy):
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
         self.precision_plugin.convert_module(module)
         plan = self._plan(module)
-        if self._groups is None:
-            self._groups = Groups.create(self._backend, self._timeout)
         self._engine = ZeroEngine(
-            module, plan, self._collectives(self._groups), self._groups.control, self.root_device, self._recorder.record
+            module, plan, self._collectives(groups), groups.control, self.root_device, self._recorder.record
         )
         self._recorder = InitRecorder()
+        if existing is None:  # what was sharded before has been trained, and goes on from there
+            self.checkpoints.load_initial_weights(ModuleState(self._engine, module))
 
     def _plan(self, module: LightningModule) -> ZeroPlan:
         return build_plan(
@@ -455,6 +465,8 @@ class ZeroStrategy(ParallelStrategy):
             self.cluster_environment.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
 
     # -------------------------------------------------------------- collectives
 
@@ -488,39 +500,37 @@ class ZeroStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the weights (fp32 masters), by full name. No communication."""
-        return ModuleState(self.engine, self.lightning_module).save()
+        return ModuleState(self.engine, self.lightning_module).save(exclude_frozen=self._policy.exclude_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state, by parameter name."""
         return OptimizerState(self.engine, self.adapter(optimizer)).save()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a sharded directory, whole or not at all. Collective: every rank."""
-        if storage_options is not None:
-            raise ValueError(f"ZeroStrategy takes no storage_options yet, got {storage_options!r}.")
-        plan = self.engine.plan
-        summary = {
-            "world_size": plan.world_size,
-            "parameters": plan.placement.parameters.value,
-            "gradients": plan.placement.gradients.value,
-            "optimizer": plan.placement.optimizer.value,
-            "precision": self.precision_plugin.precision,
-            "fingerprint": plan.fingerprint(),
-        }
-        save_checkpoint_directory(checkpoint, filepath, self.engine.control, plan_summary=summary)
+        """Write a checkpoint as the policy says, whole or not at all. Collective: every rank.
+
+        Args:
+            checkpoint: Lightning's dictionary.
+            filepath: where, also a URL.
+            storage_options: ``{"format": ..., "async": ...}`` to differ from the policy this once.
+        """
+        if self._policy.exclude_frozen:
+            excluded = ModuleState(self.engine, self.lightning_module).excluded_frozen()
+            checkpoint = {**checkpoint, "lightning_zero": {"excluded_frozen": excluded}}
+        precision = self.precision_plugin.precision
+        self.checkpoints.save(checkpoint, filepath, self.engine, precision, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a sharded directory (tensors are read when they are needed), or an ordinary checkpoint file.
+        """Open a checkpoint of this or another strategy; tensors are read when they are needed.
 
         Collective: every rank.
         """
-        if is_sharded_checkpoint(checkpoint_path):
-            return load_checkpoint_directory(checkpoint_path, self.engine.control)
-        return dict(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
+        return self.checkpoints.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read this rank's slices of the weights. Collective: every rank."""
-        ModuleState(self.engine, self.lightning_module).load(checkpoint["state_dict"], strict=strict)
+        excluded = checkpoint.get("lightning_zero", {}).get("excluded_frozen", ())
+        ModuleState(self.engine, self.lightning_module).load(checkpoint["state_dict"], strict=strict, excluded=excluded)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read this rank's slices of the optimizer states. Collective: every rank."""
@@ -530,12 +540,16 @@ class ZeroStrategy(ParallelStrategy):
                 f"The checkpoint holds the states of {len(states)} optimizers, configure_optimizers returned "
                 f"{len(self.optimizers)}. To start with fresh optimizers, load the weights only."
             )
+        strict = self.lightning_module is None or self.lightning_module.strict_loading
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            OptimizerState(self.engine, self.adapter(optimizer)).load(state)
+            adapted = OptimizerState(self.engine, self.adapter(optimizer))
+            adapted.load(state, strict=strict, weights=checkpoint.get("state_dict"))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint. Collective: every rank."""
-        if is_sharded_checkpoint(filepath):
-            remove_checkpoint_directory(filepath, self.engine.control)
-        else:
-            super().remove_checkpoint(filepath)
+        """Delete a checkpoint once its successor is durable: at the next save, or at the end of the run."""
+        self.checkpoints.remove(filepath)
+
+    def on_validation_end(self) -> None:
+        """Say so if a background save has failed meanwhile. Collective: every rank."""
+        if self._checkpoints is not None:
+            self._checkpoints.raise_failure(self.engine.control)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 from lightning_zero._torch import default_store
@@ -26,7 +27,8 @@ def attend(key: str, note: str, rank: int, world_size: int, seconds: float) -> d
         seconds: how long to wait for the others, all together.
 
     Returns:
-        The notes of the ranks that came in time, by rank; this rank's own among them.
+        The notes of the ranks that came in time, by rank; this rank's own among them. If they are not complete, this
+        rank counts as not here for those who look later.
     """
     notes = {rank: note}
     if world_size == 1:
@@ -46,4 +48,7 @@ def attend(key: str, note: str, rank: int, world_size: int, seconds: float) -> d
             notes[other] = store.get(f"{key}/{other}").decode()
         except RuntimeError:  # not there, or no store any more
             continue
+    if len(notes) < world_size:
+        with suppress(RuntimeError):
+            store.delete_key(f"{key}/{rank}")  # who comes later must not take this rank for one that waits
     return notes

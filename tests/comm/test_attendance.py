@@ -31,5 +31,18 @@ def test_a_rank_that_does_not_come_is_missed_in_time_and_disturbs_nobody() -> No
         assert row == [[0], [1], [2]]
 
 
+def test_who_gave_up_is_not_waited_for() -> None:
+    def run(rank: int) -> set[int]:
+        groups = Groups.create()
+        if rank == 1:
+            groups.control.barrier()
+        came = set(groups.attend("here", 0.3))
+        if rank == 0:
+            groups.control.barrier()
+        return came
+
+    assert run_world(2, run) == [{0}, {1}]
+
+
 def test_a_single_process_is_complete() -> None:
     assert Groups.create().attend("here", 0.5) == {0: "here"}

@@ -1,0 +1,225 @@
+"""A run's checkpoints: when they may be taken, who writes them, and what happens when a rank fails alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero.checkpoint import Control, open_checkpoint, save_checkpoint_directory
+from lightning_zero.checkpoint.agreement import collect
+from lightning_zero.checkpoint.export import save_consolidated_file
+from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.comm import Groups
+from lightning_zero.config import CheckpointPolicy
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.errors import CheckpointError
+from lightning_zero.loading import load_initial_weights
+from lightning_zero.state import ModuleState
+
+__all__ = ["Checkpoints"]
+
+# How long a rank that is handling an exception waits for the others to save with it. They come at once if they failed
+# in the same way, and never if they are waiting for this rank inside a step.
+_ATTENDANCE_SECONDS = 15.0
+
+
+class Checkpoints:
+    """Saving, loading and removing for one strategy.
+
+    Args:
+        policy: what is saved, and how.
+        groups: the ranks.
+    """
+
+    def __init__(self, policy: CheckpointPolicy, groups: Groups) -> None:
+        self._policy = policy
+        self._groups = groups
+        self._control: Control = groups.checkpoint
+        self._saver = Saver(self._control)
+        self._training = False
+
+    def begin_training(self, callbacks: Iterable[Callback]) -> None:
+        """From here to ``finish`` saves may be in the background: there is something to go on with, and an end to wait.
+
+        Args:
+            callbacks: the Trainer's. One that would leave no checkpoint to go on from is warned of:
+                ``ModelCheckpoint(save_last="link")`` links to a checkpoint before it is there.
+        """
+        self._training = True
+        linking = any(isinstance(c, ModelCheckpoint) and c.save_last == "link" for c in callbacks)
+        if linking and self._policy.async_save:
+            rank_zero_warn(
+                'ModelCheckpoint(save_last="link") points last.ckpt to a new checkpoint at once, but with async_save '
+                "the checkpoint is there only a while later: a run that is killed in between has no last.ckpt to go on "
+                "from. Use save_last=True."
+            )
+
+    def save(
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        engine: ZeroEngine,
+        precision: str,
+        storage_options: Any = None,
+    ) -> None:
+        """Write a checkpoint, whole or not at all.
+
+        Args:
+            checkpoint: Lightning's dictionary, with this rank's slices.
+            path: of a directory, or of a file in the consolidated format.
+            engine: whose weights these are.
+            precision: of the run, for people.
+            storage_options: what differs from the policy this time.
+
+        Raises:
+            CheckpointError: on every rank that takes part, if it could not be written, if the save before failed in
+                the background, or if the ranks are not all between the same two steps.
+            ValueError: for unknown ``storage_options``.
+
+        Collective: every rank.
+        """
+        policy = self._policy.for_one_save(storage_options)
+        what = f"save the checkpoint '{os.fspath(path)}'"
+        place = f"step {checkpoint.get('global_step')}"
+        if engine.updating:
+            place = "the middle of an optimizer step, where weights are half updated"
+        if sys.exc_info()[0] is not None:
+            self._attend(what, place)
+        self._saver.wait()
+        self._agree(what, place, engine.updating, path)
+        summary = {**_summary(engine), "precision": precision}
+
+        def write(content: Mapping[str, Any], control: Control) -> None:
+            if policy.format == "consolidated":
+                save_consolidated_file(content, path, control, plan_summary=summary)
+            else:
+                save_checkpoint_directory(content, path, control, plan_summary=summary)
+
+        self._saver.save(write, checkpoint, what=what, asynchronous=policy.async_save and self._training)
+
+    def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Open a checkpoint of any kind; tensors are read when they are needed.
+
+        Collective: every rank.
+        """
+        self._saver.wait()
+        return open_checkpoint(path, self._control, verify=self._policy.verify, weights_only=weights_only)
+
+    def load_initial_weights(self, state: ModuleState) -> None:
+        """Read the weights the policy names, if it does, into a module that was just sharded.
+
+        Collective: every rank.
+        """
+        if self._policy.initial_weights is not None:
+            load_initial_weights(
+                state,
+                self._policy.initial_weights,
+                self._control,
+                strict=self._policy.strict_initial_weights,
+                verify=self._policy.verify,
+            )
+
+    def remove(self, path: str | Path) -> None:
+        """Delete a checkpoint at the next save, or at the end of the run: never before its successor is durable."""
+        self._saver.remove(path)
+
+    def raise_failure(self, control: Control) -> None:
+        """Raise what went wrong in a background save that has ended meanwhile.
+
+        Args:
+            control: a group that no background save uses.
+
+        Raises:
+            CheckpointError: on every rank.
+
+        Collective: every rank.
+        """
+        if self._policy.async_save and any(control.gather_objects(self._saver.failed)):
+            self._saver.wait()
+
+    def wait(self) -> None:
+        """Return when everything saved so far is durable.
+
+        Raises:
+            CheckpointError: on every rank, if a background save failed.
+
+        Collective: every rank.
+        """
+        self._saver.wait()
+
+    def finish(self) -> None:
+        """Wait until everything is durable and removals are done. May be called again, and saved after.
+
+        Raises:
+            CheckpointError: on every rank, if a background save failed.
+
+        Collective: every rank, but for one that is handling an exception.
+        """
+        self._training = False
+        together = sys.exc_info()[0] is None
+        self._saver.close(collective=together)
+        if together:
+            self._control.gather_objects(None)  # no rank looks for `last` while rank 0 still deletes
+
+    def _attend(self, what: str, place: str) -> None:
+        """Make sure that all ranks are here, while an exception is being handled.
+
+        Raises:
+            CheckpointError: if some are not.
+        """
+        notes = self._groups.attend(place, _ATTENDANCE_SECONDS)
+        missing = sorted(set(range(self._control.world_size)) - set(notes))
+        if missing:
+            raise CheckpointError(
+                f"Rank {self._control.rank} could not {what}, which it was asked to after a "
+                f"{type(sys.exc_info()[1]).__name__}: the other ranks did not come within {_ATTENDANCE_SECONDS:.0f} "
+                f"seconds (missing: {_some(missing)}). Every rank holds a part of the weights, so all must save "
+                "together. Checkpoints that were saved before are intact; the error that started this is above."
+            )
+
+    def _agree(self, what: str, place: str, updating: bool, path: str | os.PathLike[str]) -> None:
+        """Make sure that all ranks save the same moment, and that there is a folder to save to.
+
+        ``ModelCheckpoint`` links ``last.ckpt`` to the new checkpoint as soon as this returns, also in the background.
+
+        Raises:
+            CheckpointError: on every rank, if they do not.
+        """
+
+        def check() -> str:
+            if updating:
+                raise CheckpointError(
+                    f"this rank is in {place}. Save from a hook outside of it; the last checkpoint is intact"
+                )
+            if self._control.rank == 0 and "://" not in os.fspath(path):
+                Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            return place
+
+        places = collect(self._control, what, check)
+        if len(set(places)) > 1:
+            other = next(rank for rank, found in enumerate(places) if found != places[0])
+            raise CheckpointError(
+                f"Could not {what}: rank 0 is at {places[0]}, rank {other} at {places[other]}. Let all ranks save at "
+                "the same step."
+            )
+
+
+def _summary(engine: ZeroEngine) -> dict[str, Any]:
+    plan = engine.plan
+    return {
+        "world_size": plan.world_size,
+        "parameters": plan.placement.parameters.value,
+        "gradients": plan.placement.gradients.value,
+        "optimizer": plan.placement.optimizer.value,
+        "fingerprint": plan.fingerprint(),
+    }
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")

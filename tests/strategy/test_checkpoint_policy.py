@@ -1,0 +1,160 @@
+"""CheckpointPolicy through the Trainer: formats, saving in the background, and saves that must not happen."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_zero import CheckpointPolicy, ZeroStrategy
+from lightning_zero.errors import CheckpointError
+from tests.helpers.training import make_trainer
+from tests.helpers.world import run_world
+from tests.strategy.runs import Net, batches, quiet, values_of
+
+
+def trainer(*callbacks: pl.Callback, policy: CheckpointPolicy, stage: int = 3, **options: Any) -> pl.Trainer:
+    checkpointing = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    strategy = ZeroStrategy(stage, checkpoint=policy)
+    return make_trainer(strategy, callbacks=list(callbacks), enable_checkpointing=checkpointing, **options)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"format": "one"}, "CheckpointPolicy.format must be 'sharded' or 'consolidated', got 'one'"),
+        ({"async_save": 1}, "CheckpointPolicy.async_save must be true or false, got 1"),
+        ({"exclude_frozen": "no"}, "CheckpointPolicy.exclude_frozen must be true or false, got 'no'"),
+        ({"initial_weights": Path("x")}, "CheckpointPolicy.initial_weights must be a path or URL as a string"),
+    ],
+)
+def test_a_wrong_setting_is_named(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CheckpointPolicy(**setting)
+
+
+def test_a_strategy_takes_nothing_but_a_policy() -> None:
+    with pytest.raises(ValueError, match="checkpoint must be a CheckpointPolicy, got 'sharded'"):
+        ZeroStrategy(checkpoint="sharded")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", ["sharded", {"formt": "sharded"}, {"format": "zip"}, {"async": "yes"}])
+def test_storage_options_that_nobody_knows_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match=r"storage_options|CheckpointPolicy\.(format|async_save)"):
+        CheckpointPolicy().for_one_save(options)
+
+
+def test_storage_options_differ_from_the_policy_once(tmp_path: Path) -> None:
+    @quiet()
+    def run(rank: int) -> list[bool]:
+        run_ = trainer(policy=CheckpointPolicy(), max_epochs=1)
+        run_.fit(Net(), batches(2), batches(1))
+        run_.save_checkpoint(tmp_path / "file.ckpt", storage_options={"format": "consolidated"})
+        run_.save_checkpoint(tmp_path / "directory.ckpt")
+        return [(tmp_path / name).is_dir() for name in ("file.ckpt", "directory.ckpt")]
+
+    assert run_world(2, run) == [[False, True]] * 2
+
+
+@pytest.mark.parametrize("form", ["sharded", "consolidated"])
+def test_a_save_in_the_background_holds_the_weights_of_its_moment(tmp_path: Path, form: Any) -> None:
+    """Training goes on, and changes the weights, before the thread has written any of them."""
+
+    class Held(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                pl_module.then = values_of(pl_module)
+                gate = threading.Event()
+                trainer.strategy.checkpoints._saver._remove_all = lambda paths: gate.wait(20) and []
+                trainer.save_checkpoint(tmp_path / "then.ckpt")
+                pl_module.gate = gate
+            elif trainer.global_step == 4:
+                assert not (tmp_path / "then.ckpt").exists()
+                pl_module.gate.set()
+
+    @quiet()
+    def run(rank: int) -> list[str]:
+        module = Net()
+        run_ = trainer(Held(), policy=CheckpointPolicy(format=form, async_save=True), max_epochs=1)
+        run_.fit(module, batches(4), batches(1))
+        other = Net()
+        trainer(policy=CheckpointPolicy()).validate(other, batches(1), ckpt_path=tmp_path / "then.ckpt", verbose=False)
+        loaded = values_of(other)
+        return [name for name, value in module.then.items() if not torch.equal(value, loaded[name])]
+
+    assert run_world(2, run) == [[], []]
+
+
+def test_a_failure_in_the_background_is_raised_at_the_end_of_validation(tmp_path: Path) -> None:
+    """On both ranks, though only rank 0 could not write, and the checkpoint before it stays."""
+    torn = tmp_path / "folder" / "torn.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "good.ckpt")
+                trainer.strategy.remove_checkpoint(tmp_path / "good.ckpt")
+                torn.mkdir(parents=True, exist_ok=True)
+                (torn / "precious.txt").touch()  # a folder that is no checkpoint is not replaced
+                trainer.save_checkpoint(torn)
+                trainer.strategy.remove_checkpoint(tmp_path / "best.ckpt")
+                trainer.strategy.checkpoints._saver._thread.join()
+
+    @quiet()
+    def run(rank: int) -> tuple[str, int]:
+        (tmp_path / "best.ckpt").touch()
+        run_ = trainer(Save(), policy=CheckpointPolicy(async_save=True), max_epochs=1, val_check_interval=2)
+        with pytest.raises(CheckpointError) as caught:
+            run_.fit(Net(), batches(4), batches(1))
+        return str(caught.value), run_.global_step
+
+    for text, step in run_world(2, run):
+        assert "torn.ckpt' is a directory that is not a checkpoint" in text
+        assert "in the background" in text
+        assert step == 2
+    assert sorted(os.listdir(tmp_path)) == ["best.ckpt", "folder"]
+
+
+def test_half_updated_weights_are_not_saved(tmp_path: Path) -> None:
+    class Torn(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            self.steps = getattr(self, "steps", 0) + 1
+            if self.steps == 3:
+                raise ArithmeticError("out of memory, say")
+
+    class Module(Net):
+        def configure_optimizers(self) -> Any:
+            return Torn(self.parameters(), lr=0.1)
+
+    @quiet()
+    def run(rank: int) -> str:
+        callback = ModelCheckpoint(dirpath=tmp_path, save_on_exception=True, every_n_train_steps=100)
+        with pytest.raises(CheckpointError) as caught:
+            trainer(callback, policy=CheckpointPolicy(), max_epochs=1).fit(Module(), batches(4), batches(1))
+        return str(caught.value)
+
+    for text in run_world(2, run):
+        assert "the middle of an optimizer step, where weights are half updated" in text
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_to_what_is_not_there_yet_is_warned_of(tmp_path: Path) -> None:
+    def run(rank: int) -> list[str]:
+        callback = ModelCheckpoint(dirpath=tmp_path, save_last="link")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_ = trainer(callback, policy=CheckpointPolicy(async_save=True), max_epochs=1)
+            run_.fit(Net(), batches(2), batches(1))
+        return [str(warning.message) for warning in caught if "last.ckpt" in str(warning.message)]
+
+    (texts,) = run_world(1, run)
+    assert len(texts) == 1
+    assert "Use save_last=True" in texts[0]
