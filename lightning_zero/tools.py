@@ -30,11 +30,16 @@ file, or safetensors. OUT decides what is written:
                     Trainer.fit(ckpt_path=...) without this package (also .pt, .pth, .bin)
   OUT.safetensors   one file of weights
   OUT               a directory of safetensors files as Hugging Face has it, with an index if there are several
+
+With --format fsdp, OUT is a sharded directory for Lightning's FSDPStrategy. SOURCE must be one of this package or of
+ModelParallelStrategy. Only names differ, so the data files of this package's directories are shared (hard links) where
+the file system allows it, and either directory can be deleted.
 """
 _EXAMPLES = """\
 examples:
   lightning-zero consolidate runs/last.ckpt full.ckpt
   lightning-zero consolidate runs/last.ckpt my-model/ --dtype bfloat16 --max-shard-size 2GB --prefix model.
+  lightning-zero consolidate runs/last.ckpt for-fsdp.ckpt --format fsdp
 """
 
 
@@ -100,7 +105,9 @@ def consolidate(args: Sequence[str]) -> int:
     add = parser.add_argument
     add("source", metavar="SOURCE", help="the checkpoint to read: directory, file or URL")
     add("out", metavar="OUT", help="the file or directory to write")
-    add("--format", choices=["ckpt", "safetensors"], help="what to write, where the name of OUT does not say it")
+    add(
+        "--format", choices=["ckpt", "safetensors", "fsdp"], help="what to write, where the name of OUT does not say it"
+    )
     add("--dtype", metavar="DTYPE", help="cast floating-point weights, for example to bfloat16")
     add(
         "--max-shard-size",

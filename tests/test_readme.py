@@ -88,7 +88,8 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         return  # goes on from the checkpoint of the first command: tests/examples/test_fine_tune.py runs it on one
     if program == "python":
         script, *options = (str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments)
-        run_script([script, *options, *SHORT], cwd=tmp_path, timeout=180)
+        short = SHORT if "examples" in script else ["--width=16", "--layers=1", "--repeat=1", "--ways", "zero3"]
+        run_script([script, *options, *short], cwd=tmp_path, timeout=180)
     elif program == "lightning-zero":
         save_checkpoint(tmp_path / "runs" / "last.ckpt")
         run_script(["-m", "lightning_zero", *arguments], cwd=tmp_path)

@@ -21,7 +21,8 @@ from lightning_zero.checkpoint.files import open_folder
 from lightning_zero.checkpoint.opening import open_checkpoint
 from lightning_zero.checkpoint.output import StagedFile, local_output, write_bytes
 from lightning_zero.checkpoint.pieces import Pieces
-from lightning_zero.checkpoint.reader import Directory, is_sharded_checkpoint
+from lightning_zero.checkpoint.reader import Directory, is_sharded_checkpoint, read_directory
+from lightning_zero.checkpoint.relabel import write_fsdp_directory
 from lightning_zero.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from lightning_zero.checkpoint.safetensors_file import SafetensorsFile, TensorSpec
 from lightning_zero.checkpoint.stored import StoredTensor
@@ -33,7 +34,7 @@ from lightning_zero.errors import CheckpointError
 
 __all__ = ["FileFormat", "consolidate_checkpoint", "parse_size"]
 
-FileFormat = Literal["ckpt", "safetensors"]
+FileFormat = Literal["ckpt", "safetensors", "fsdp"]
 
 _TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -65,7 +66,10 @@ def consolidate_checkpoint(
             device, which ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)`` read without this package.
             ``*.safetensors``: one file of weights. Anything without a suffix is a directory of safetensors files as
             Hugging Face has it, with an index if there are several.
-        format: what to write, where the name of ``out`` does not say it.
+        format: what to write, where the name of ``out`` does not say it. ``"fsdp"``, which no name says, is a sharded
+            directory for Lightning's ``FSDPStrategy``, of one of this package or of ``ModelParallelStrategy``. It
+            shares the data files with the source where the file system allows it, so that it takes no time and no
+            space. Tensors are not read then, and no checksum of theirs is verified.
         dtype: cast floating-point weights to it, for example ``"bfloat16"``. Optimizer states keep theirs.
         max_shard_size: of a file in a directory of safetensors, in bytes, or as ``"500MB"`` or ``"2GiB"``. A single
             larger tensor has a file of its own.
@@ -74,7 +78,7 @@ def consolidate_checkpoint(
         progress: show a progress bar on a terminal.
 
     Returns:
-        The files that were written.
+        The files that were written, or the directory for ``"fsdp"``.
 
     Raises:
         ValueError: for settings that are wrong or contradict each other.
@@ -87,7 +91,11 @@ def consolidate_checkpoint(
     cast = _floating(dtype)
     if prefix is not None and kind == "ckpt" and not weights_only:
         raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
+    if kind == "fsdp" and (dtype is not None or weights_only or prefix is not None):
+        raise ValueError("format='fsdp' takes over what is saved: dtype, weights_only and prefix do not go with it.")
     _check_target(source, target, kind)
+    if kind == "fsdp":
+        return [_write_fsdp(source, target, progress)]
     checkpoint = open_checkpoint(source, ControlGroup(None))
     if is_sharded_checkpoint(source) and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
         plan = Decoder().decode(Directory(open_folder(source)).record.plan)
@@ -122,8 +130,10 @@ def parse_size(size: str | int) -> int:
 
 def _kind(target: Path, given: str | None) -> FileFormat:
     by_suffix = {**dict.fromkeys(_TORCH_SUFFIXES, "ckpt"), ".safetensors": "safetensors"}.get(target.suffix)
-    if given not in (None, "ckpt", "safetensors"):
-        raise ValueError(f"format must be 'ckpt' or 'safetensors', got {given!r}.")
+    if given not in (None, "ckpt", "safetensors", "fsdp"):
+        raise ValueError(f"format must be 'ckpt', 'safetensors' or 'fsdp', got {given!r}.")
+    if given == "fsdp" and by_suffix != "safetensors":  # Lightning's directories are called `*.ckpt`
+        return "fsdp"
     if given is not None and by_suffix not in (None, given):
         raise ValueError(f"format='{given}' contradicts the name '{target.name}'.")
     kind = given or by_suffix
@@ -143,6 +153,11 @@ def _check_target(source: str | os.PathLike[str], target: Path, kind: FileFormat
     text = os.fspath(source)
     if "://" not in text and target.exists() and os.path.exists(text) and os.path.samefile(text, target):
         raise ValueError(f"'{target}' is the source itself: write to another place.")
+    if kind == "fsdp":
+        if "://" not in text and target.is_relative_to(os.path.realpath(text)):
+            raise ValueError(f"'{target}' is within the source: write to another place.")
+        if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
+            raise ValueError(f"'{target}' exists: write to another place, or delete it.")
     if not target.is_dir():
         return
     if kind == "ckpt" or target.suffix == ".safetensors":
@@ -186,6 +201,18 @@ def _warn_of_overflow(holes: Mapping[str, Any], pieces: Pieces) -> None:
             f"'{names[0]}'. `bfloat16` has the range of `float32`.",
             stacklevel=4,
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------- fsdp
+
+
+def _write_fsdp(source: str | os.PathLike[str], target: Path, progress: bool) -> Path:
+    if is_sharded_checkpoint(source):
+        _warn_of_excluded(read_directory(open_folder(source)).checkpoint, os.fspath(source))
+    try:
+        return write_fsdp_directory(source, target, progress=progress)
+    except OSError as error:
+        raise CheckpointError(f"Could not write '{target}': {error}.") from error
 
 
 # ---------------------------------------------------------------------------------------------------------- torch file

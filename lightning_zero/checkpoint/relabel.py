@@ -1,0 +1,251 @@
+"""A sharded directory under the names of ``FSDPStrategy``, which shares the data files with the one it is made from.
+
+Lightning's two sharded strategies differ in one word: the weights are ``state_dict.<name>`` in the directories of
+``ModelParallelStrategy``, as in ours, and ``model.<name>`` in those of ``FSDPStrategy``. That word stands in the index
+alone, so only the index is written anew.
+
+[Note: Shared files]
+
+A data file with two names (a hard link) stays whole when either is deleted, but changes under both when it is written
+to in place. We never do that. Lightning's strategies do: they save over a checkpoint of the same path, file by file.
+Therefore
+
+    the files get names that DCP never writes, so that saving over the new directory leaves them alone
+    ``meta.pt``, which has to keep its name, is copied
+    the files of a directory that Lightning wrote are copied: the next save there would change them
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.13
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from tqdm import tqdm
+
+from lightning_zero.checkpoint.commit import Staging, local_path
+from lightning_zero.checkpoint.files import Files, is_folder, is_remote, open_folder, read_bytes
+from lightning_zero.checkpoint.foreign import ForeignDirectory
+from lightning_zero.checkpoint.metadata import Index, StoredBytes
+from lightning_zero.checkpoint.output import PIECE_NBYTES, write_bytes
+from lightning_zero.checkpoint.reader import Directory
+from lightning_zero.checkpoint.schema import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["write_fsdp_directory"]
+
+_WEIGHTS, _THEIRS = "state_dict", "model"
+_PREFIX = "shared"  # of the data files' names; see the note
+
+
+def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress: bool = True) -> Path:
+    """Make a directory that ``FSDPStrategy`` resumes from, of one of ours or of ``ModelParallelStrategy``.
+
+    Neither reads a tensor nor unpickles anything but the index, which can call nothing. Our own data files are hard
+    links where the file system allows it, and copied otherwise. See [Note: Shared files].
+
+    Args:
+        source: the directory, local or behind a URL. Not changed.
+        out: the directory to make, or an empty one. Published in one step.
+        progress: show a progress bar on a terminal while files are copied.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        CheckpointError: if the source is damaged or of another layout, naming what to do instead.
+        OSError: if the directory could not be written.
+    """
+    text = os.fspath(source)
+    if not is_folder(source):
+        raise _unfit(text, "is no directory")
+    folder = None if is_remote(source) else local_path(source)
+    identity = _identity(folder)
+    files = open_folder(source)
+    if not files.has(METADATA_FILE):
+        raise _unfit(text, f"has no {METADATA_FILE}")
+    own = Directory(files) if files.has(RECORD_FILE) else None
+    directory = ForeignDirectory(files)
+    paths = _new_paths(text, directory.index)
+    meta = _meta_file(files, own)
+    data = _data_files(directory.index)
+    sizes = {name: files.size(name) for name in data}
+    if own is not None:
+        _check_record(own, directory, sizes)
+    index = pickle.dumps(_metadata(directory.index, paths, data))
+    staging = Staging(out)
+    try:
+        targets = {name: staging.path / new for name, new in data.items()}
+        linked = _link(folder, targets) if own is not None and folder is not None else set()
+        _copy(files, {name: path for name, path in targets.items() if name not in linked}, sizes, out.name, progress)
+        for name, path in targets.items():
+            if path.stat().st_size != sizes[name]:
+                raise CheckpointError(f"'{files.name}/{name}' was replaced while it was read: repeat this.")
+        if _identity(folder) != identity:
+            raise CheckpointError(f"'{text}' was replaced while it was read: repeat this.")
+        _write(staging.path / META_FILE, meta)
+        _write(staging.path / METADATA_FILE, index)
+        staging.publish()
+    finally:
+        staging.discard()
+    return out
+
+
+def _unfit(source: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"'{source}' {why}: the format 'fsdp' is made of a sharded directory of this strategy or of "
+        "ModelParallelStrategy only. FSDPStrategy also loads ordinary files: write one with "
+        f"`lightning-zero consolidate {source} OUT.ckpt`."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- index
+
+
+def _new_paths(source: str, index: Index) -> dict[str, tuple[Any, ...]]:
+    """The path in FSDPStrategy's dictionary by old name, in the order of the old one.
+
+    Raises:
+        CheckpointError: if the source has no weights where they are expected.
+    """
+    names = [*(name for name in index.paths if name in index.items), *index.items]
+    paths = {name: index.paths.get(name, (name,)) for name in names}
+    tops = {path[0] for path in paths.values() if len(path) > 1}
+    if _THEIRS in tops and _WEIGHTS not in tops:
+        raise CheckpointError(f"'{source}' has the names of FSDPStrategy already: give it to that strategy as it is.")
+    if _WEIGHTS not in tops:
+        raise _unfit(source, f"has no weights under `{_WEIGHTS}`")
+    if any(path[0] == _THEIRS for path in paths.values()):
+        raise _unfit(source, f"holds `{_THEIRS}` besides `{_WEIGHTS}`, which would be mixed up")
+    for name, path in paths.items():
+        if path[0] == _WEIGHTS and (len(path) == 1 or not name.startswith(f"{_WEIGHTS}.")):
+            raise CheckpointError(f"'{source}/{METADATA_FILE}' cannot be used: '{name}' is said to be at {path}.")
+    return {name: (_THEIRS, *path[1:]) if path[0] == _WEIGHTS else path for name, path in paths.items()}
+
+
+def _metadata(index: Index, paths: Mapping[str, tuple[Any, ...]], data: Mapping[str, str]) -> Metadata:
+    """DCP's index with the new names of values and files."""
+
+    def info(place: StoredBytes) -> _StorageInfo:
+        return _StorageInfo(data[place.file], place.offset, place.nbytes)
+
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    names = {old: f"{_THEIRS}.{old.removeprefix(f'{_WEIGHTS}.')}" for old in paths if paths[old][0] == _THEIRS}
+    for old in paths:
+        name, item = names.get(old, old), index.items[old]
+        if isinstance(item, StoredBytes):
+            entries[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = info(item)
+            continue
+        chunks = []
+        for number, (box, archive) in enumerate(item.boxes):
+            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+            places[MetadataIndex(name, box.offsets, number)] = info(archive)
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), chunks)
+    return Metadata(entries, {names.get(old, old): path for old, path in paths.items()}, places)
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def _data_files(index: Index) -> dict[str, str]:
+    """The new name of every file that the index leads to."""
+    names: dict[str, None] = {}
+    for item in index.items.values():
+        for place in [item] if isinstance(item, StoredBytes) else [stored.archive for stored in item.boxes]:
+            names[place.file] = None
+    return {name: f"{_PREFIX}{name}" for name in names}
+
+
+def _meta_file(files: Files, own: Directory | None) -> bytes:
+    """The content of ``meta.pt``."""
+    name = META_FILE if own is None else own.listed(META_FILE)
+    if not files.has(name):
+        raise _unfit(files.name, f"has no {name}, which Lightning's strategies write,")
+    content = read_bytes(files, name)
+    if own is not None:
+        _check_content(own, name, content)
+    return content
+
+
+def _check_record(own: Directory, directory: ForeignDirectory, sizes: Mapping[str, int]) -> None:
+    """Compare the index and the files it leads to with our record.
+
+    Raises:
+        CheckpointError: if they are not of the same checkpoint.
+    """
+    _check_content(own, METADATA_FILE, read_bytes(own.files, METADATA_FILE))
+    for name in sizes:
+        if name not in own.record.files:
+            raise CheckpointError(
+                f"'{own.files.name}/{METADATA_FILE}' leads to '{name}', which {RECORD_FILE} does not list: it is of "
+                "another save, or was changed."
+            )
+        own.check_size(name)
+    for key, item in own.record.items.items():
+        if isinstance(item, TensorItem) and key not in directory.tensors:
+            raise CheckpointError(f"'{own.files.name}/{METADATA_FILE}' lacks '{key}': it is of another save.")
+
+
+def _check_content(own: Directory, name: str, content: bytes) -> None:
+    listed = own.record.files.get(name)  # behind a URL the index is not listed
+    if listed is None:
+        return
+    own.check_size(name)
+    if listed.crc32 is not None and zlib.crc32(content) != listed.crc32:
+        raise CheckpointError(f"'{own.files.name}/{name}' does not match its checksum: it was damaged or changed.")
+
+
+def _identity(folder: Path | None) -> tuple[int, int] | None:
+    """What changes when a folder is replaced by another."""
+    if folder is None:
+        return None
+    found = os.stat(folder)
+    return found.st_dev, found.st_ino
+
+
+def _link(folder: Path, targets: Mapping[str, Path]) -> set[str]:
+    """Give files second names. Returns those that have one: other file systems, and some settings, allow none."""
+    linked = set()
+    for name, path in targets.items():
+        try:
+            os.link(folder / name, path, follow_symlinks=False)
+        except OSError:
+            continue  # copying says what is wrong, if it is not only that
+        linked.add(name)
+    return linked
+
+
+def _copy(files: Files, targets: Mapping[str, Path], sizes: Mapping[str, int], title: str, progress: bool) -> None:
+    total = sum(sizes[name] for name in targets)
+    hidden = None if progress and targets else True
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=hidden) as bar:
+        for name, path in targets.items():
+            with open(path, "xb") as file:
+                for offset in range(0, sizes[name], PIECE_NBYTES):
+                    piece = read_bytes(files, name, offset, min(PIECE_NBYTES, sizes[name] - offset))
+                    write_bytes(file.fileno(), offset, piece)
+                    bar.update(len(piece))
+                os.fsync(file.fileno())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A new file, durable."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
