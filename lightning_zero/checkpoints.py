@@ -43,6 +43,7 @@ class Checkpoints:
         self._control: Control = groups.checkpoint
         self._saver = Saver(self._control)
         self._training = False
+        self._removing = False  # whether something was to be deleted in this run
 
     def begin_training(self, callbacks: Iterable[Callback]) -> None:
         """From here to ``finish`` saves may be in the background: there is something to go on with, and an end to wait.
@@ -127,6 +128,7 @@ class Checkpoints:
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint at the next save, or at the end of the run: never before its successor is durable."""
+        self._removing = True
         self._saver.remove(path)
 
     def raise_failure(self, control: Control) -> None:
@@ -164,8 +166,11 @@ class Checkpoints:
         self._training = False
         together = sys.exc_info()[0] is None
         self._saver.close(collective=together)
-        if together:
-            self._control.gather_objects(None)  # no rank looks for `last` while rank 0 still deletes
+        if together and self._removing:
+            # No rank shall look for `last` while rank 0 still deletes. Not a collective: a rank that ended early,
+            # because its data did, must not wait here for one that waits for it in a step.
+            self._groups.attend("finish", "", _ATTENDANCE_SECONDS)
+        self._removing = False
 
     def _attend(self, what: str, place: str) -> None:
         """Make sure that all ranks are here, while an exception is being handled.
@@ -173,7 +178,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if some are not.
         """
-        notes = self._groups.attend(place, _ATTENDANCE_SECONDS)
+        notes = self._groups.attend("save", place, _ATTENDANCE_SECONDS)
         missing = sorted(set(range(self._control.world_size)) - set(notes))
         if missing:
             raise CheckpointError(

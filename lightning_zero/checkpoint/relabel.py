@@ -69,10 +69,9 @@ def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress:
         CheckpointError: if the source is damaged or of another layout, naming what to do instead.
         OSError: if the directory could not be written.
     """
-    text = os.fspath(source)
+    text, folder = os.fspath(source), None if is_remote(source) else local_path(source)
     if not is_folder(source):
         raise _unfit(text, "is no directory")
-    folder = None if is_remote(source) else local_path(source)
     identity = _identity(folder)
     files = open_folder(source)
     if not files.has(METADATA_FILE):
@@ -202,8 +201,7 @@ def _check_record(own: Directory, directory: ForeignDirectory, sizes: Mapping[st
 
 
 def _check_content(own: Directory, name: str, content: bytes) -> None:
-    listed = own.record.files.get(name)  # behind a URL the index is not listed
-    if listed is None:
+    if (listed := own.record.files.get(name)) is None:  # behind a URL the index is not listed
         return
     own.check_size(name)
     if listed.crc32 is not None and zlib.crc32(content) != listed.crc32:

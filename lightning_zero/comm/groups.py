@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -222,15 +223,15 @@ class Groups:
 
     def __post_init__(self) -> None:
         self._owner: int | None = None
-        self._attendances = 0
+        self._attendances: Counter[str] = Counter()
 
-    def attend(self, note: str, seconds: float) -> dict[int, str]:
-        """Which ranks come to their next call of this within ``seconds``, and their notes. See ``attendance.attend``.
+    def attend(self, occasion: str, note: str, seconds: float) -> dict[int, str]:
+        """Which ranks come to their next call for this occasion within ``seconds``. See ``attendance.attend``.
 
         Not collective: a rank that does not come is what it finds out.
         """
-        self._attendances += 1
-        key = f"lightning_zero/attendance/{self._attendances}"
+        self._attendances[occasion] += 1
+        key = f"lightning_zero/{occasion}/{self._attendances[occasion]}"
         return attend(key, note, self.control.rank, self.control.world_size, seconds)
 
     def destroy(self) -> None:

@@ -315,8 +315,7 @@ def test_a_path_with_nothing_is_an_error_on_every_rank(base: Base, tmp_path: Pat
     assert "nowhere.ckpt" in errors[0]
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_damaged_file_is_an_error_on_every_rank_that_names_it(verify: bool, base: Base, tmp_path: Path) -> None:
+def test_a_damaged_file_is_an_error_on_every_rank_that_names_it(base: Base, tmp_path: Path) -> None:
     damaged = shutil.copytree(base.path, tmp_path / "damaged.ckpt")
     start = base.values["model.stem.weight"].numpy().tobytes()[:16]
     (file,) = (file for file in damaged.glob("*.distcp") if start in file.read_bytes())
@@ -324,7 +323,7 @@ def test_a_damaged_file_is_an_error_on_every_rank_that_names_it(verify: bool, ba
     content[content.index(start)] ^= 1
     file.write_bytes(content)
 
-    errors = failures(base, Stack, policy(damaged, verify=verify))
+    errors = failures(base, Stack, policy(damaged, verify=True))
 
     assert len(errors) == 2
     for error in errors:
