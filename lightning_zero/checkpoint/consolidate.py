@@ -89,21 +89,12 @@ def consolidate_checkpoint(
     kind = _kind(target, format)
     limit = parse_size(max_shard_size)
     cast = _floating(dtype)
-    if prefix is not None and kind == "ckpt" and not weights_only:
-        raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
-    if kind == "fsdp" and (dtype is not None or weights_only or prefix is not None):
-        raise ValueError("format='fsdp' takes over what is saved: dtype, weights_only and prefix do not go with it.")
+    _check_options(kind, dtype, weights_only, prefix)
     _check_target(source, target, kind)
     if kind == "fsdp":
         return [_write_fsdp(source, target, progress)]
-    checkpoint = open_checkpoint(source, ControlGroup(None))
-    if is_sharded_checkpoint(source) and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
-        plan = Decoder().decode(Directory(open_folder(source)).record.plan)
-        checkpoint[SUMMARY_KEY] = {**checkpoint.get(SUMMARY_KEY, {}), "plan": plan}
-    if not isinstance(checkpoint.get("state_dict"), Mapping):
-        raise CheckpointError(f"'{os.fspath(source)}' holds no weights: there is no `state_dict` in it.")
+    checkpoint = _opened(source)
     weights = _renamed(checkpoint["state_dict"], prefix)
-    _warn_of_excluded(checkpoint, os.fspath(source))
     try:
         if kind == "ckpt":
             return [_write_torch(checkpoint, weights, target, cast, weights_only, progress)]
@@ -142,6 +133,13 @@ def _kind(target: Path, given: str | None) -> FileFormat:
     return "ckpt" if kind == "ckpt" else "safetensors"
 
 
+def _check_options(kind: FileFormat, dtype: str | None, weights_only: bool, prefix: str | None) -> None:
+    if prefix is not None and kind == "ckpt" and not weights_only:
+        raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
+    if kind == "fsdp" and (dtype is not None or weights_only or prefix is not None):
+        raise ValueError("format='fsdp' takes over what is saved: dtype, weights_only and prefix do not go with it.")
+
+
 def _floating(name: str | None) -> torch.dtype | None:
     dtype = None if name is None else DTYPES.get(name)
     if name is not None and (dtype is None or not dtype.is_floating_point):
@@ -164,6 +162,18 @@ def _check_target(source: str | os.PathLike[str], target: Path, kind: FileFormat
         raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
     if os.listdir(target) and is_checkpoint_directory(target):
         raise ValueError(f"'{target}' is a sharded checkpoint: write to another directory.")
+
+
+def _opened(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """The checkpoint, with its partition if it is one of ours."""
+    checkpoint = open_checkpoint(source, ControlGroup(None))
+    if is_sharded_checkpoint(source) and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
+        plan = Decoder().decode(Directory(open_folder(source)).record.plan)
+        checkpoint[SUMMARY_KEY] = {**checkpoint.get(SUMMARY_KEY, {}), "plan": plan}
+    if not isinstance(checkpoint.get("state_dict"), Mapping):
+        raise CheckpointError(f"'{os.fspath(source)}' holds no weights: there is no `state_dict` in it.")
+    _warn_of_excluded(checkpoint, os.fspath(source))
+    return checkpoint
 
 
 def _renamed(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
@@ -189,7 +199,7 @@ def _warn_of_excluded(checkpoint: Mapping[str, Any], source: str) -> None:
         warnings.warn(
             f"'{source}' was saved without its {len(excluded)} frozen parameters ({excluded[0]}, ...), so they are not "
             "in what is written either.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
