@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.checkpoint import Control, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.agreement import collect
+from lightning_zero.checkpoint.commit import local_path
 from lightning_zero.checkpoint.export import save_consolidated_file
+from lightning_zero.checkpoint.files import is_remote
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.comm import Groups
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.errors import CheckpointError
+from lightning_zero.errors import CheckpointError, CommunicationError
 from lightning_zero.loading import load_initial_weights
 from lightning_zero.state import ModuleState
 
 __all__ = ["Checkpoints"]
+
+# One for all that share a group of ranks: a save in flight has the group to itself.
+_SAVERS: WeakKeyDictionary[Groups, Saver] = WeakKeyDictionary()
 
 # How long a rank that is handling an exception waits for the others to save with it. They come at once if they failed
 # in the same way, and never if they are waiting for this rank inside a step.
@@ -41,20 +49,31 @@ class Checkpoints:
         self._policy = policy
         self._groups = groups
         self._control: Control = groups.checkpoint
-        self._saver = Saver(self._control)
+        if groups not in _SAVERS:
+            _SAVERS[groups] = Saver(self._control)
+        self._saver = _SAVERS[groups]
         self._training = False
         self._removing = False  # whether something was to be deleted in this run
+        self._underway: str | None = None  # what was saved last in the background, in this run
+        self._watched: list[ModelCheckpoint] = []
+        self._handled: BaseException | None = None
 
-    def begin_training(self, callbacks: Iterable[Callback]) -> None:
-        """From here to ``finish`` saves may be in the background: there is something to go on with, and an end to wait.
+    def begin(self, callbacks: Iterable[Callback], training: bool) -> None:
+        """Begin a run, which lasts until ``finish``.
 
         Args:
-            callbacks: the Trainer's. One that would leave no checkpoint to go on from is warned of:
-                ``ModelCheckpoint(save_last="link")`` links to a checkpoint before it is there.
+            callbacks: the Trainer's.
+            training: whether saves may be in the background: there is something to go on with, and an end to wait.
         """
-        self._training = True
-        linking = any(isinstance(c, ModelCheckpoint) and c.save_last == "link" for c in callbacks)
-        if linking and self._policy.async_save:
+        self._handled = sys.exc_info()[1]  # of a caller that tries again in an ``except`` block
+        self._training = training
+        if not (training and self._policy.async_save):
+            return
+        self._watched = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in self._watched:
+            # It chooses names that are not taken, and what is being written has no name on disk yet.
+            callback.file_exists = partial(self._is_taken, callback.file_exists)  # type: ignore[method-assign]
+        if any(callback.save_last == "link" for callback in self._watched):
             rank_zero_warn(
                 'ModelCheckpoint(save_last="link") points last.ckpt to a new checkpoint at once, but with async_save '
                 "the checkpoint is there only a while later: a run that is killed in between has no last.ckpt to go on "
@@ -86,12 +105,17 @@ class Checkpoints:
         Collective: every rank.
         """
         policy = self._policy.for_one_save(storage_options)
-        what = f"save the checkpoint '{os.fspath(path)}'"
+        path = _absolute(path)
+        what = f"save the checkpoint '{path}'"
         place = f"step {checkpoint.get('global_step')}"
         if engine.updating:
             place = "the middle of an optimizer step, where weights are half updated"
-        if sys.exc_info()[0] is not None:
+        if self._in_trouble():
             self._attend(what, place)
+            try:
+                self._saver.wait()
+            except CheckpointError as error:  # what is saved now matters more than what was not saved before
+                rank_zero_warn(str(error))
         self._saver.wait()
         self._agree(what, place, engine.updating, path)
         summary = {**_summary(engine), "precision": precision}
@@ -102,7 +126,11 @@ class Checkpoints:
             else:
                 save_checkpoint_directory(content, path, control, plan_summary=summary)
 
-        self._saver.save(write, checkpoint, what=what, asynchronous=policy.async_save and self._training)
+        # SLURM ends the job when Lightning's checkpoint for the next one returns.
+        asynchronous = policy.async_save and self._training and not Path(path).name.startswith("hpc_ckpt")
+        self._saver.save(write, checkpoint, what=what, asynchronous=asynchronous)
+        if asynchronous:
+            self._underway = path
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Open a checkpoint of any kind; tensors are read when they are needed.
@@ -128,6 +156,9 @@ class Checkpoints:
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint at the next save, or at the end of the run: never before its successor is durable."""
+        path = _absolute(path)
+        if path == self._underway:
+            self._underway = None
         self._removing = True
         self._saver.remove(path)
 
@@ -142,7 +173,7 @@ class Checkpoints:
 
         Collective: every rank.
         """
-        if self._policy.async_save and any(control.gather_objects(self._saver.failed)):
+        if self._underway is not None and any(control.gather_objects(self._saver.failed)):
             self._saver.wait()
 
     def wait(self) -> None:
@@ -164,13 +195,25 @@ class Checkpoints:
         Collective: every rank, but for one that is handling an exception.
         """
         self._training = False
-        together = sys.exc_info()[0] is None
+        self._underway = None
+        for callback in self._watched:
+            del callback.file_exists
+        self._watched = []
+        together = not self._in_trouble()
         self._saver.close(collective=together)
         if together and self._removing:
             # No rank shall look for `last` while rank 0 still deletes. Not a collective: a rank that ended early,
             # because its data did, must not wait here for one that waits for it in a step.
             self._groups.attend("finish", "", _ATTENDANCE_SECONDS)
         self._removing = False
+
+    def _in_trouble(self) -> bool:
+        """Whether an exception of this run is being handled, where the other ranks may not come."""
+        return sys.exc_info()[1] not in (None, self._handled)
+
+    def _is_taken(self, exists: Callable[[Any, Trainer], bool], path: Any, trainer: Trainer) -> bool:
+        """``ModelCheckpoint.file_exists``, which also knows of what is being written. Collective: every rank."""
+        return exists(path, trainer) or _absolute(path) == self._underway
 
     def _attend(self, what: str, place: str) -> None:
         """Make sure that all ranks are here, while an exception is being handled.
@@ -202,17 +245,28 @@ class Checkpoints:
                 raise CheckpointError(
                     f"this rank is in {place}. Save from a hook outside of it; the last checkpoint is intact"
                 )
-            if self._control.rank == 0 and "://" not in os.fspath(path):
-                Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            if self._control.rank == 0 and not is_remote(path):
+                local_path(path).parent.mkdir(parents=True, exist_ok=True)
             return place
 
-        places = collect(self._control, what, check)
+        try:
+            places = collect(self._control, what, check)
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"Could not {what}: not every rank came to do so. Every rank holds a part of the weights, so "
+                f"`save_checkpoint` must be called on all of them, not on rank 0 alone. {error}"
+            ) from error
         if len(set(places)) > 1:
             other = next(rank for rank, found in enumerate(places) if found != places[0])
             raise CheckpointError(
                 f"Could not {what}: rank 0 is at {places[0]}, rank {other} at {places[other]}. Let all ranks save at "
                 "the same step."
             )
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """The same place after a ``chdir``."""
+    return os.fspath(path) if is_remote(path) else str(local_path(path))
 
 
 def _summary(engine: ZeroEngine) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class CheckpointPolicy:
 
     Args:
         format: ``sharded`` writes a directory that every rank writes its own part of; ``consolidated`` one ordinary
-            Lightning file, which any strategy loads without this package.
+            Lightning file, which any strategy loads without this package; not to URLs.
         async_save: let training go on while a save is written. Training waits only for a copy in host memory, which
             takes as much of it as the rank's part of the checkpoint.
         exclude_frozen: leave parameters out that do not require gradients, and say so in the checkpoint: a fine-tuning

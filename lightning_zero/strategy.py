@@ -75,7 +75,7 @@ class ZeroStrategy(ParallelStrategy):
         cluster_environment: as for every Lightning strategy.
         precision_plugin: ``ZeroPrecision``, or one of Lightning's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
-        timeout: how long a rank waits for the others before it raises.
+        timeout: how long a rank waits for the others before it raises; also for their part of a checkpoint.
 
     Raises:
         ValueError: if a setting is not usable.
@@ -253,12 +253,12 @@ class ZeroStrategy(ParallelStrategy):
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.lightning_module)
         self._setup_engine(self.lightning_module)
+        self.checkpoints.begin(trainer.callbacks, training=fitting)  # type: ignore[attr-defined]
         self.model_to_device()
         self.precision_plugin.attach(
             self.root_device, self.engine.control, self.adapter, self._hold_schedulers, self.engine.watching
         )
         if fitting:
-            self.checkpoints.begin_training(trainer.callbacks)  # type: ignore[attr-defined]
             self.engine.prepare_training()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -8,6 +8,7 @@ signal) each keep an order that never depends on how the others interleave.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -167,7 +168,7 @@ class ControlGroup:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Groups:
     """The process groups of one engine: the same ranks four times, each with its own order of calls.
 
@@ -224,6 +225,7 @@ class Groups:
     def __post_init__(self) -> None:
         self._owner: int | None = None
         self._attendances: Counter[str] = Counter()
+        self._number = next(_NUMBERS)  # the store outlives the groups, so that its keys must not begin anew
 
     def attend(self, occasion: str, note: str, seconds: float) -> dict[int, str]:
         """Which ranks come to their next call for this occasion within ``seconds``. See ``attendance.attend``.
@@ -231,7 +233,7 @@ class Groups:
         Not collective: a rank that does not come is what it finds out.
         """
         self._attendances[occasion] += 1
-        key = f"lightning_zero/{occasion}/{self._attendances[occasion]}"
+        key = f"lightning_zero/{self._number}/{occasion}/{self._attendances[occasion]}"
         return attend(key, note, self.control.rank, self.control.world_size, seconds)
 
     def destroy(self) -> None:
@@ -253,6 +255,8 @@ class Groups:
         if os.getpid() == self._owner:  # a forked process has the group but none of its threads
             self.destroy()
 
+
+_NUMBERS = itertools.count()  # alike on all ranks, because groups are created together
 
 # Weak: groups end with the default group they were made from.
 _CREATED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | None, timedelta | None], Groups]] = WeakKeyDictionary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 from lightning_zero.comm import Groups
 from tests.helpers.world import run_world
@@ -46,3 +47,16 @@ def test_who_gave_up_is_not_waited_for() -> None:
 
 def test_a_single_process_is_complete() -> None:
     assert Groups.create().attend("meeting", "here", 0.5) == {0: "here"}
+
+
+def test_notes_of_groups_that_are_gone_are_not_read() -> None:
+    """The store of the default group outlives them."""
+
+    def run(rank: int) -> set[int]:
+        Groups.create(timeout=timedelta(seconds=20)).attend("meeting", "then", 20)
+        later = Groups.create(timeout=timedelta(seconds=21))
+        came = set(later.attend("meeting", "now", 0.3)) if rank == 0 else set()
+        later.control.barrier()
+        return came
+
+    assert run_world(2, run) == [{0}, set()]

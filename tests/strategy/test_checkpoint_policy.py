@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,174 @@ def test_a_link_to_what_is_not_there_yet_is_warned_of(tmp_path: Path) -> None:
     (texts,) = run_world(1, run)
     assert len(texts) == 1
     assert "Use save_last=True" in texts[0]
+
+
+class Slow(pl.Callback):
+    """Background saves of this run take a while each."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        saver = trainer.strategy.checkpoints._saver
+        remove_all = saver._remove_all
+        saver._remove_all = lambda paths: (time.sleep(0.1), remove_all(paths))[1]
+
+
+class Falling(Net):
+    """Logs a metric that gets better with every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("metric", torch.tensor(-float(batch_idx)))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("top", [-1, 3])
+def test_a_name_that_is_being_written_is_taken(tmp_path: Path, top: int) -> None:
+    """``ModelCheckpoint`` counts versions up where a name exists; in the background nothing exists yet."""
+
+    @quiet()
+    def run(rank: int, asynchronous: bool) -> list[tuple[str, int]]:
+        folder = tmp_path / str(asynchronous)
+        callback = ModelCheckpoint(
+            dirpath=folder, filename="{epoch}", monitor="metric", every_n_train_steps=1, save_top_k=top
+        )
+        run_ = trainer(callback, Slow(), policy=CheckpointPolicy(async_save=asynchronous), max_epochs=1)
+        run_.fit(Falling(), batches(5), batches(1))
+        assert "file_exists" not in vars(callback)
+        saved = sorted(folder.iterdir())
+        return [(path.name, torch.load(path / "meta.pt", weights_only=True)["global_step"]) for path in saved]
+
+    def both(rank: int) -> tuple[Any, Any]:
+        return run(rank, False), run(rank, True)
+
+    for in_turn, in_the_background in run_world(2, both):
+        assert len(in_turn) == (5 if top == -1 else 3)
+        assert in_the_background == in_turn
+
+
+def test_what_slurm_waits_for_is_there_when_it_returns(tmp_path: Path) -> None:
+    class Preempted(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+                pl_module.there = (tmp_path / "hpc_ckpt_1.ckpt" / "zero.json").is_file()
+
+    @quiet()
+    def run(rank: int) -> bool:
+        module = Net()
+        run_ = trainer(Slow(), Preempted(), policy=CheckpointPolicy(async_save=True), max_epochs=1)
+        run_.fit(module, batches(2), batches(1))
+        return module.there
+
+    assert run_world(2, run) == [True, True]
+
+
+def test_a_trainer_inside_of_another_waits_for_the_save_in_flight(tmp_path: Path) -> None:
+    """They share a group, which belongs to the save while it lasts."""
+
+    class Evaluate(pl.Callback):
+        def on_train_batch_end(self, trainer_: pl.Trainer, *_: Any) -> None:
+            if trainer_.global_step == 1:
+                trainer_.save_checkpoint(tmp_path / "first.ckpt", storage_options={"async": False})
+                trainer_.save_checkpoint(tmp_path / "second.ckpt")
+                inner = trainer(policy=CheckpointPolicy())
+                inner.validate(Net(), batches(1), ckpt_path=tmp_path / "first.ckpt", verbose=False)
+
+    @quiet()
+    def run(rank: int) -> int:
+        run_ = trainer(Slow(), Evaluate(), policy=CheckpointPolicy(async_save=True), max_epochs=1)
+        run_.fit(Net(), batches(4), batches(1))
+        return run_.global_step
+
+    assert run_world(2, run, timeout=40) == [4, 4]
+    assert sorted(os.listdir(tmp_path)) == ["first.ckpt", "second.ckpt"]
+
+
+def test_a_second_try_inside_of_except_is_an_ordinary_run(tmp_path: Path) -> None:
+    """Its failures are raised, and its saves do not ask who is there."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "precious.txt").touch()
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "good.ckpt", storage_options={"async": False})
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "folder")
+
+    @quiet()
+    def run(rank: int) -> tuple[str, int]:
+        try:
+            raise MemoryError("the first try")
+        except MemoryError:
+            run_ = trainer(Save(), policy=CheckpointPolicy(async_save=True), max_epochs=1, limit_val_batches=0)
+            with pytest.raises(CheckpointError) as caught:
+                run_.fit(Net(), batches(4), batches(1))
+        return str(caught.value), sum(run_.strategy.checkpoints._groups._attendances.values())
+
+    for text, attendances in run_world(2, run):
+        assert "is a directory that is not a checkpoint" in text
+        assert attendances == 0
+
+
+def test_a_save_that_failed_before_does_not_keep_the_last_one_from_being_made(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "precious.txt").touch()
+
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == 2:
+                self.trainer.save_checkpoint(tmp_path / "folder")
+                raise ArithmeticError("the end")
+            return super().training_step(batch, batch_idx)
+
+    def run(rank: int) -> None:
+        callback = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_on_exception=True, every_n_train_steps=99)
+        run_ = trainer(callback, policy=CheckpointPolicy(async_save=True), max_epochs=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(ArithmeticError, match="the end"):
+                run_.fit(Failing(), batches(4), batches(1))
+
+    run_world(2, run)
+    assert (tmp_path / "step=2.ckpt" / "zero.json").is_file()
+
+
+def test_a_relative_path_is_that_of_the_call(tmp_path: Path) -> None:
+    class Wander(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                os.chdir(tmp_path / "here")
+                trainer.save_checkpoint("saved.ckpt")
+                trainer.strategy.remove_checkpoint("old.ckpt")
+                os.chdir(tmp_path / "elsewhere")
+
+    @quiet()
+    def run(rank: int) -> None:
+        trainer(Slow(), Wander(), policy=CheckpointPolicy(async_save=True), max_epochs=1).fit(
+            Net(), batches(2), batches(1)
+        )
+
+    for folder in ("here", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "old.ckpt").touch()
+    run_world(2, run)
+    assert os.listdir(tmp_path / "here") == ["saved.ckpt"]
+    assert os.listdir(tmp_path / "elsewhere") == ["old.ckpt"]
+
+
+def test_a_failure_of_the_one_save_in_the_background_is_raised_too(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").touch()
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path, storage_options={"async": True})
+                trainer.strategy.checkpoints._saver._thread.join()
+
+    @quiet()
+    def run(rank: int) -> int:
+        run_ = trainer(Save(), policy=CheckpointPolicy(), max_epochs=1, val_check_interval=2)
+        with pytest.raises(CheckpointError, match="is not a checkpoint"):
+            run_.fit(Net(), batches(4), batches(1))
+        return run_.global_step
+
+    assert run_world(2, run) == [2, 2]
