@@ -19,6 +19,7 @@ from lightning_zero.checkpoint.agreement import collect
 from lightning_zero.checkpoint.commit import local_path
 from lightning_zero.checkpoint.export import save_consolidated_file
 from lightning_zero.checkpoint.files import is_remote
+from lightning_zero.checkpoint.opening import require_lightning
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.comm import Groups
 from lightning_zero.config import CheckpointPolicy
@@ -138,7 +139,9 @@ class Checkpoints:
         Collective: every rank.
         """
         self._saver.wait()
-        return open_checkpoint(path, self._control, verify=self._policy.verify, weights_only=weights_only)
+        checkpoint = open_checkpoint(path, self._control, verify=self._policy.verify, weights_only=weights_only)
+        require_lightning(checkpoint, path)
+        return checkpoint
 
     def load_initial_weights(self, state: ModuleState) -> None:
         """Read the weights the policy names, if it does, into a module that was just sharded.

@@ -181,6 +181,9 @@ _TOOLS = {"inspect": tools.inspect, "consolidate": tools.consolidate}
 def _run_tool(tool: Callable[[Sequence[str]], int], args: Sequence[str]) -> None:
     try:
         code = tool(args)
+    except KeyboardInterrupt:
+        print(f"lightning-zero {tool.__name__}: interrupted", file=sys.stderr)  # noqa: T201
+        code = 130  # as shells have it
     except BrokenPipeError:  # the reader has seen enough, as `head` has; nothing more can be printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import FlatShard, StoredTensor
 from lightning_zero.checkpoint.agreement import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
 from lightning_zero.errors import CheckpointError
+from lightning_zero.loading.copies import NotedCopies
+from lightning_zero.loading.names import unwrapped
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 
 __all__ = ["ModuleState", "OptimizerState"]
 
-# torch.compile, activation checkpointing and FSDP wrap a block in a module of this attribute; names in a checkpoint do
-# not depend on whether a block is wrapped.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _SHOWN_NAMES = 5
+_SAME_GROUPS = "Build the optimizer with the same groups as when the checkpoint was saved, or load the weights only."
 
 
 class ModuleState:
@@ -57,12 +56,12 @@ class ModuleState:
                 value = FlatShard(shard.data, shard.spec.shape, shard.start)
             elif isinstance(value, Tensor):
                 value = value.detach()
-            state[_unwrapped(key)] = value
+            state[unwrapped(key)] = value
         return state
 
     def excluded_frozen(self) -> list[str]:
         """The names that ``save(exclude_frozen=True)`` leaves out."""
-        return [_unwrapped(key) for key, value in self._module.state_dict(keep_vars=True).items() if _is_frozen(value)]
+        return [unwrapped(key) for key, value in self._module.state_dict(keep_vars=True).items() if _is_frozen(value)]
 
     def load(self, state: Mapping[str, Any], strict: bool, excluded: Collection[str] = ()) -> None:
         """Take weights and buffers over, each rank reading its own slices.
@@ -83,10 +82,10 @@ class ModuleState:
         Collective: every rank.
         """
         current = self._module.state_dict(keep_vars=True)
-        own = {_unwrapped(key): (key, value) for key, value in current.items()}
+        own = {unwrapped(key): (key, value) for key, value in current.items()}
         # Without versions modules would take the state for that of their oldest release.
         versions = getattr(state, "_metadata", None) or getattr(current, "_metadata", None)
-        state = {_unwrapped(key): value for key, value in state.items()}
+        state = {unwrapped(key): value for key, value in state.items()}
         kept = [name for name in excluded if name in own and name not in state]
         loaded = {id(value) for key, (_, value) in own.items() if key in state}
         expendable = {*kept, *(key for key, (_, value) in own.items() if id(value) in loaded)}
@@ -138,41 +137,27 @@ class ModuleState:
 
         Raises:
             RuntimeError: as ``nn.Module.load_state_dict`` does; a missing key that is ``expendable`` does not count.
+                Also if a parameter is another object afterwards, which the engine would not know.
         """
 
         def forgive(_: nn.Module, keys: Any) -> None:
-            keys.missing_keys[:] = [key for key in map(_unwrapped, keys.missing_keys) if key not in expendable]
+            keys.missing_keys[:] = [key for key in map(unwrapped, keys.missing_keys) if key not in expendable]
 
+        before = dict(self._module.named_parameters(remove_duplicate=False))
         hook = self._module.register_load_state_dict_post_hook(forgive)
-        noted = _NotedCopies(self._engine)
+        noted = NotedCopies(self._engine)
         try:
             with noted:
                 self._module.load_state_dict(state, strict=strict)
         finally:
             hook.remove()
+        after = dict(self._module.named_parameters(remove_duplicate=False))
+        for name in (name for name in after if after[name] is not before.get(name)):
+            raise RuntimeError(
+                f"Loading replaced the parameter '{name}' by another object, which would not be trained. A module's "
+                "own `load_state_dict` must copy into its parameters: call the ordinary one with `assign=False`."
+            )
         return noted.copies
-
-
-class _NotedCopies(TorchFunctionMode):
-    """While active, a copy into a sharded parameter is noted instead of made: only a placeholder stands there.
-
-    Args:
-        engine: who holds the parameters.
-    """
-
-    def __init__(self, engine: ZeroEngine) -> None:
-        super().__init__()
-        self._engine = engine
-        self.copies: list[tuple[ParameterShard, Any]] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Note ``parameter.copy_(value)``; let everything else through."""
-        if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and args[0] in self._engine.names:
-            self.copies.append((self._engine.shards[self._engine.names[args[0]]], args[1]))
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 class OptimizerState:
@@ -197,7 +182,7 @@ class OptimizerState:
         for name, parts in self._optimizer.named_state().items():
             shard = entries[name].shard
             wrapped = {key: FlatShard(part, shard.spec.shape, shard.start) for key, part in parts.slices.items()}
-            state[_unwrapped(name)] = {**parts.values, **wrapped}
+            state[unwrapped(name)] = {**parts.values, **wrapped}
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [_name(entry) for entry in members]}
             for group, members in zip(self._optimizer.optimizer.param_groups, self._optimizer.groups, strict=True)
@@ -279,19 +264,18 @@ class OptimizerState:
             if sizes != [len(group) for group in own_names]:
                 raise ValueError(
                     f"The checkpoint's optimizer numbers its parameters, in param groups of {sizes} parameters, but "
-                    f"{self._optimizer.label} has param groups of {[len(group) for group in own_names]}. Build the "
-                    "optimizer with the same groups as when the checkpoint was saved, or load the weights only."
+                    f"{self._optimizer.label} has param groups of {[len(group) for group in own_names]}. {_SAME_GROUPS}"
                 )
             names.update(zip(keys, chain.from_iterable(own_names), strict=True))
         for entry in self._optimizer.entries:
-            names.update((_unwrapped(alias), _name(entry)) for alias in entry.shard.spec.aliases)
+            names.update((unwrapped(alias), _name(entry)) for alias in entry.shard.spec.aliases)
         own = set(chain.from_iterable(own_names))
         for name, value in weights.items():
-            if isinstance(value, StoredTensor) and _unwrapped(name) in own:
-                stored = _unwrapped(value.key.partition(".")[2])
+            if isinstance(value, StoredTensor) and unwrapped(name) in own:
+                stored = unwrapped(value.key.partition(".")[2])
                 if stored not in own:
-                    names.setdefault(stored, _unwrapped(name))
-        return lambda key: names.get(plain, plain) if (plain := _unwrapped(key)) not in own else plain
+                    names.setdefault(stored, unwrapped(name))
+        return lambda key: names.get(plain, plain) if (plain := unwrapped(key)) not in own else plain
 
     def _misfit(self, entry: OwnedParameter, values: Mapping[str, Any]) -> str | None:
         """What is wrong with the shapes of a parameter's state; only known of elementwise optimizers."""
@@ -338,14 +322,13 @@ def _matched(
         sources = sorted({group_of[name] for name in names if name in group_of})
         if len(sources) > 1:
             raise ValueError(
-                f"Param group {index} of {label} has parameters of param groups {sources} of the checkpoint. Build the "
-                "optimizer with the same groups as when the checkpoint was saved, or load the weights only."
+                f"Param group {index} of {label} has parameters of param groups {sources} of the checkpoint. "
+                + _SAME_GROUPS
             )
         if sources and sources[0] in found:
             raise ValueError(
                 f"Param groups {found.index(sources[0])} and {index} of {label} are one group, {sources[0]}, in the "
-                "checkpoint. Build the optimizer with the same groups as when the checkpoint was saved, or load the "
-                "weights only."
+                f"checkpoint. {_SAME_GROUPS}"
             )
         found.append(sources[0] if sources else None)
     if len(saved_groups) == len(own_names):  # groups of renamed parameters only, or of none
@@ -375,17 +358,9 @@ def _is_frozen(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
-def _unwrapped(key: Any) -> Any:
-    """A name without what wraps its blocks; an index as it is."""
-    if isinstance(key, str):
-        for wrapper in _WRAPPERS:
-            key = key.replace(wrapper, "")
-    return key
-
-
 def _name(entry: OwnedParameter) -> str:
     """What a parameter of an optimizer is called in a checkpoint."""
-    return str(_unwrapped(entry.shard.spec.name))
+    return str(unwrapped(entry.shard.spec.name))
 
 
 def _listed(names: Iterable[str], quote: bool = True) -> str:

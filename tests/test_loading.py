@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import shutil
 import warnings
 from argparse import Namespace
@@ -20,11 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_zero.checkpoint import StoredTensor, save_checkpoint_directory
+from lightning_zero.checkpoint import StoredTensor, open_checkpoint, plain, save_checkpoint_directory
+from lightning_zero.checkpoint.opening import require_lightning
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError
 from lightning_zero.loading import load_from_checkpoint, load_full_state_dict
 from lightning_zero.loading.names import under_own_names
+from tests.checkpoint.samples import control
 from tests.helpers.script import run_script
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
@@ -322,11 +325,86 @@ def test_a_data_module(tmp_path: Path) -> None:
     )
 
 
-def test_a_map_that_asks_where_tensors_were_is_refused(tmp_path: Path) -> None:
-    _, directory = saved(Mlp(), tmp_path)
+@pytest.mark.parametrize("given", [{"cuda:0": "cpu", "cuda:1": "cpu"}, {}, lambda storage, location: storage])
+def test_a_map_that_leads_to_one_device(given: Any, tmp_path: Path) -> None:
+    for path in saved(Mlp(), tmp_path):
+        module = load_from_checkpoint(Mlp, path, map_location=given, weights_only=False)
+        assert module.device == torch.device("cpu")
 
-    with pytest.raises(TypeError, match="does not say where its tensors were"):
-        load_from_checkpoint(Mlp, directory, map_location=lambda storage, location: storage)  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(
+    ("given", "error"), [({"cuda:0": "cpu", "cuda:1": "cuda:0"}, TypeError), ([1], TypeError), ("meta", ValueError)]
+)
+def test_a_map_that_leads_to_no_device_or_several(given: Any, error: type[Exception], tmp_path: Path) -> None:
+    for path in saved(Mlp(), tmp_path):
+        with pytest.raises(error, match="map_location"):
+            load_from_checkpoint(Mlp, path, map_location=given)
+
+
+class Assigning(Mlp):
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=strict, assign=True)
+
+
+def test_a_module_that_takes_over_what_it_is_given_is_an_ordinary_one(tmp_path: Path) -> None:
+    original = Assigning()
+    _, directory = saved(original, tmp_path)
+
+    module = load_from_checkpoint(Assigning, directory)
+
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert type(value) in (Tensor, nn.Parameter, nn.Buffer), name
+        assert torch.equal(value, original.state_dict()[name]), name
+    module.layers[0].weight.data.zero_()
+    assert module.layers[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("name", ["file.ckpt", "file.pt", "file.safetensors", "folder/model.safetensors"])
+def test_ranks_that_see_different_weights_of_the_same_shapes(name: str, tmp_path: Path) -> None:
+    """As on disks of their own, of which one has an older copy."""
+
+    def look(rank: int) -> str:
+        path = tmp_path / str(rank) / name
+        path.parent.mkdir(parents=True)
+        state = {"w": torch.full((300, 300), float(rank))}
+        if path.suffix == ".safetensors":
+            save_file(state, path)
+        else:
+            torch.save(state, path, _use_new_zipfile_serialization=path.suffix == ".ckpt")
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(path if "/" not in name else path.parent, control())
+        return str(caught.value)
+
+    assert all("the ranks see different" in text for text in run_world(2, look))
+
+
+def test_a_file_that_is_cut_off_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its elements are read when they are used, which would then end the process."""
+    path = tmp_path / "file.ckpt"
+    torch.save({"w": torch.ones(10_000)}, path)
+    load = plain.load_torch
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        os.truncate(path, 1000)
+        return loaded
+
+    monkeypatch.setattr(plain, "load_torch", cut)
+    with pytest.raises(CheckpointError, match="was changed while it was opened"):
+        load_full_state_dict(path)
+
+
+def test_a_run_goes_on_from_checkpoints_of_a_trainer_only(tmp_path: Path) -> None:
+    require_lightning({"pytorch-lightning_version": "2.6.0"}, "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"'a\.safetensors'.*CheckpointPolicy\(initial_weights="):
+        require_lightning({"state_dict": {}}, "a.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [int, torch.int8, "bfloat16"])
+def test_weights_are_cast_to_floating_point_only(dtype: Any, tmp_path: Path) -> None:
+    _, directory = saved(Mlp(), tmp_path)
+    with pytest.raises(ValueError, match="dtype must be a floating-point dtype"):
+        load_full_state_dict(directory, dtype=dtype)
 
 
 def test_nothing_of_the_result_is_still_on_disk(tmp_path: Path) -> None:
@@ -628,8 +706,6 @@ def test_compiled_blocks_that_were_left_out(tmp_path: Path) -> None:
         (["h.0.w", "x", "y"], ["m.h.0.w"], False, ["h.0.w", "x", "y"]),
         # One fits as it is.
         (["h.0.w", "n"], ["m.h.0.w", "m.n", "n"], False, ["h.0.w", "n"]),
-        # Two places would do.
-        (["w", "b"], ["student.w", "student.b", "teacher.w", "teacher.b"], True, ["w", "b"]),
         # "w" fits in two places, the others in one.
         (["w", "b"], ["m.w", "m.b", "other.w"], True, ["m.w", "m.b"]),
     ],
@@ -638,6 +714,21 @@ def test_names_under_one_prefix(stored: list[str], own: list[str], strict: bool,
     found = under_own_names({name: index for index, name in enumerate(stored)}, own, "a path", strict)
 
     assert found == {name: index for index, name in enumerate(expected)}
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "strict"),
+    [
+        (["w", "b"], ["student.w", "student.b", "teacher.w", "teacher.b"], True),
+        (["w", "b", "c"], ["student.w", "student.b", "student.c", "teacher.w", "teacher.b"], False),
+    ],
+)
+def test_names_under_two_prefixes_are_left_as_they_are(stored: list[str], own: list[str], strict: bool) -> None:
+    """Also if more of them are there under one of the two."""
+    with pytest.warns(UserWarning, match=r"'student\.' put before them and also with 'teacher\.'"):
+        found = under_own_names(dict.fromkeys(stored), own, "a path", strict)
+
+    assert list(found) == stored
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

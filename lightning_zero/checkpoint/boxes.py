@@ -27,6 +27,7 @@ from lightning_zero.checkpoint.flat_shard import Box, boxes
 from lightning_zero.checkpoint.metadata import StoredBox, StoredBytes
 from lightning_zero.checkpoint.plain import load_torch
 from lightning_zero.checkpoint.schema import Chunk, TensorItem
+from lightning_zero.checkpoint.typed_json import check_stored
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["BoxItem", "BoxSource"]
@@ -37,12 +38,13 @@ class BoxItem(TensorItem):
     """A tensor in boxes, which tile it exactly. It has no chunks.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: if they do not, or no tensor can be like that.
     """
 
     boxes: tuple[StoredBox, ...] = ()
 
     def __post_init__(self) -> None:
+        check_stored(self.dtype, self.shape)
         if not _tile(self.shape, [stored.box for stored in self.boxes]):
             raise ValueError(f"elements of shape {self.shape} are stored nowhere or twice")
 
@@ -56,7 +58,9 @@ class BoxSource:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._chunks: dict[tuple[StoredBytes, int], Chunk | None] = {}
+        # By all that a description is checked against: another tensor may claim the same archive.
+        self._chunks: dict[tuple[StoredBytes, int, torch.dtype, Sequence[int]], Chunk | None] = {}
+        self._last: tuple[tuple[StoredBytes, torch.dtype, Sequence[int]], Tensor] | None = None
 
     def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
         """See ``Source``."""
@@ -78,17 +82,18 @@ class BoxSource:
         """
         archive = stored.archive
         start = _linear(item.shape, stored.box.offsets)
-        if (archive, start) not in self._chunks:
+        place = (archive, start, item.dtype, stored.box.sizes)
+        if place not in self._chunks:
 
             def read(offset: int, nbytes: int) -> bytes:
                 return read_bytes(self._files, archive.file, archive.offset + offset, nbytes)
 
             found = find_elements(read, archive.nbytes, item.dtype, stored.box.sizes)
             numel = math.prod(stored.box.sizes)
-            self._chunks[archive, start] = found and Chunk(
+            self._chunks[place] = found and Chunk(
                 start, numel, archive.file, archive.offset + found.offset, found.crc32
             )
-        return self._chunks[archive, start]
+        return self._chunks[place]
 
     def load(self, key: str, item: BoxItem, stored: StoredBox) -> Tensor:
         """The elements of a box, flattened, of an archive that is built in another way.
@@ -130,7 +135,10 @@ class BoxSource:
         first, last = part
         chunk = self.locate(key, item, stored)
         if chunk is None:
-            loaded = self.load(key, item, stored)
+            place = (stored.archive, item.dtype, stored.box.sizes)
+            known = self._last  # what is read in pieces must not be loaded for each of them
+            loaded = known[1] if known is not None and known[0] == place else self.load(key, item, stored)
+            self._last = None if last == loaded.numel() else (place, loaded)
             _scatter(item.shape, stored.box, first, loaded[first:last], destination, start)
         elif _is_range(item.shape, stored.box):
             begin = chunk.start + first

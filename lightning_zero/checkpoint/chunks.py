@@ -51,8 +51,14 @@ def read_chunk(files: Files, key: str, chunk: Chunk, dtype: torch.dtype, first: 
     Checksums are not looked at: with them the same bytes took half as long again. ``verify`` is there for that.
 
     Raises:
+        ValueError: if the range is not inside the chunk.
         CheckpointError: if the file ends before.
     """
+    if first < chunk.start or first + destination.numel() > chunk.start + chunk.numel:
+        raise ValueError(
+            f"Elements {first} to {first + destination.numel()} of '{key}' are not in the part of '{chunk.file}' with "
+            f"{chunk.start} to {chunk.start + chunk.numel}."
+        )
     direct = destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous()
     direct = direct and type(destination) is Tensor
     step = max(1, PIECE_NBYTES // dtype.itemsize)

@@ -60,13 +60,20 @@ class Staging:
             ``OSError`` with ``ENOSYS`` where that is not possible. By default the system call of the note.
 
     Raises:
-        IsADirectoryError: if ``final`` is a directory that is no checkpoint: publishing would delete it.
+        IsADirectoryError: if ``final``, or what it links to, is a directory that is no checkpoint, or if it is one with
+            directories in it, which publishing would delete.
+        FileExistsError: if ``final`` would lie in a checkpoint, with which it would be deleted.
         OSError: if the directory cannot be made.
     """
 
     def __init__(self, final: Path, exchange: Exchange | None = None) -> None:
-        if final.is_dir() and not final.is_symlink() and not is_checkpoint_directory(final):
-            raise IsADirectoryError(f"'{final}' is a directory that is not a checkpoint; it would be deleted")
+        if final.is_dir():
+            _check_deletable(final, "it is not replaced. Choose another name")
+        if any((final.parent / name).is_file() for name in (RECORD_FILE, METADATA_FILE)):
+            raise FileExistsError(
+                f"'{final.parent}' is a checkpoint, and '{final.name}' in it would be deleted with it. Choose another "
+                "folder"
+            )
         self.final = final
         self._exchange = exchange or _exchange
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +139,7 @@ class Staging:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """An absolute path in the local (or a mounted) file system.
+    """An absolute path in the local (or a mounted) file system; ``~`` is the home directory.
 
     Raises:
         ValueError: for any other URL.
@@ -146,26 +153,40 @@ def local_path(path: str | os.PathLike[str]) -> Path:
                 "copy what is finished."
             )
         text = rest
-    return Path(os.path.abspath(text))
+    return Path(os.path.abspath(os.path.expanduser(text)))
 
 
 def is_checkpoint_directory(path: Path) -> bool:
-    """Whether a directory is one of ours, one of Lightning's, or empty: whether it may be replaced by a checkpoint."""
+    """Whether a directory is one of ours, one of Lightning's, or empty."""
     names = set(os.listdir(path))
     return not names or bool(names & {RECORD_FILE, METADATA_FILE, META_FILE})
+
+
+def _check_deletable(path: Path, otherwise: str) -> None:
+    """Refuse what may hold more than one checkpoint: no writer of checkpoints makes directories in them."""
+    if not is_checkpoint_directory(path):
+        raise IsADirectoryError(f"'{path}' is a directory that is not a checkpoint; {otherwise}")
+    if path.is_symlink() and _linked_data(path) is None:
+        return  # somebody's link: only the link goes
+    inside = sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
+    if inside:
+        raise IsADirectoryError(
+            f"'{path}' is a checkpoint with directories in it ({', '.join(inside[:3])}), which would be deleted; "
+            f"{otherwise}, or move them away"
+        )
 
 
 def remove(path: Path) -> None:
     """Delete a checkpoint: a directory, a file, or a link with the data behind it. Nothing there is fine.
 
     Raises:
-        IsADirectoryError: if it is a directory that is no checkpoint.
+        IsADirectoryError: if it is a directory that is no checkpoint, or one with directories in it.
         OSError: if the name could not be removed.
     """
     if not os.path.lexists(path):
         return
-    if path.is_dir() and not path.is_symlink() and not is_checkpoint_directory(path):
-        raise IsADirectoryError(f"'{path}' is a directory that is not a checkpoint; it is not deleted")
+    if path.is_dir() and (not path.is_symlink() or _linked_data(path) is not None):
+        _check_deletable(path, "it is not deleted. Delete it yourself")
     if path.is_dir() and not path.is_symlink():
         doomed = path.with_name(f"{_DELETED}{uuid.uuid4().hex}")
         os.rename(path, doomed)

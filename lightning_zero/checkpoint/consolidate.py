@@ -19,7 +19,7 @@ from lightning_zero.checkpoint.commit import is_checkpoint_directory
 from lightning_zero.checkpoint.export import SUMMARY_KEY, by_parameter_index
 from lightning_zero.checkpoint.files import open_folder
 from lightning_zero.checkpoint.opening import open_checkpoint
-from lightning_zero.checkpoint.output import StagedFile, local_output, write_bytes
+from lightning_zero.checkpoint.output import StagedFile, local_output, refuse_overlap, write_bytes
 from lightning_zero.checkpoint.pieces import Pieces
 from lightning_zero.checkpoint.reader import Directory, is_sharded_checkpoint, read_directory
 from lightning_zero.checkpoint.relabel import write_fsdp_directory
@@ -120,7 +120,7 @@ def parse_size(size: str | int) -> int:
 
 
 def _kind(target: Path, given: str | None) -> FileFormat:
-    by_suffix = {**dict.fromkeys(_TORCH_SUFFIXES, "ckpt"), ".safetensors": "safetensors"}.get(target.suffix)
+    by_suffix = {**dict.fromkeys(_TORCH_SUFFIXES, "ckpt"), ".safetensors": "safetensors"}.get(target.suffix.lower())
     if given not in (None, "ckpt", "safetensors", "fsdp"):
         raise ValueError(f"format must be 'ckpt', 'safetensors' or 'fsdp', got {given!r}.")
     if given == "fsdp" and by_suffix != "safetensors":  # Lightning's directories are called `*.ckpt`
@@ -148,20 +148,25 @@ def _floating(name: str | None) -> torch.dtype | None:
 
 
 def _check_target(source: str | os.PathLike[str], target: Path, kind: FileFormat) -> None:
-    text = os.fspath(source)
-    if "://" not in text and target.exists() and os.path.exists(text) and os.path.samefile(text, target):
-        raise ValueError(f"'{target}' is the source itself: write to another place.")
-    if kind == "fsdp":
-        if "://" not in text and target.is_relative_to(os.path.realpath(text)):
-            raise ValueError(f"'{target}' is within the source: write to another place.")
-        if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
-            raise ValueError(f"'{target}' exists: write to another place, or delete it.")
+    refuse_overlap(source, target, lambda name: name == INDEX_FILE or _WEIGHTS.fullmatch(name) is not None)
+    if kind == "fsdp" and os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
+        raise ValueError(f"'{target}' exists: write to another place, or delete it.")
     if not target.is_dir():
+        if kind == "safetensors" and not _is_single(target) and os.path.lexists(target):
+            raise ValueError(
+                f"'{target}' is a file, and without a suffix OUT is a directory of safetensors: give another name, "
+                "one with a suffix such as '.ckpt' or '.safetensors' for a file, or delete it."
+            )
         return
-    if kind == "ckpt" or target.suffix == ".safetensors":
+    if kind == "ckpt" or _is_single(target):
         raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
     if os.listdir(target) and is_checkpoint_directory(target):
         raise ValueError(f"'{target}' is a sharded checkpoint: write to another directory.")
+
+
+def _is_single(target: Path) -> bool:
+    """Whether safetensors are one file of that name, and no directory."""
+    return target.suffix.lower() == ".safetensors"
 
 
 def _opened(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -287,7 +292,7 @@ def _write_safetensors(
     for name, hole in holes.items():
         kept.setdefault((hole.key, hole.shape), name)
     aliases = {name: kept[hole.key, hole.shape] for name, hole in holes.items() if kept[hole.key, hole.shape] != name}
-    single = target.suffix == ".safetensors"
+    single = _is_single(target)
     folder = target.parent if single else target
     shards = _shards({name: hole for name, hole in holes.items() if name not in aliases}, None if single else limit)
     names = [target.name if single else _file_name(number, len(shards)) for number in range(len(shards))]

@@ -138,7 +138,7 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str) -> None:
-        self.name = url.rstrip("/")
+        self.name = _trimmed(url)
         try:
             self._system, self._root = url_to_fs(self.name)
             self._system.invalidate_cache(self._root)  # a listing from before another process saved
@@ -225,7 +225,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     if not is_remote(path):
         return os.path.isdir(local_path(path))
     try:
-        system, root = url_to_fs(os.fspath(path).rstrip("/"))
+        system, root = url_to_fs(_trimmed(os.fspath(path)))
         system.invalidate_cache()
         return bool(system.isdir(root))
     except Exception as error:  # every store has its own
@@ -248,8 +248,9 @@ def open_parent(path: str | os.PathLike[str]) -> tuple[Files, str]:
         CheckpointError: if there is no such folder.
     """
     if is_remote(path):
-        folder, _, name = os.fspath(path).rstrip("/").rpartition("/")
-        return RemoteFiles(folder), name
+        scheme, _, rest = os.fspath(path).partition("://")
+        folder, _, name = rest.rstrip("/").rpartition("/")
+        return RemoteFiles(f"{scheme}://{folder}"), name
     local = local_path(path)
     return LocalFiles(local.parent, follow_links=True), local.name
 
@@ -263,6 +264,12 @@ def read_bytes(files: Files, name: str, offset: int = 0, nbytes: int | None = No
     buffer = bytearray(files.size(name) - offset if nbytes is None else nbytes)
     files.read_into(name, offset, memoryview(buffer))
     return bytes(buffer)
+
+
+def _trimmed(url: str) -> str:
+    """A URL without slashes at its end, except for those of its scheme: they are the root of the file system."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rstrip('/')}"
 
 
 def _close(descriptor: int, opened: OrderedDict[str, int]) -> None:

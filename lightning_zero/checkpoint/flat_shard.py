@@ -170,7 +170,9 @@ class FlatShard(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse: a pickle would hold one rank's elements under the name of the whole."""
         raise TypeError(
-            "A FlatShard cannot be pickled: it holds one rank's part of a parameter only. Save through the Trainer."
+            "A FlatShard cannot be pickled: it holds one rank's part of a parameter only. In a checkpoint it may be in "
+            "dictionaries and lists, not in other objects such as dataclasses; elsewhere, take whole parameters with "
+            "`lightning_zero.full_parameters` around the module."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -17,9 +17,10 @@ from lightning_zero.checkpoint.opening import open_checkpoint
 from lightning_zero.checkpoint.pieces import stored_identity
 from lightning_zero.checkpoint.reader import Directory
 from lightning_zero.checkpoint.schema import RECORD_FILE
-from lightning_zero.checkpoint.typed_json import Decoder, dtype_name
+from lightning_zero.checkpoint.typed_json import Decoder, Inexpressible, dtype_name
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
+from lightning_zero.errors import CheckpointError
 
 __all__ = ["Inspection", "TensorGroup", "inspect_checkpoint", "readable_size"]
 
@@ -143,7 +144,7 @@ class Inspection:
         if self.files:
             rows = [[f"  {name}", readable_size(nbytes)] for name, nbytes in self.files.items()]
             lines += ["", "Files", *_columns(rows, right=(1,))]
-        return "\n".join(lines)
+        return "\n".join(map(_printable, lines))
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
@@ -161,7 +162,10 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
         record = Directory(found.files).record
         files = {RECORD_FILE: found.files.size(RECORD_FILE)} | {n: entry.nbytes for n, entry in record.files.items()}
         writer = dict(record.writer)
-        plan = Decoder().decode(record.plan)
+        try:
+            plan = Decoder().decode(record.plan)
+        except (ValueError, Inexpressible) as error:
+            raise CheckpointError(f"'{os.fspath(path)}/{RECORD_FILE}' cannot be used: {error}.") from error
         facts["world size"] = str(record.world_size)
     else:
         files = _files(found, path)
@@ -174,7 +178,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
     moment = [f"{name} {checkpoint[key]}" for key, name in _MOMENT.items() if key in checkpoint]
     head["saved at"] = ", ".join(moment)
     facts = {**head, **_plan_facts(plan), **facts}
-    if excluded := own.get("excluded_frozen"):
+    if isinstance(excluded := own.get("excluded_frozen"), list) and excluded:
         facts["left out"] = f"{len(excluded)} frozen parameters: {_some(excluded)}"
     for key, name in (("callbacks", "callbacks"), ("hyper_parameters", "hyperparameters")):
         if isinstance(checkpoint.get(key), Mapping) and checkpoint[key]:
@@ -230,15 +234,18 @@ def _residences(placement: Placement) -> dict[str, str]:
 
 def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
     by_key: dict[str, TensorGroup] = {}
-    for state in optimizer.get("state", {}).values():
+    states, groups = optimizer.get("state"), optimizer.get("param_groups")
+    for state in states.values() if isinstance(states, Mapping) else ():
         for key, value in state.items() if isinstance(state, Mapping) else ():
             if isinstance(value, Tensor):
                 by_key.setdefault(str(key), TensorGroup()).add(value)
     rows = [[f"  state {key}", str(group)] for key, group in by_key.items()]
-    for number, group in enumerate(optimizer.get("param_groups", ())):
+    for number, group in enumerate(groups if isinstance(groups, list) else ()):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            rows.append([f"  group {number}", "not a group of parameters"])
+            continue
         options = [f"{key} {_short(group[key])}" for key in _OPTIONS if key in group]
-        count = len(group.get("params", ()))
-        rows.append([f"  group {number}", ", ".join([f"{count} parameters", *options])])
+        rows.append([f"  group {number}", ", ".join([f"{len(group['params'])} parameters", *options])])
     return _columns(rows)
 
 
@@ -282,6 +289,11 @@ def _columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[s
         ).rstrip()
         for row in rows
     ]
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _short(value: Any) -> str:

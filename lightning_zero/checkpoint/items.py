@@ -58,7 +58,7 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any
         The leaves of the former by DCP name, in the order of the checkpoint, and the rest of the dictionary.
 
     Raises:
-        ValueError: if two values would get the same name.
+        ValueError: if two values would get the same name, or a tuple holds FlatShards.
     """
     leaves: dict[str, Leaf] = {}
     rest: dict[str, Any] = {}
@@ -91,7 +91,10 @@ def _leaves(path: tuple[Any, ...], stored_path: tuple[str | int, ...], value: An
         for number, item in enumerate(value):
             yield from _leaves((*path, Index(number)), (*stored_path, number), item)
     else:
-        yield Leaf(path, stored_path, value)
+        leaf = Leaf(path, stored_path, value)
+        if not isinstance(value, FlatShard) and _holds_shards(value):
+            raise ValueError(f"'{leaf.key}' holds sharded parameters in a tuple: use a list or a dictionary")
+        yield leaf
 
 
 def _is_terminal(values: list[Any]) -> bool:

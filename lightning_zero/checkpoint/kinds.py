@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import zlib
 from enum import Enum, auto
 from typing import NamedTuple
 
-from lightning_zero.checkpoint.files import Files, is_folder, open_folder, open_parent
+from lightning_zero.checkpoint.files import Files, is_folder, open_folder, open_parent, read_bytes
 from lightning_zero.checkpoint.foreign import read_foreign_directory
 from lightning_zero.checkpoint.plain import read_torch_file
 from lightning_zero.checkpoint.reader import Opened, read_directory
 from lightning_zero.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, read_safetensors, read_safetensors_directory
 from lightning_zero.checkpoint.schema import METADATA_FILE, RECORD_FILE
+from lightning_zero.checkpoint.stored import StoredTensor
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Found", "Kind", "find_checkpoint", "read_checkpoint"]
+
+
+_SAMPLE_NBYTES = 1 << 14
+_END_NBYTES = 1 << 20  # of a torch file: the directory of the archive, with a CRC-32 of every tensor
 
 
 class Kind(Enum):
@@ -51,7 +57,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
         files, name = open_parent(path)
         if not files.has(name):
             raise CheckpointError(f"There is no checkpoint at '{os.fspath(path)}': no such file or directory.")
-        return Found(Kind.SAFETENSORS if name.endswith(".safetensors") else Kind.TORCH, files, name)
+        return Found(Kind.SAFETENSORS if name.lower().endswith(".safetensors") else Kind.TORCH, files, name)
     files = open_folder(path)
     if files.has(RECORD_FILE):
         return Found(Kind.OWN, files)
@@ -83,8 +89,22 @@ def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bo
     if kind is Kind.FOREIGN:
         return read_foreign_directory(files, weights_only)
     if kind is Kind.HUGGING_FACE:
-        return read_safetensors_directory(files)
+        return _with_samples(read_safetensors_directory(files), files)
     if kind is Kind.SAFETENSORS:
-        return read_safetensors(files, name)
-    nbytes = files.size(name)  # a pipe would never end
-    return read_torch_file(path, weights_only)._replace(digest=nbytes)
+        return _with_samples(read_safetensors(files, name), files)
+    digest = _samples(files, name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
+    return read_torch_file(path, weights_only)._replace(digest=digest)
+
+
+def _with_samples(opened: Opened, files: Files) -> Opened:
+    """Headers of safetensors are the same for all weights of a model: the digest is of some elements too."""
+    stored = [value for value in opened.checkpoint["state_dict"].values() if isinstance(value, StoredTensor)]
+    names = sorted({chunk.file for value in stored for chunk in value._item.chunks})
+    return opened._replace(digest=(opened.digest, *(_samples(files, name) for name in names)))
+
+
+def _samples(files: Files, name: str, end_nbytes: int = _SAMPLE_NBYTES) -> tuple[int, ...]:
+    """The size of a file, and checksums of its beginning, middle and end that tell it from another of that size."""
+    size = files.size(name)
+    parts = [(0, _SAMPLE_NBYTES), (size // 2, _SAMPLE_NBYTES), (max(0, size - end_nbytes), end_nbytes)]
+    return size, *(zlib.crc32(read_bytes(files, name, start, min(nbytes, size - start))) for start, nbytes in parts)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,6 +42,8 @@ _TUPLES = {
     ("pathlib._local", "PosixPath"),  # its name in Python 3.13
 }
 _DTYPES = {("torch", name): dtype for name, dtype in DTYPES.items()}
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}  # an array is made as long as the number says
+_FORBIDDEN = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
 _STRIDED = ("torch.strided",)  # what the stand-in of `_get_layout` makes of it
 
 
@@ -87,6 +91,7 @@ def parse_metadata(data: bytes) -> Index:
         ValueError: with the reason, if it names what DCP does not write or is not what DCP writes.
     """
     try:
+        _check_opcodes(data)
         unpickler = _Unpickler(io.BytesIO(data))
         loaded = unpickler.load()
     except _Refused as error:
@@ -100,7 +105,14 @@ def parse_metadata(data: bytes) -> Index:
 
 
 class _Refused(Exception):
-    """A name that is not on the list."""
+    """A name that is not on the list, or an opcode."""
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Refuse what takes memory or objects that the file does not contain, which the unpickler would do at once."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in _FORBIDDEN or (opcode.name in _PUTS and int(argument or 0) >= len(data)):
+            raise _Refused(f"it holds {opcode.name} {argument}, which torch.distributed.checkpoint does not write")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -213,17 +225,17 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or any(type(size) is not int or size < 0 for size in value):
-        raise ValueError(f"it holds {value!r} instead of sizes")
+        raise ValueError(f"it holds {reprlib.repr(value)} instead of sizes")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"it holds {value!r} instead of a name")
+        raise ValueError(f"it holds {reprlib.repr(value)} instead of a name")
     return value
 
 
 def _path(value: Any) -> tuple[Any, ...]:
     if type(value) is not tuple or not value or any(type(part) not in (str, int) for part in value):
-        raise ValueError(f"it holds {value!r} instead of a path")
+        raise ValueError(f"it holds {reprlib.repr(value)} instead of a path")
     return value

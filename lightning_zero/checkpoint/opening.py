@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_zero.checkpoint.agreement import Control
@@ -11,7 +12,7 @@ from lightning_zero.checkpoint.reader import Opened, load_together
 from lightning_zero.checkpoint.verify import verify_together
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["is_checkpoint_directory_at", "open_checkpoint"]
+__all__ = ["is_checkpoint_directory_at", "open_checkpoint", "require_lightning"]
 
 
 def open_checkpoint(
@@ -47,6 +48,19 @@ def open_checkpoint(
     if verify:
         verify_together(path, found[0], control)
     return checkpoint
+
+
+def require_lightning(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Make sure that a run can go on from an opened checkpoint.
+
+    Raises:
+        CheckpointError: if Lightning did not write it, so that it has weights and no state of a Trainer.
+    """
+    if "pytorch-lightning_version" not in checkpoint:
+        raise CheckpointError(
+            f"'{os.fspath(path)}' is no checkpoint of a Trainer and holds weights only: a run cannot go on from it. To "
+            "begin one with these weights, use CheckpointPolicy(initial_weights=...) in place of `ckpt_path`."
+        )
 
 
 def is_checkpoint_directory_at(path: str | os.PathLike[str]) -> bool:

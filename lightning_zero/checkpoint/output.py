@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import commit
-from lightning_zero.checkpoint.commit import Exchange, Staging, fsync_directory, sweep
+from lightning_zero.checkpoint.commit import Exchange, Staging, fsync_directory, local_path, sweep
+from lightning_zero.checkpoint.files import is_remote
 from lightning_zero.checkpoint.typed_json import raw_memory
 
-__all__ = ["PIECE_NBYTES", "StagedFile", "local_output", "write_bytes", "write_tensor"]
+__all__ = ["PIECE_NBYTES", "StagedFile", "local_output", "refuse_overlap", "write_bytes", "write_tensor"]
 
 PIECE_NBYTES = 1 << 22  # copied to the host, checked and written at a time
 
@@ -99,7 +101,38 @@ def local_output(path: str | os.PathLike[str]) -> Path:
             f"Single files are written to local or mounted file systems, not to '{text}': their pieces are written at "
             "many places at once, which object stores cannot. Write to a local path and copy the finished file."
         )
-    return Path(os.path.abspath(text.removeprefix("file://")))
+    return Path(os.path.abspath(os.path.expanduser(text.removeprefix("file://"))))
+
+
+def refuse_overlap(source: str | os.PathLike[str], out: Path, replaced: Callable[[str], bool]) -> None:
+    """Make sure that no file of a checkpoint is replaced by what is made of it, whatever links lead there.
+
+    Args:
+        source: path or URL of the checkpoint.
+        out: the file or the directory to write.
+        replaced: whether a file of that name in ``out`` would be replaced or deleted.
+
+    Raises:
+        ValueError: if one would be, or ``out`` would lie within the checkpoint.
+    """
+    if is_remote(source):
+        return
+    local = local_path(source)
+    real, target = Path(os.path.realpath(local)), Path(os.path.realpath(out))
+    if target == real or (target.exists() and real.exists() and target.samefile(real)):
+        raise ValueError(f"'{out}' is the source itself: write to another place.")
+    names = _names_of(out)
+    if real.is_dir() and any(name.is_relative_to(real) for name in names):
+        raise ValueError(f"'{out}' is within the source: write to another place.")
+    parts = [real / name for name in os.listdir(real)] if real.is_dir() else [local]
+    for part in (name for given in parts for name in _names_of(given)):
+        if part in names or (part.parent == target and replaced(part.name)):
+            raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
+
+
+def _names_of(path: Path) -> set[Path]:
+    """Of a path, and of what it leads to if it is a link; without links before the last part."""
+    return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
 
 
 def write_bytes(descriptor: int, offset: int, content: bytes | memoryview) -> None:

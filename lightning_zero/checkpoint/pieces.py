@@ -25,7 +25,7 @@ class Pieces:
     """Tensors to be written, each known by a key that tied ones share.
 
     Attributes:
-        overflowed: keys of finite tensors that became infinite when they were cast.
+        overflowed: keys of tensors with finite elements that a cast made infinite, NaN or the largest of their dtype.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Pieces:
             elements, part = piece.elements, piece.crc32
             if dtype != tensor.dtype:
                 elements, part = piece.elements.to(dtype), None
-                if elements.isinf().any() and not piece.elements.isinf().any():
+                if _overflows(piece.elements, elements):
                     self.overflowed.add(what)
             memory = raw_memory(elements)
             write_bytes(descriptor, offset, memory)
@@ -73,6 +73,20 @@ class Pieces:
         return crc32
 
 
+def _overflows(elements: Tensor, cast: Tensor) -> bool:
+    """Whether finite elements have no finite value like theirs in another dtype."""
+    finite = _wide(elements).isfinite()
+    lost = ~_wide(cast).isfinite()
+    if cast.is_floating_point() and cast.itemsize == 1 and elements.is_floating_point():  # some become the largest
+        lost |= _wide(elements).abs() > torch.finfo(cast.dtype).max
+    return bool((finite & lost).any())
+
+
+def _wide(elements: Tensor) -> Tensor:
+    """For questions that torch does not answer for eight bits."""
+    return elements.float() if elements.is_floating_point() and elements.itemsize == 1 else elements
+
+
 class _Piece:
     def __init__(self, elements: Tensor, crc32: int | None = None) -> None:
         self.elements, self.crc32 = elements, crc32
@@ -81,6 +95,8 @@ class _Piece:
 def _pieces(tensor: Tensor) -> Iterator[_Piece]:
     """A tensor's elements in order. The memory of one piece is that of the next."""
     step = max(1, PIECE_NBYTES // tensor.dtype.itemsize)
+    if isinstance(tensor, StoredTensor) and tensor.memory is not None:
+        tensor = tensor.memory
     if not isinstance(tensor, StoredTensor):
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         yield from (_Piece(flat[begin : begin + step]) for begin in range(0, flat.numel(), step))
@@ -108,6 +124,8 @@ def stored_identity(tensor: Tensor) -> Hashable:
     """Equal for tensors whose elements are the same bytes in a file or in memory; unique if there are none."""
     if not tensor.numel():
         return id(tensor), "empty"
+    if isinstance(tensor, StoredTensor) and tensor.memory is not None:
+        tensor = tensor.memory
     if isinstance(tensor, StoredTensor):
         return id(tensor._source), replace(tensor._item, path=())
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -29,6 +29,10 @@ _ARCHIVE = b"PK\x03\x04"
 def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None) -> Opened:
     """What is in a torch file. A local one is mapped into memory: elements are read from disk when they are used.
 
+    While its tensors are in use, a mapped file must not be cut off or written to in place: the operating system ends
+    a process that reads what is no longer there (SIGBUS). Replacing it by another file of the name, or deleting it, is
+    fine: the mapping keeps the old one.
+
     Args:
         path: of the file, or its URL.
         weights_only: as for ``torch.load``.
@@ -49,10 +53,14 @@ def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None) -> 
         local = local_path(path)
         with open(local, "rb") as file:
             is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+            nbytes = os.fstat(file.fileno()).st_size
+            # What torch wrote until version 1.6 is no archive and cannot be mapped.
+            loaded = load_torch(str(local), where, weights_only, ADVICE, mapped=is_archive)
+            if os.fstat(file.fileno()).st_size != nbytes:  # before anything that is mapped is touched
+                raise CheckpointError(f"{where} was changed while it was opened: it had {nbytes} bytes. Repeat this.")
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror or error}.") from error
-    # What torch wrote until version 1.6 is no archive and cannot be mapped.
-    return Opened(_as_checkpoint(load_torch(str(local), where, weights_only, ADVICE, mapped=is_archive), where))
+    return Opened(_as_checkpoint(loaded, where))
 
 
 def load_torch(

@@ -41,6 +41,7 @@ __all__ = ["RemoteDestination", "remove_at"]
 
 _MARKS = (RECORD_FILE, METADATA_FILE, META_FILE)  # what makes a folder a checkpoint, the most important first
 _OURS = re.compile(r"(?:__\d+_\d+|meta)-([0-9a-f]{32})\.(?:distcp|pt|bin)")
+_COPIED = re.compile(r".+\.distcp|meta\.bin")  # of a checkpoint that was written elsewhere, or by another program
 
 
 class RemoteDestination:
@@ -64,14 +65,17 @@ class RemoteDestination:
         """See ``Destination``.
 
         Raises:
-            IsADirectoryError: if there is a folder that is no checkpoint: removing it would delete what is in it.
-            FileExistsError: if there is a file.
+            IsADirectoryError: if there is a folder that is no checkpoint, or one with folders in it.
+            FileExistsError: if there is a file, or if the folder would lie in a checkpoint.
         """
         self._connect()
         self._is_first = True
         if self._store.isfile(self._root):
             raise FileExistsError(f"'{self._url}' is a file. Delete it, or choose another name")
         _check_is_checkpoint(self._url, _names(self._store, self._root))
+        parent = self._root.rpartition("/")[0]
+        if parent and any(self._store.isfile(f"{parent}/{name}") for name in (RECORD_FILE, METADATA_FILE)):
+            raise FileExistsError(f"the folder that '{self._url}' lies in is a checkpoint. Choose another folder")
         self._store.makedirs(self._root, exist_ok=True)
         return uuid.uuid4().hex
 
@@ -98,7 +102,7 @@ class RemoteDestination:
         Raises:
             Exception: what the store raises. If it says nothing definite about ``zero.json``, nothing is deleted.
         """
-        before = self._listed()
+        before = _listed(self._read_record())
         record = (self.path / RECORD_FILE).read_bytes()
         self._may_be_published = True
         try:
@@ -138,19 +142,14 @@ class RemoteDestination:
             return None
         return content
 
-    def _listed(self) -> set[str]:
-        """The names that the checkpoint before lists, but for those that have the same name in every checkpoint."""
-        try:
-            return set(Record.from_bytes(self._read_record() or b"").files).difference(_MARKS)
-        except ValueError:  # there is none, or it is damaged or of another version
-            return set()
-
 
 def remove_at(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint, a folder or a file, at a path or behind a URL. Nothing there is fine.
 
+    Behind a URL, files that are not of the checkpoint stay.
+
     Raises:
-        IsADirectoryError: if it is a folder that is no checkpoint.
+        IsADirectoryError: if it is a folder that is no checkpoint, or one with folders in it.
         OSError: if its name could not be removed; behind a URL, whatever the store raises.
     """
     if is_remote(path):
@@ -167,11 +166,21 @@ def _remove_remote(url: str) -> None:
         return
     names = _names(store, root)
     _check_is_checkpoint(url, names)
-    for name in _MARKS:
-        if name in names:
-            store.rm_file(f"{root}/{name}")
-    if names:
-        store.rm(root, recursive=True)
+    listed = _listed(store.cat_file(f"{root}/{RECORD_FILE}") if RECORD_FILE in names else None)
+    others = [name for name in names if name in listed or _OURS.fullmatch(name) or _COPIED.fullmatch(name)]
+    for name in (*(mark for mark in _MARKS if mark in names), *others):
+        store.rm_file(f"{root}/{name}")
+    if not _names(store, root):
+        with contextlib.suppress(Exception):  # where folders are nothing but parts of names
+            store.rmdir(root)
+
+
+def _listed(record: bytes | None) -> set[str]:
+    """The names that a record lists, but for those that have the same name in every checkpoint."""
+    try:
+        return set(Record.from_bytes(record or b"").files).difference(_MARKS)
+    except ValueError:  # there is none, or it is damaged or of another version
+        return set()
 
 
 def _names(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
@@ -181,11 +190,17 @@ def _names(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
         entries = store.ls(root, detail=True)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    found = {os.path.basename(str(entry["name"]).rstrip("/")): entry for entry in entries}
-    found.pop(os.path.basename(root), None)  # some stores list an empty object for the folder itself
-    return found
+    paths = {str(entry["name"]).strip("/"): entry for entry in entries}
+    paths.pop(root.strip("/"), None)  # some stores list an empty object for the folder itself
+    return {os.path.basename(path): entry for path, entry in paths.items()}
 
 
 def _check_is_checkpoint(url: str, names: Mapping[str, Any]) -> None:
     if names and not any(name in _MARKS or _OURS.fullmatch(name) for name in names):
         raise IsADirectoryError(f"'{url}' is a folder that is not a checkpoint (it holds {sorted(names)[:3]})")
+    inside = sorted(name for name, entry in names.items() if entry.get("type") == "directory")
+    if inside:
+        raise IsADirectoryError(
+            f"'{url}' is a checkpoint with folders in it ({', '.join(inside[:3])}). Move them away, or choose another "
+            "name"
+        )

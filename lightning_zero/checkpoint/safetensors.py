@@ -22,6 +22,7 @@ from lightning_zero.checkpoint.files import Files, read_bytes
 from lightning_zero.checkpoint.reader import Opened
 from lightning_zero.checkpoint.schema import Chunk, TensorItem
 from lightning_zero.checkpoint.stored import StoredTensor
+from lightning_zero.checkpoint.typed_json import check_stored
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["INDEX_FILE", "SAFETENSORS_DTYPES", "SINGLE_FILE", "read_safetensors", "read_safetensors_directory"]
@@ -137,8 +138,12 @@ def _item(key: str, entry: dict[str, Any], name: str, data: int) -> TensorItem:
         raise ValueError(f"'{key}' has the dtype {entry['dtype']!r}")
     shape = tuple(entry["shape"])
     first, end = entry["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (*shape, first, end)):
-        raise ValueError(f"'{key}' has shape {shape} at {first} to {end}")
+    try:
+        check_stored(dtype, shape)
+    except ValueError as error:
+        raise ValueError(f"of '{key}', {error}") from error
+    if any(type(number) is not int or number < 0 for number in (first, end)):
+        raise ValueError(f"'{key}' lies at {first!r} to {end!r}")
     numel = math.prod(shape)
     if end - first != numel * dtype.itemsize:
         raise ValueError(f"'{key}' has {end - first} bytes, {numel} elements of {dtype} would have another number")

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.typed_json import DTYPES, Decoder, Encoder, dtype_name
+from lightning_zero.checkpoint.typed_json import DTYPES, Decoder, Encoder, check_stored, dtype_name
 
 __all__ = ["RECORD_FILE", "BlobItem", "Chunk", "FileEntry", "Index", "Item", "Record", "TensorItem", "ValueItem"]
 
@@ -85,10 +85,11 @@ class TensorItem:
     chunks: tuple[Chunk, ...]
 
     def __post_init__(self) -> None:
-        if any(type(size) is not int or size < 0 for size in self.shape):
-            raise ValueError(f"it has the shape {self.shape}")
+        check_stored(self.dtype, self.shape)
         end = 0
         for chunk in self.chunks:
+            if type(chunk.start) is not int or type(chunk.numel) is not int or not _is_crc32(chunk.crc32):
+                raise ValueError(f"it has the part {chunk}")
             if chunk.start != end or chunk.numel <= 0:
                 raise ValueError(f"elements {end} to {chunk.start} are stored nowhere or twice")
             end += chunk.numel
@@ -123,7 +124,8 @@ class Record:
     """The content of ``zero.json``. See [Note: The directory].
 
     Raises:
-        ValueError: if a chunk or a blob lies outside the files that the record lists, or a file name is none.
+        ValueError: if a chunk or a blob lies outside the files that the record lists, a file name is none, or what
+            tells where it comes from is of another type.
     """
 
     files: Mapping[str, FileEntry]
@@ -137,6 +139,12 @@ class Record:
         for name in self.files:
             if not _FILE_NAME.fullmatch(name) or name in (".", "..", RECORD_FILE):
                 raise ValueError(f"it lists the file {name!r}, which is not a plain file name")
+            if type(self.files[name].nbytes) is not int or not _is_crc32(self.files[name].crc32):
+                raise ValueError(f"it lists the file {name!r} with {self.files[name]}")
+        if type(self.world_size) is not int or self.world_size < 1:
+            raise ValueError(f"it has the world size {self.world_size!r}")
+        if not isinstance(self.writer, Mapping) or not all(isinstance(value, str) for value in self.writer.values()):
+            raise ValueError(f"it was written by {self.writer!r}")
         for key, item in self.items.items():
             if isinstance(item, TensorItem):
                 for chunk in item.chunks:
@@ -189,8 +197,12 @@ class Record:
                 world_size=content["world_size"],
                 writer=content["writer"],
             )
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             raise ValueError(f"its content is not what this version writes: {error!r}") from error
+
+
+def _is_crc32(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 1 << 32)
 
 
 def _checked_content(data: bytes) -> dict[str, Any]:

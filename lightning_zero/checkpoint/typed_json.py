@@ -11,10 +11,11 @@ import base64
 import importlib
 import math
 import pathlib
+import reprlib
 import sys
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, timedelta
 from enum import Enum
 from typing import Any
@@ -22,21 +23,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "Inexpressible", "Decoder", "Encoder", "dtype_name", "raw_memory", "type_name"]
+__all__ = ["DTYPES", "Inexpressible", "Decoder", "Encoder", "check_stored", "dtype_name", "raw_memory", "type_name"]
 
 _TAG = "$"
 _MAX_DEPTH = 64
 _CONTAINERS = (dict, OrderedDict, Namespace, list, tuple, set, frozenset, torch.Size)
+_UNSTORABLE = ("qint", "quint")  # quantised: a scale and a zero point belong to them
 _INLINE_NBYTES = 16384  # a random number generator's state (5056 bytes) is written inline, a weight is not
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
-"""Every dtype of this torch by its short name, aliases included (``half`` is ``float16``)."""
+"""Every dtype of this torch by its short name; not by its aliases: ``float16``, and not ``half``."""
 
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls for cls in (pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.Path)
 }
+
+
+_MAX_DIMENSIONS = 64  # as torch
+_MAX_NBYTES = 1 << 63
+
+
+def check_stored(dtype: torch.dtype, shape: Sequence[Any]) -> None:
+    """Check that a tensor can be like that, before torch or the memory is asked for it.
+
+    Raises:
+        ValueError: if not.
+    """
+    if dtype_name(dtype).startswith(_UNSTORABLE):
+        raise ValueError(f"it has the dtype {dtype}, whose elements are not all of the tensor")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"it has {len(shape)} dimensions")
+    if any(type(size) is not int or not 0 <= size < _MAX_NBYTES for size in shape):
+        raise ValueError(f"it has the shape {reprlib.repr(shape)}")
+    if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= _MAX_NBYTES:  # without elements there are strides
+        raise ValueError(f"it has the shape {reprlib.repr(shape)}")
 
 
 class Inexpressible(TypeError):
@@ -60,6 +82,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def raw_memory(tensor: Tensor) -> memoryview:
     """The elements in order, in this machine's byte order; a copy only if they do not lie so in host memory."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # one element may come with any stride, and only 1 becomes bytes
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
@@ -196,7 +219,7 @@ class Decoder:
             return self._tagged(value[_TAG], value.get("value"), value, path)
         except Inexpressible:
             raise
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
             raise ValueError(f"a damaged {value[_TAG]!r} value: {error!r}") from error
 
     def _mapping(self, pairs: list[Any], path: tuple[Any, ...]) -> dict[Any, Any]:
@@ -260,6 +283,9 @@ def _text(content: bytes | memoryview) -> str:
 
 
 def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
+    check_stored(dtype, shape)
+    if len(content) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(content)} bytes for {dtype} {shape}")
     if not content:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)

@@ -50,6 +50,8 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress | None
             read_checkpoint(path, found, None)
     except CheckpointError as error:
         return [str(error)]
+    except Exception as error:  # what was forged can raise anything
+        return [f"'{os.fspath(path)}' is damaged: {type(error).__name__}: {error}"]
     return damages
 
 

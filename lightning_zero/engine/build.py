@@ -262,7 +262,7 @@ def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:
 
 def _as_bytes(value: Tensor) -> Tensor:
     """The memory of a contiguous tensor as 1-D bytes: so every dtype travels, whatever the backend can add."""
-    return value.view(-1).view(torch.uint8)
+    return value.view(-1).as_strided((value.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def _copy_slice(value: Tensor, start: int, destination: Tensor) -> None:

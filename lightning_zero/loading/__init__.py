@@ -3,8 +3,8 @@
 All three read what ``open_checkpoint`` reads: sharded directories of this package and of Lightning's own strategies,
 ordinary checkpoint files, safetensors files and Hugging Face directories. None of them loads optimizer states.
 
-Not supported: open files in place of paths; ``map_location`` as a function or dictionary, because a sharded directory
-does not say on which devices its tensors were.
+Not supported: open files in place of paths; ``map_location`` that sends tensors of different devices to different
+places, because a module has one device here, and a sharded directory does not say where its tensors were.
 """
 
 from lightning_zero.loading.module import load_from_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +26,9 @@ from lightning_zero.loading.opened import left_out_of, open_here, weights_of
 __all__ = ["load_from_checkpoint"]
 
 AnyPath = str | os.PathLike[str]
+MapLocation = (
+    str | int | torch.device | Mapping[str, Any] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage] | None
+)
 ModelT = TypeVar("ModelT", bound=LightningModule | LightningDataModule)
 
 
@@ -33,7 +36,7 @@ def load_from_checkpoint(
     model_class: type[ModelT],
     path: AnyPath,
     *,
-    map_location: str | int | torch.device | None = None,
+    map_location: MapLocation = None,
     hparams_file: AnyPath | None = None,
     strict: bool | None = None,
     weights_only: bool | None = None,
@@ -51,7 +54,8 @@ def load_from_checkpoint(
         model_class: the class to build, with the hyper-parameters that were saved. For a data module, its state is
             loaded in place of weights.
         path: the checkpoint.
-        map_location: the device of the result; ``None`` leaves the module where it was built.
+        map_location: the device of the result; ``None`` leaves the module where it was built. Of a dictionary the
+            values have to be one device. A function is called as ``torch.load`` does for a tensor on the CPU.
         hparams_file: a ``.yaml`` or ``.csv`` file with hyper-parameters to use in place of the saved ones.
         strict: whether missing and unexpected names are errors; ``None`` asks the module's ``strict_loading``.
         weights_only: for files that hold pickles, as for ``torch.load``; ``None`` is ``True``: no code is run.
@@ -125,6 +129,7 @@ def _read_into_module(
             failure = streaming.failure or error
     if failure is not None:
         raise failure
+    _read_what_is_left(module, device)
     if unsaved:
         rank_zero_warn(
             f"'{os.fspath(source.path)}' was saved without its frozen parameters: {len(unsaved)} of them keep the "
@@ -161,6 +166,17 @@ def _prepared(
     if versions is not None:
         prepared._metadata = versions  # type: ignore[attr-defined]
     return prepared
+
+
+def _read_what_is_left(module: nn.Module, device: torch.device | None) -> None:
+    """Read what is on disk still, because the module's ``load_state_dict`` takes over (``assign=True``)."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in [*tensors.items()]:
+                if isinstance(tensor, StoredTensor):
+                    value = tensor.read().to(device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    setattr(part, name, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
 
 
 def _warn_of_keys(missing: list[str], unexpected: list[str]) -> None:
@@ -231,14 +247,30 @@ def _tied_elsewhere(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
 
 
 def _device(map_location: Any) -> torch.device | None:
-    if map_location is None or isinstance(map_location, torch.device):
-        return map_location
-    if isinstance(map_location, (str, int)):
-        return torch.device(map_location)
-    raise TypeError(
-        f"map_location must be a device such as 'cpu' or 'cuda:0', got {type(map_location).__name__}: a sharded "
-        "checkpoint does not say where its tensors were."
-    )
+    """The one device that is meant.
+
+    Raises:
+        TypeError: if it is no device, or several.
+        ValueError: for ``"meta"``, where nothing can be read.
+    """
+    given = map_location
+    if isinstance(given, Mapping):
+        devices = {torch.device(device) for device in given.values()}
+        given = next(iter(devices), None) if len(devices) < 2 else given
+    elif callable(given):
+        storage = given(torch.UntypedStorage(0), "cpu")
+        given = None if storage is None else storage.device
+    if given is None:
+        return None
+    if not isinstance(given, (str, int, torch.device)):
+        raise TypeError(
+            f"map_location must be one device such as 'cpu' or 'cuda:0', or lead to one, got {map_location!r}: a "
+            "module is put on one device as a whole, wherever its tensors were when they were saved."
+        )
+    device = torch.device(given)
+    if device.type == "meta":
+        raise ValueError("map_location='meta': there is no memory to read the weights into. Use 'cpu'.")
+    return device
 
 
 def _strictness(module: LightningModule, strict: bool | None) -> bool:

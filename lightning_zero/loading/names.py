@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-__all__ = ["some", "under_own_names"]
+__all__ = ["some", "under_own_names", "unwrapped"]
 
 # torch.compile, activation checkpointing and FSDP wrap a block in a module of this attribute; names in a checkpoint do
 # not depend on whether a block is wrapped.
@@ -28,22 +28,29 @@ def under_own_names(
         path: where they are stored, for a message when a prefix made the difference.
         strict: whether that prefix has to make all names fit, and not just most.
     """
-    names = {_unwrapped(name): name for name in own}
-    change = _prefix_change([_unwrapped(name) for name in stored], names, strict)
+    names = {unwrapped(name): name for name in own}
+    changes = _prefix_changes([unwrapped(name) for name in stored], names, strict)
+    change = changes[0] if len(changes) == 1 else None
     if change is not None:
-        done = f"with '{change.add}' put before them" if change.add else f"without their prefix '{change.cut}'"
-        rank_zero_info(f"The names in '{os.fspath(path)}' are the module's {done}: loading them under those.")
+        rank_zero_info(f"The names in '{os.fspath(path)}' are the module's {change}: loading them under those.")
+    elif changes:
+        rank_zero_warn(
+            f"The names in '{os.fspath(path)}' are the module's {' and also '.join(map(str, changes))}: which of them "
+            "is meant is not known, so that they are left as they are. Save the weights under the module's names."
+        )
     found = {}
     for name, value in stored.items():
-        plain = _unwrapped(name) if change is None else change.apply(_unwrapped(name))
+        plain = unwrapped(name) if change is None else change.apply(unwrapped(name))
         found[names.get(plain, name)] = value
     return found
 
 
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def unwrapped(key: Any) -> Any:
+    """A name without what wraps its blocks; an index as it is."""
+    if isinstance(key, str):
+        for wrapper in _WRAPPERS:
+            key = key.replace(wrapper, "")
+    return key
 
 
 class _Change(NamedTuple):
@@ -56,15 +63,17 @@ class _Change(NamedTuple):
         """The module's name."""
         return self.add + name.removeprefix(self.cut)
 
+    def __str__(self) -> str:
+        return f"with '{self.add}' put before them" if self.add else f"without their prefix '{self.cut}'"
 
-def _prefix_change(stored: Collection[str], own: Collection[str], strict: bool) -> _Change | None:
-    """The one prefix that has to be put before all stored names, or cut off, to make them the module's.
 
-    ``None`` if a name fits as it is, if no prefix makes all fit (without ``strict``: more than half), or if several
-    do equally well.
+def _prefix_changes(stored: Collection[str], own: Collection[str], strict: bool) -> list[_Change]:
+    """The prefixes that could be put before all stored names, or cut off, to make them the module's; at most two.
+
+    None if a name fits as it is, or if no prefix makes all fit (without ``strict``: more than half).
     """
     if any(name in own for name in stored):
-        return None
+        return []
     longer: dict[str, list[str]] = {}
     for name in own:
         for rest in _rests(name):
@@ -73,11 +82,8 @@ def _prefix_change(stored: Collection[str], own: Collection[str], strict: bool) 
     for name in stored:
         counts.update(_Change("", prefix) for prefix in longer.get(name, ()))
         counts.update(_Change(name[: -len(rest)], "") for rest in _rests(name) if rest in own)
-    best = counts.most_common(2)
     enough = len(stored) if strict else len(stored) // 2 + 1
-    if not best or best[0][1] < enough or (len(best) > 1 and best[1][1] == best[0][1]):
-        return None
-    return best[0][0]
+    return [change for change, count in counts.most_common(2) if count >= enough]
 
 
 def _rests(name: str) -> Iterator[str]:

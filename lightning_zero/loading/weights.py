@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -18,7 +18,9 @@ from lightning_zero.checkpoint.pieces import stored_identity
 from lightning_zero.errors import CheckpointError, ZeroError
 from lightning_zero.loading.names import some, under_own_names
 from lightning_zero.loading.opened import left_out_of, open_here, weights_of
-from lightning_zero.state import ModuleState
+
+if TYPE_CHECKING:  # which reads with what is here
+    from lightning_zero.state import ModuleState
 
 __all__ = ["load_full_state_dict", "load_initial_weights"]
 
@@ -43,7 +45,10 @@ def load_full_state_dict(
 
     Raises:
         CheckpointError: if the checkpoint cannot be read, naming the file, or no name begins with ``prefix``.
+        ValueError: for a dtype that is not floating-point.
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point dtype like torch.bfloat16, got {dtype!r}.")
     checkpoint = open_here(path, verify=verify)
     named = {name: value for name, value in weights_of(checkpoint, path).items() if isinstance(value, Tensor)}
     chosen = {name[len(prefix or "") :]: value for name, value in named.items() if name.startswith(prefix or "")}

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from lightning_zero.checkpoint import load_checkpoint_directory, remove_checkpoint_directory, save_checkpoint_directory
-from lightning_zero.checkpoint.commit import Exchange, Staging, sweep
+from lightning_zero.checkpoint.commit import Exchange, Staging, local_path, sweep
 from lightning_zero.errors import CheckpointError, CommunicationError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
 from tests.helpers.world import run_world
@@ -105,6 +105,47 @@ def test_a_directory_that_is_no_checkpoint_is_neither_replaced_nor_removed(tmp_p
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         remove_checkpoint_directory(tmp_path / "results", control())
     assert (tmp_path / "results" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("exchange", [None, no_exchange], ids=["exchange", "link"])
+def test_a_checkpoint_with_others_in_it_is_neither_replaced_nor_removed(
+    tmp_path: Path, exchange: Exchange | None
+) -> None:
+    a_checkpoint(tmp_path / "c", exchange)
+    (tmp_path / "c" / "best.ckpt").mkdir()
+    (tmp_path / "c" / "best.ckpt" / "zero.json").touch()
+    with pytest.raises(CheckpointError, match=r"directories in it \(best.ckpt\).*not replaced"):
+        save(tmp_path / "c", 1)
+    with pytest.raises(CheckpointError, match=r"directories in it \(best.ckpt\).*not deleted"):
+        remove_checkpoint_directory(tmp_path / "c", control())
+    assert (tmp_path / "c" / "best.ckpt" / "zero.json").exists()
+    assert (tmp_path / "c" / "zero.json").exists()
+
+
+@pytest.mark.parametrize("mark", ["zero.json", ".metadata"])
+def test_nothing_is_saved_into_a_checkpoint(tmp_path: Path, mark: str) -> None:
+    (tmp_path / mark).touch()
+    with pytest.raises(CheckpointError, match=r"is a checkpoint, and 'best.ckpt' in it"):
+        save(tmp_path / "best.ckpt", 1)
+    assert [path.name for path in tmp_path.iterdir()] == [mark]
+
+
+def test_a_link_to_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "thesis.tex").touch()
+    (tmp_path / "c").symlink_to("results")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        save(tmp_path / "c", 1)
+    assert (tmp_path / "c").is_symlink()
+    remove_checkpoint_directory(tmp_path / "c", control())  # deletes no more than the link
+    assert (tmp_path / "results" / "thesis.tex").exists()
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("~/c", "file://~/c"):
+        assert local_path(path) == tmp_path / "c"
+    assert local_path("/a/~/c") == Path("/a/~/c")
 
 
 def a_checkpoint(final: Path, exchange: Exchange | None) -> None:

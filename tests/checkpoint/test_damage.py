@@ -19,8 +19,10 @@ from lightning_zero.checkpoint import (
     load_checkpoint_directory,
     open_checkpoint,
     save_checkpoint_directory,
+    verify,
     verify_checkpoint,
 )
+from lightning_zero.checkpoint.inspection import inspect_checkpoint
 from lightning_zero.checkpoint.schema import Record
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, parameters
@@ -162,6 +164,15 @@ def chunk(content: dict[str, Any], place: int, value: Any) -> None:
         lambda content: chunk(content, 3, 10**9),
         lambda content: chunk(content, 3, -1),
         lambda content: chunk(content, 3, 1.5),
+        lambda content: chunk(content, 4, "x"),
+        lambda content: content["items"]["state_dict.conv.weight"].update(shape=[0, 2**62, 2**62], chunks=[]),
+        lambda content: content["items"]["state_dict.conv.weight"].update(shape=[0, 2**70], chunks=[]),
+        lambda content: content["items"]["state_dict.conv.weight"].update(shape=[0], chunks=[], dtype="quint8"),
+        lambda content: content.update(writer=["a"]),
+        lambda content: content.update(writer={"a": {}}),
+        lambda content: content.update(world_size="2"),
+        lambda content: content["meta"].update(x={"$": "timedelta", "value": [10**12, 0, 0]}),
+        lambda content: content["meta"].update(x={"$": "tensor", "dtype": "float32", "shape": [9], "value": ""}),
         lambda content: content["items"]["state_dict.conv.weight"].update(shape=[-3, -2, 4, 5]),
         lambda content: content["items"]["state_dict.conv.weight"].update(shape=[10**12]),
         lambda content: content["items"]["state_dict.conv.weight"].update(dtype="Tensor"),
@@ -183,6 +194,40 @@ def test_a_record_that_does_not_fit_the_files_is_refused(
     rewrite(damaged, change)
     with pytest.raises(CheckpointError, match=r"zero\.json"):
         load(damaged)
+    with pytest.raises(CheckpointError, match=r"zero\.json"):
+        inspect_checkpoint(damaged)
+    (damage,) = verify_checkpoint(damaged)
+    assert "zero.json" in damage
+
+
+def test_a_plan_that_was_forged_is_named(damaged: Path) -> None:
+    rewrite(damaged, lambda content: content.update(plan={"$": "nope"}))
+    with pytest.raises(CheckpointError, match=r"zero\.json' cannot be used: an unknown type 'nope'"):
+        inspect_checkpoint(damaged)
+
+
+def test_an_optimizer_that_is_none_is_described(tmp_path: Path) -> None:
+    states = [{"state": [], "param_groups": [3, {"params": 1}]}, {"state": {0: 1}, "param_groups": 5}]
+    rest = {"state_dict": {}, "lightning_zero": {"excluded_frozen": 3}}
+    torch.save({**rest, "optimizer_states": states}, tmp_path / "x.ckpt")
+    assert inspect_checkpoint(tmp_path / "x.ckpt").describe().count("not a group") == 2
+
+
+def test_whatever_goes_wrong_while_verifying_is_a_damage(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(found: Any) -> None:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(verify, "_checks", fail)
+    assert verify_checkpoint(damaged) == [f"'{damaged}' is damaged: OverflowError: too large"]
+
+
+def test_names_do_not_command_the_terminal(damaged: Path) -> None:
+    name = "\x1b[2J\x1b]0;x\x07\nü"
+    entry = {"path": ["state_dict", name], "dtype": "float32", "shape": [0], "chunks": []}
+    rewrite(damaged, lambda content: content["items"].update({name: entry}))
+    text = inspect_checkpoint(damaged).describe(tensors=True)
+    assert r"\x1b[2J\x1b]0;x\x07\nü" in text
+    assert all(letter.isprintable() for letter in text.replace("\n", ""))
 
 
 def test_nothing_but_the_record_and_raw_bytes_is_needed(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -544,6 +544,78 @@ def test_wrong_settings_are_refused_before_anything_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "other.ckpt"]
 
 
+def _tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.filterwarnings("ignore:Left out, because safetensors")
+@pytest.mark.parametrize(
+    ("source", "out", "options", "message"),
+    [
+        ("folder", "folder/zero.json", {"format": "ckpt"}, "is within the source"),
+        ("folder", "folder/export", {}, "is within the source"),
+        ("folder", "folder/fsdp", {"format": "fsdp"}, "is within the source"),
+        ("link", "folder/export", {}, "is within the source"),
+        ("folder", "link/export.ckpt", {}, "is within the source"),
+        ("folder", "record.ckpt", {}, "is within the source"),
+        ("file://folder", "folder/export/c.ckpt", {}, "is within the source"),
+        ("file://folder", "folder", {}, "is the source itself"),
+        ("file://online.ckpt", "online.ckpt", {}, "is the source itself"),
+        ("hard.ckpt", "file://online.ckpt", {}, "is the source itself"),
+        ("weights", "weights/model-00001-of-00002.safetensors", {}, "is within the source"),
+        ("weights/model-00001-of-00002.safetensors", "weights", {}, "would be replaced or deleted"),
+        ("hub", "weights", {}, "would be replaced or deleted"),
+        ("hub", "weights/model-00001-of-00002.safetensors", {}, "would be replaced or deleted"),
+    ],
+)
+def test_a_source_is_never_written_over(
+    saved: Path, tmp_path: Path, source: str, out: str, options: dict[str, Any], message: str
+) -> None:
+    """Whatever the two are called, and whatever links lead there."""
+    shutil.copytree(saved / "folder", tmp_path / "folder")
+    shutil.copy(saved / "online.ckpt", tmp_path)
+    consolidate_checkpoint(saved / "folder", tmp_path / "weights", max_shard_size=700, progress=False)
+    assert (tmp_path / "weights" / "model-00001-of-00002.safetensors").exists()
+    (tmp_path / "hub").mkdir()
+    for path in (tmp_path / "weights").iterdir():
+        (tmp_path / "hub" / path.name).symlink_to(path)
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "record.ckpt").symlink_to("folder/zero.json")
+    os.link(tmp_path / "online.ckpt", tmp_path / "hard.ckpt")
+    before = _tree(tmp_path)
+
+    def at(path: str) -> str:
+        return f"file://{tmp_path}/{path[7:]}" if path.startswith("file://") else str(tmp_path / path)
+
+    with pytest.raises(ValueError, match=message):
+        consolidate_checkpoint(at(source), at(out), **options)
+
+    assert _tree(tmp_path) == before
+
+
+@pytest.mark.filterwarnings("ignore:Left out, because safetensors")
+def test_a_file_may_be_made_beside_its_source(saved: Path, tmp_path: Path) -> None:
+    shutil.copy(saved / "online.ckpt", tmp_path)
+    (written,) = consolidate_checkpoint(tmp_path / "online.ckpt", tmp_path)
+    _assert_same_weights(load_file(written))
+
+
+def test_a_file_where_a_directory_was_to_be_made(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("mine")
+    with pytest.raises(ValueError, match="without a suffix OUT is a directory"):
+        consolidate_checkpoint(saved / "folder", tmp_path / "plain")
+    assert (tmp_path / "plain").read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore:Left out, because safetensors")
+def test_suffixes_of_any_case(saved: Path, tmp_path: Path) -> None:
+    consolidate_checkpoint(saved / "folder", tmp_path / "C.CKPT", progress=False)
+    check(tmp_path / "C.CKPT", 3)
+    consolidate_checkpoint(tmp_path / "C.CKPT", tmp_path / "A.SafeTensors", progress=False)
+    consolidate_checkpoint(tmp_path / "A.SafeTensors", tmp_path / "b.safetensors", progress=False)
+    _assert_same_weights(load_file(tmp_path / "b.safetensors"))
+
+
 def test_safetensors_do_not_go_into_a_sharded_checkpoint(saved: Path) -> None:
     before = sorted(path.name for path in (saved / "folder").iterdir())
     with pytest.raises(ValueError, match="is a sharded checkpoint"):

@@ -62,7 +62,7 @@ def test_computing_and_pickling_are_refused() -> None:
     shard = FlatShard(torch.arange(4.0), (2, 5), 6)
     with pytest.raises(RuntimeError, match="whole parameters"):
         shard + 1
-    with pytest.raises(TypeError, match="cannot be pickled"):
+    with pytest.raises(TypeError, match=r"cannot be pickled.*dictionaries and lists.*full_parameters"):
         torch.save({"w": shard}, io.BytesIO())
 
 

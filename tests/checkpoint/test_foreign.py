@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from lightning_zero.checkpoint import (
     FlatShard,
     StoredTensor,
+    boxes,
     is_checkpoint_directory_at,
     open_checkpoint,
     save_checkpoint_directory,
@@ -126,6 +127,21 @@ def test_every_dtype_and_an_archive_of_another_kind(tmp_path: Path) -> None:
         assert torch.equal(state[name].read(), value), name
     assert state["text"] == "words"
     assert torch.equal(state["nested"]["list"][1]["x"].read(), torch.zeros(3))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_archive_of_another_kind_is_loaded_once_for_all_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.arange(12.0).reshape(3, 4).t()
+    save(tmp_path / "c", {"w": whole})
+    stored = open_checkpoint(tmp_path / "c", control())["state_dict"]["w"]
+    loads = []
+    load = boxes.load_torch
+    monkeypatch.setattr(boxes, "load_torch", lambda *args: loads.append(args) or load(*args))
+    assert torch.equal(torch.cat(slices(stored, 5)), whole.reshape(-1))
+    assert len(loads) == 1
+    assert stored._source._last is None  # nothing is kept of what was read to its end
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -274,6 +274,35 @@ def test_a_folder_that_is_no_checkpoint_is_neither_used_nor_removed() -> None:
     assert system.find("/bucket") == ["/bucket/file", "/bucket/results/thesis.tex"]
 
 
+@pytest.mark.parametrize("name", ["best.ckpt", "c"])
+def test_a_checkpoint_with_others_in_it_is_neither_replaced_nor_removed(name: str) -> None:
+    system = fsspec.filesystem("memory")
+    save("memory://bucket/c", 1)
+    system.pipe_file(f"/bucket/c/{name}/zero.json", b"x")
+    before = system.find("/bucket")
+    with pytest.raises(CheckpointError, match=rf"folders in it \({name}\)"):
+        save("memory://bucket/c", 2)
+    with pytest.raises(IsADirectoryError, match=rf"folders in it \({name}\)"):
+        remove_at("memory://bucket/c")
+    assert system.find("/bucket") == before
+
+
+def test_nothing_is_saved_into_a_checkpoint() -> None:
+    save("memory://bucket/c", 1)
+    with pytest.raises(CheckpointError, match=r"folder that 'memory://bucket/c/best.ckpt' lies in is a checkpoint"):
+        save("memory://bucket/c/best.ckpt", 2)
+    assert listing("memory://bucket") == WHOLE
+
+
+def test_files_that_are_not_of_the_checkpoint_stay() -> None:
+    system = fsspec.filesystem("memory")
+    save("memory://bucket/c", 1)
+    system.pipe_file("/bucket/c/notes.txt", b"x")
+    system.pipe_file("/bucket/c/__0_0.distcp", b"x")
+    remove_at("memory://bucket/c")
+    assert listing("memory://bucket") == ["notes.txt"]
+
+
 def test_what_a_killed_save_left_is_deleted_by_the_next() -> None:
     system = fsspec.filesystem("memory")
     left = uuid.uuid4().hex

@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 import struct
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory, verify_checkpoint
+from lightning_zero.checkpoint.chunks import read_chunk
+from lightning_zero.checkpoint.files import LocalFiles
 from lightning_zero.checkpoint.metadata import parse_metadata
+from lightning_zero.checkpoint.schema import Chunk
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
 from tests.helpers.world import run_world
@@ -330,6 +334,52 @@ def test_a_tensor_whose_parts_are_missing_overlap_or_are_too_large(stock: Path) 
         refused(stock, r"\.metadata' cannot be used: .*'state_dict\.a'")
 
 
+def test_a_tensor_that_claims_more_elements_than_its_archive_holds(stock: Path) -> None:
+    def forge(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["state_dict.b"]
+        metadata.state_dict_metadata["state_dict.z"] = replace(
+            entry, size=torch.Size([60]), chunks=[replace(entry.chunks[0], sizes=torch.Size([60]))]
+        )
+        index, place = place_of(metadata, "state_dict.b")
+        metadata.storage_data[replace(index, fqn="state_dict.z")] = place
+        metadata.planner_data["state_dict.z"] = ("state_dict", "z")
+
+    change(stock, forge)
+    state = open_checkpoint(stock, control())["state_dict"]
+    assert torch.equal(state["b"].read(), torch.ones(4))  # where it lies is known from now on
+    with pytest.raises(CheckpointError, match=r"'state_dict\.z'.*\(60,\)"):
+        state["z"].read()
+
+
+def test_a_chunk_is_not_read_beyond_its_end(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"\1" * 32)
+    files = LocalFiles(tmp_path)
+    read_chunk(files, "w", Chunk(10, 4, "f", 8, None), torch.uint8, 12, torch.empty(2, dtype=torch.uint8))
+    for first in (9, 13):
+        with pytest.raises(ValueError, match="'w'"):
+            read_chunk(files, "w", Chunk(10, 4, "f", 8, None), torch.uint8, first, torch.empty(2, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"\x80\x02Nr" + struct.pack("<I", 1 << 28) + b".", "LONG_BINPUT"),
+        (b"Np300\n.", "PUT"),
+        (b"\x80\x05\x96" + struct.pack("<Q", 1 << 33) + b".", "damaged"),
+        (b"\x80\x05\x96" + struct.pack("<Q", 1) + b"x.", "BYTEARRAY8"),
+        (b"\x80\x02\x82\x01.", "EXT1"),
+    ],
+)
+def test_an_index_that_takes_memory_for_what_it_does_not_hold(data: bytes, match: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=match):
+            parse_metadata(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Our own directories
 
@@ -428,9 +478,11 @@ def tensor(first: int = 0, end: int = 8, shape: Any = (2,), dtype: Any = "F32") 
         (safetensors({"a": tensor(dtype=["F32"])}, b"\0" * 8), "TypeError"),
         (safetensors({"a": tensor(shape=(-2,))}, b"\0" * 8), "shape"),
         (safetensors({"a": tensor(shape=(2.0,))}, b"\0" * 8), "shape"),
-        (safetensors({"a": tensor(shape=(1 << 62, 1 << 62))}, b"\0" * 8), "elements"),
+        (safetensors({"a": tensor(shape=(1 << 62, 1 << 62))}, b"\0" * 8), "shape"),
+        (safetensors({"a": tensor(0, 0, (0, 1 << 62, 4))}), "shape"),
+        (safetensors({"a": tensor(0, 0, (1 << 59,) * 50_000)}), "50000 dimensions"),
         (safetensors({"a": tensor(shape=(3,))}, b"\0" * 12), "8 bytes, 3 elements"),
-        (safetensors({"a": tensor(-8, 0)}, b"\0" * 8), "shape"),
+        (safetensors({"a": tensor(-8, 0)}, b"\0" * 8), "-8 to 0"),
         (safetensors({"a": tensor(1 << 70, (1 << 70) + 8)}, b"\0" * 8), "begins at byte"),
         (safetensors({"a": tensor()}, b"\0" * 7), "tensors end at byte"),
         (safetensors({"a": tensor()}, b"\0" * 9), "tensors end at byte"),

@@ -217,6 +217,19 @@ def test_an_object_that_vanishes_while_it_is_read(tmp_path: Path, store: str) ->
         found["state_dict"]["vector"].read()
 
 
+@pytest.mark.parametrize("ending", ["safetensors", "ckpt"])
+def test_a_file_at_the_root_of_a_file_system(tmp_path: Path, ending: str) -> None:
+    state = {"w": torch.arange(3.0)}
+    save_file(state, tmp_path / "x") if ending == "safetensors" else torch.save(state, tmp_path / "x")
+    name = f"{uuid.uuid4().hex}.{ending}"
+    fsspec.filesystem("memory").pipe_file(f"/{name}", (tmp_path / "x").read_bytes())
+    try:
+        for url in (f"memory://{name}", f"memory:///{name}"):
+            assert same(open_checkpoint(url, control())["state_dict"]["w"], state["w"])
+    finally:
+        fsspec.filesystem("memory").rm_file(f"/{name}")
+
+
 def test_a_pipe_is_no_torch_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=r"x\.ckpt' is not a regular file"):

@@ -533,6 +533,45 @@ def test_a_modules_own_loading_code_runs_on_shards(tmp_path: Path) -> None:
             assert result["extra"] == expected[rank]["extra"] == result["end"]["particular.kept"][0] == 6
 
 
+class ByHand(Everything):
+    """Copies into parameters itself, a smaller value too."""
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_state_dict(state, *args, **kwargs)
+        self.stem.weight.data.copy_(torch.arange(float(WIDTH)))
+        with torch.no_grad():
+            self.stem.bias.copy_(torch.tensor(7.0))
+            self.head.bias.detach().copy_(2 * state["head.bias"])
+        return result
+
+
+def test_what_a_module_copies_itself_arrives_in_the_shards(at_two: Any) -> None:
+    def resume(rank: int, stage: int) -> dict[str, Any]:
+        with quiet():
+            return run(zero(stage), ByHand(seed=5), resume=at_two["path"])
+
+    expected = dict(at_two["at"]["weights"])
+    expected["stem.weight"] = torch.arange(float(WIDTH)).expand_as(expected["stem.weight"])
+    expected["stem.bias"] = torch.full_like(expected["stem.bias"], 7.0)
+    expected["head.bias"] = 2 * expected["head.bias"]
+    for stage in (1, 3):
+        for result in run_world(2, resume, stage):
+            assert not _differences(expected, result["at"]["weights"], 0.0, f"stage {stage}")
+
+
+class Assigning(Everything):
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=strict, assign=True)
+
+
+def test_a_module_that_replaces_its_parameters_is_refused(at_two: Any) -> None:
+    """The engine would go on with the ones it knows, and the module with others."""
+    for texts in run_world(2, lambda rank: [refusal(at_two["path"], Assigning(), stage) for stage in (1, 2, 3)]):
+        assert len(texts) == 3
+        for text in texts:
+            assert text.startswith("RuntimeError: Loading replaced the parameter '")
+
+
 class Filtered(Everything):
     """Saves and loads its blocks only, by overriding ``state_dict``."""
 
