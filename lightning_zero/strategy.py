@@ -456,6 +456,8 @@ class ZeroStrategy(ParallelStrategy):
         """Leave no pinned slot and no half-reduced gradient behind."""
         if self._engine is not None:
             self._engine.abandon()
+        for adapter in self._adapters.values():
+            adapter.abandon()
 
     def teardown(self) -> None:
         """End a run. Shards stay where they are, so that the module can be validated, or fitted again, or called."""

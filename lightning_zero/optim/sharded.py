@@ -11,6 +11,7 @@ where gradients are accumulated, and during a step those show no gradient, so th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives
 from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.optim.outermost import OutermostStep
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.whole import WholeEntry, WholeParameters, WholeState
 from lightning_zero.plan import FlatLayout, ParameterSpec
@@ -104,6 +106,7 @@ class ShardedOptimizer:
         self._writable = writable
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
         self._frozen: dict[str, nn.Parameter] = {}
+        self._steps = OutermostStep()
         self._adopt()
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -142,6 +145,10 @@ class ShardedOptimizer:
         """Note that the masters were written by something other than this optimizer's step."""
         self._whole_is_stale = True
 
+    def abandon(self) -> None:
+        """Forget a step that raised."""
+        self._steps.forget()
+
     def detach(self) -> None:
         """Take the step hooks off again."""
         for handle in self._handles:
@@ -155,6 +162,8 @@ class ShardedOptimizer:
                 f"{self.label}.step(closure) would run forward and backward inside the step, after the gradients were "
                 "agreed on. Call backward first and step() without a closure; Lightning does so by itself."
             )
+        if not self._steps.begins(sys._getframe(1)):
+            return
         self._before_step(self.label)
         self.adopt_new_groups()
         if self._whole is not None:
@@ -167,6 +176,8 @@ class ShardedOptimizer:
                 parameter.grad = None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._steps.ends():
+            return
         if self._whole is not None:
             self._whole.publish()
             self._whole.release_gradients()
