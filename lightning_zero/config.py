@@ -7,18 +7,26 @@ number.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal, get_args
 
 __all__ = [
+    "ActivationPolicy",
     "CheckpointPolicy",
+    "HostOffload",
+    "NvmeOffload",
+    "Offload",
     "Placement",
     "Residence",
     "Stage",
+    "Tier",
+    "validate_activations",
     "validate_bucket_mib",
     "validate_checkpoint",
+    "validate_offload",
     "validate_prefetch",
     "validate_units",
 ]
@@ -90,6 +98,158 @@ _PLACEMENTS = {
     2: Placement(parameters=Residence.REPLICATED, gradients=Residence.SHARDED),
     3: Placement(parameters=Residence.SHARDED, gradients=Residence.SHARDED),
 }
+
+
+class Tier(Enum):
+    """Which memory bytes rest in between uses."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOffload:
+    """Keep what a step does not compute with in host memory.
+
+    Args:
+        optimizer: masters, reduced gradients and optimizer state rest on the host, and the optimizer steps there, unit
+            by unit.
+        parameters: the shards that units are gathered from rest on the host too (stage 3 only). Alone, without
+            ``optimizer``, this concerns frozen parameters: what is trained is stepped on where it rests.
+        pin_mib: most host memory to page-lock, in MiB, for copies that overlap with compute; ``None``: all that is
+            copied to or from the device (masters, gradients, parameters; optimizer state never is). Only matters on an
+            accelerator.
+        threads: threads the step computes with on each rank; ``None``: the machine's cores, shared out among its ranks.
+
+    Raises:
+        ValueError: naming the setting.
+
+    Source: ZeRO-Offload (arXiv:2101.06840).
+    """
+
+    optimizer: bool = True
+    parameters: bool = False
+    pin_mib: float | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_offloaded(self)
+        if self.pin_mib is not None:
+            _check_mib("HostOffload.pin_mib", self.pin_mib, least=0.0)
+
+    @property
+    def tier(self) -> Tier:
+        """Where it rests."""
+        return Tier.HOST
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmeOffload:
+    """Keep masters and optimizer state in files; host memory holds reduced gradients and one pool of buffers.
+
+    Args:
+        path: an existing, writable directory on a fast local disk; every rank makes a folder of its own in it, which
+            is removed at the end of the run.
+        optimizer: masters and optimizer state rest in files; a step reads, updates and writes them in pieces.
+        parameters: the shards that units are gathered from rest in files too (stage 3 only); as for ``HostOffload``.
+        buffer_mib: size of the pool of buffers on each rank, in MiB. Page-locked on an accelerator.
+        io_threads: threads that read and write on each rank.
+        threads: threads the step computes with on each rank; ``None``: the machine's cores, shared out among its ranks.
+
+    Raises:
+        ValueError: naming the setting.
+
+    Source: ZeRO-Infinity (arXiv:2104.07857).
+    """
+
+    path: str
+    optimizer: bool = True
+    parameters: bool = False
+    buffer_mib: float = 256.0
+    io_threads: int = 4
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_offloaded(self)
+        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
+            raise ValueError(f"NvmeOffload.path must be a directory, got {self.path!r}.")
+        object.__setattr__(self, "path", os.fspath(self.path))
+        _check_mib("NvmeOffload.buffer_mib", self.buffer_mib, least=1.0)
+        _check_threads("NvmeOffload.io_threads", self.io_threads)
+
+    @property
+    def tier(self) -> Tier:
+        """Where it rests."""
+        return Tier.DISK
+
+
+Offload = HostOffload | NvmeOffload
+
+
+def _check_offloaded(policy: Offload) -> None:
+    name = type(policy).__name__
+    for field in ("optimizer", "parameters"):
+        if not isinstance(getattr(policy, field), bool):
+            raise ValueError(f"{name}.{field} must be true or false, got {getattr(policy, field)!r}.")
+    if not policy.optimizer and not policy.parameters:
+        raise ValueError(f"{name} with optimizer=False and parameters=False offloads nothing: leave `offload` out.")
+    if policy.threads is not None:
+        _check_threads(f"{name}.threads", policy.threads)
+
+
+def _check_threads(name: str, threads: int) -> None:
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"{name} must be a whole number of threads, 1 or more, got {threads!r}.")
+
+
+def _check_mib(name: str, mib: float, least: float) -> None:
+    if isinstance(mib, bool) or not isinstance(mib, (int, float)) or not least <= mib < float("inf"):
+        raise ValueError(f"{name} must be a number of MiB, {least:g} or more, got {mib!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationPolicy:
+    """What happens to the tensors that autograd keeps for the backward.
+
+    Losses, gradients and buffers have the same bits with any policy, as long as the second forward can be given what
+    the first one found: the module's attributes, buffers and arguments (lists, dicts and ordinary objects in them too,
+    such as caches of keys and values) and the random states of torch and Python. A tensor of those that was changed in
+    place and not copied stops the run with an error that names the class to leave out. Small buffers and attributes are
+    copied, and those larger than 64 KiB if they change from the first call on, not if they change later for the first
+    time. A forward that depends on anything else that changes (global variables, iterators, NumPy's arrays and random
+    numbers, ``.data`` of other tensors) does not belong in ``checkpointing``.
+
+    Args:
+        checkpointing: modules whose forward is run again in backward instead of keeping what it computed: ``"units"``
+            for the modules that stage 3 gathers, in any stage (but for those inside of others, and single layers of
+            torch), or class names; ``None`` for none. What a cache among the arguments holds stays in memory until
+            then: switch caches off in training.
+        offload: keep what autograd saves in host memory until its backward. On CPUs this saves no memory: both sides
+            are host memory.
+        min_kib: saved tensors smaller than this stay where they are, in KiB.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+
+    checkpointing: Literal["units"] | list[str] | None = None
+    offload: bool = False
+    min_kib: float = 64.0
+
+    def __post_init__(self) -> None:
+        if self.checkpointing is not None and self.checkpointing != "units":
+            try:
+                validate_units(self.checkpointing)
+            except ValueError:
+                raise ValueError(
+                    "ActivationPolicy.checkpointing must be 'units', a list of class names such as ['Block'], or left "
+                    f"out; got {self.checkpointing!r}."
+                ) from None
+        if not isinstance(self.offload, bool):
+            raise ValueError(f"ActivationPolicy.offload must be true or false, got {self.offload!r}.")
+        if isinstance(self.min_kib, bool) or not isinstance(self.min_kib, (int, float)) or not self.min_kib >= 0:
+            raise ValueError(f"ActivationPolicy.min_kib must be a number of KiB, 0 or more, got {self.min_kib!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +336,33 @@ def validate_checkpoint(checkpoint: CheckpointPolicy) -> CheckpointPolicy:
     if not isinstance(checkpoint, CheckpointPolicy):
         raise ValueError(f"checkpoint must be a CheckpointPolicy, got {checkpoint!r}.")
     return checkpoint
+
+
+def validate_offload(offload: Offload | None, placement: Placement) -> Offload | None:
+    """Return ``offload`` if it is a policy, or nothing, that fits the placement.
+
+    Raises:
+        ValueError: if it is something else, or offloads parameters that are not sharded.
+    """
+    if offload is not None and not isinstance(offload, Offload):
+        raise ValueError(f"offload must be a HostOffload or an NvmeOffload, got {offload!r}.")
+    if offload is not None and offload.parameters and not placement.shards_parameters:
+        raise ValueError(
+            f"{type(offload).__name__}.parameters is for stage 3 only: in stages 1 and 2 every rank computes with full "
+            "parameters all the time, so there is nothing to keep elsewhere. Leave it out, or use stage 3."
+        )
+    return offload
+
+
+def validate_activations(activations: ActivationPolicy | None) -> ActivationPolicy | None:
+    """Return ``activations`` if it is a policy or nothing.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    if activations is not None and not isinstance(activations, ActivationPolicy):
+        raise ValueError(f"activations must be an ActivationPolicy, got {activations!r}.")
+    return activations
 
 
 def validate_prefetch(prefetch: int) -> int:

@@ -10,6 +10,7 @@ __all__ = [
     "CommunicationError",
     "DivergenceError",
     "MaterialiseError",
+    "OffloadError",
     "ParameterAccessError",
     "UnsupportedOptimizerError",
     "ZeroError",
@@ -66,4 +67,13 @@ class CheckpointError(ZeroError):
 
     Cause: a full disk, a missing permission, a damaged or foreign file: the message names file, rank and reason.
     Fix: nothing that was saved before is lost; resume from the previous checkpoint.
+    """
+
+
+class OffloadError(ZeroError):
+    """What rests on the host or on a disk could not be read, written or stepped on.
+
+    Cause: a full disk, an input/output error, a folder that was removed: the message names rank, file and reason.
+    Raised on every rank, before anything goes on with half-updated weights.
+    Fix: resume from the last checkpoint, which is intact, after the cause is mended.
     """

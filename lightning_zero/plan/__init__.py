@@ -6,19 +6,34 @@ Numbers only: works on meta tensors, needs no process group, and is equal on all
 from lightning_zero.plan.buckets import make_buckets
 from lightning_zero.plan.dtypes import DtypeRules
 from lightning_zero.plan.flat import ALIGNMENT, FlatLayout, ParameterSpec, ShardSlice
-from lightning_zero.plan.memory import Memory
-from lightning_zero.plan.plan import UnitPlan, ZeroPlan, build_plan
+from lightning_zero.plan.memory import (
+    FETCH_UNITS,
+    STAGING_BUFFERS,
+    DiskBytes,
+    HostBytes,
+    Memory,
+    fetch_nbytes,
+    staging_nbytes,
+)
+from lightning_zero.plan.plan import ZeroPlan, build_plan
+from lightning_zero.plan.resting import Rest, rest_of
 from lightning_zero.plan.slots import SlotPlan
 from lightning_zero.plan.traffic import CollectiveTraffic, Traffic, gather_order
+from lightning_zero.plan.unit_plan import UnitPlan
 from lightning_zero.plan.units import UnitSpec, find_units
 
 __all__ = [
     "ALIGNMENT",
+    "FETCH_UNITS",
+    "STAGING_BUFFERS",
     "CollectiveTraffic",
+    "DiskBytes",
     "DtypeRules",
     "FlatLayout",
+    "HostBytes",
     "Memory",
     "ParameterSpec",
+    "Rest",
     "ShardSlice",
     "SlotPlan",
     "Traffic",
@@ -26,7 +41,10 @@ __all__ = [
     "UnitSpec",
     "ZeroPlan",
     "build_plan",
+    "fetch_nbytes",
     "find_units",
     "gather_order",
     "make_buckets",
+    "rest_of",
+    "staging_nbytes",
 ]

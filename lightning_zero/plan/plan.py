@@ -9,87 +9,36 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_zero.config import Placement, validate_bucket_mib, validate_prefetch, validate_units
+from lightning_zero.config import (
+    Offload,
+    Placement,
+    validate_bucket_mib,
+    validate_offload,
+    validate_prefetch,
+    validate_units,
+)
 from lightning_zero.plan.buckets import make_buckets
 from lightning_zero.plan.dtypes import DtypeRules
 from lightning_zero.plan.flat import FlatLayout, ParameterSpec
-from lightning_zero.plan.memory import Memory, expected_memory
+from lightning_zero.plan.memory import (
+    DiskBytes,
+    HostBytes,
+    Memory,
+    expected_disk,
+    expected_host_memory,
+    expected_memory,
+)
 from lightning_zero.plan.report import describe, summary_lines
+from lightning_zero.plan.resting import Rest, rest_of
 from lightning_zero.plan.slots import SlotPlan, assign_pooled_slots, assign_ring_slots, pack
 from lightning_zero.plan.traffic import Traffic, expected_traffic
 from lightning_zero.plan.tree import ModuleTree
+from lightning_zero.plan.unit_plan import UnitPlan
 from lightning_zero.plan.units import UnitSpec, units_of
 
 GRADIENT_BUCKET_SLOTS = 2
 """Slots of the ring that sharded gradients of replicated parameters go through: one fills while the other is
 reduced."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitPlan:
-    """Parameters that are gathered and reduced together.
-
-    Attributes:
-        index: its place in the plan's units.
-        name: the module's path ("" for the root); "bucket 0", ... for a gradient bucket.
-        module: the path of the module whose call gathers the unit; None for a bucket.
-        depth: how many units may be computing around it; 0 for the root and for buckets.
-        ancestors: indices of those units, the root included, ascending.
-        layouts: one flat buffer per (dtype, compute dtype, trainable); exactly one for a bucket, none for an empty
-            root.
-        slot: that its unsharded parameters use; None for a bucket.
-        gradient_slot: that its gradients use until they are reduced; None without trainable parameters, and where
-            gradients are replicated.
-    """
-
-    index: int
-    name: str
-    module: str | None
-    depth: int
-    ancestors: tuple[int, ...]
-    layouts: tuple[FlatLayout, ...]
-    slot: int | None
-    gradient_slot: int | None
-
-    @property
-    def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Of all layouts, in layout order."""
-        return tuple(spec for layout in self.layouts for spec in layout.parameters)
-
-    @property
-    def trainable_layouts(self) -> tuple[FlatLayout, ...]:
-        """The layouts that have gradients."""
-        return tuple(layout for layout in self.layouts if layout.trainable)
-
-    @property
-    def numel(self) -> int:
-        """Real elements, without gaps and padding."""
-        return sum(layout.parameter_numel for layout in self.layouts)
-
-    @property
-    def trainable_numel(self) -> int:
-        """Real elements of trainable parameters."""
-        return sum(layout.parameter_numel for layout in self.trainable_layouts)
-
-    @property
-    def slot_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each of ``layouts`` in the unit's slot."""
-        return pack((layout.numel, layout.compute_dtype) for layout in self.layouts)[0]
-
-    @property
-    def slot_nbytes(self) -> int:
-        """Bytes that the unsharded parameters take in compute dtype."""
-        return pack((layout.numel, layout.compute_dtype) for layout in self.layouts)[1]
-
-    @property
-    def gradient_slot_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each of ``trainable_layouts`` in the unit's gradient slot."""
-        return pack((layout.numel, layout.reduce_dtype) for layout in self.trainable_layouts)[0]
-
-    @property
-    def gradient_slot_nbytes(self) -> int:
-        """Bytes that the unit's gradients take in reduce dtype."""
-        return pack((layout.numel, layout.reduce_dtype) for layout in self.trainable_layouts)[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +55,8 @@ class ZeroPlan:
         prefetch: units gathered ahead of the one computing.
         ignored: names of frozen tensor-subclass parameters, which stay as they are on every rank.
         root: index of the root unit; None where parameters are replicated.
+        offload: what rests on the host or in files; None: everything rests on the device. Its path and the sizes of its
+            buffers may differ between ranks, and are the only part of a plan that may.
 
     Raises:
         ValueError: if the parts do not prove each other.
@@ -119,8 +70,10 @@ class ZeroPlan:
     prefetch: int
     ignored: tuple[str, ...]
     root: int | None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
+        validate_offload(self.offload, self.placement)
         if self.root != (0 if self.placement.shards_parameters else None):
             raise ValueError("A plan has a root unit, its first, exactly where parameters are sharded.")
         seen: set[str] = set(self.ignored)
@@ -190,13 +143,18 @@ class ZeroPlan:
     def summary_lines(self) -> tuple[str, ...]:
         """The plan as canonical text: settings, then each unit, layout and parameter on a line of its own.
 
-        Two plans are equal exactly if their lines are, so the first line that differs between ranks names the cause.
+        Two plans that ranks may run together have equal lines, and only those, so the first line that differs between
+        ranks names the cause.
         """
         return summary_lines(self)
 
     def fingerprint(self) -> str:
         """sha256 over ``summary_lines()``, as 64 hexadecimal digits."""
         return hashlib.sha256("\n".join(self.summary_lines()).encode()).hexdigest()
+
+    def rest_of(self, layout: FlatLayout) -> Rest:
+        """Where the bytes of one of the plan's layouts rest between uses."""
+        return rest_of(layout, self.placement, self.offload)
 
     def expected_traffic(self, *, micro_steps: int = 1) -> Traffic:
         """What one training step sends; see ``lightning_zero.plan.traffic``.
@@ -207,16 +165,47 @@ class ZeroPlan:
         return expected_traffic(self, micro_steps=micro_steps)
 
     def expected_memory(
-        self, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True, receive_buffer: bool = True
+        self,
+        *,
+        rank: int = 0,
+        optimizer_tensors: int = 2,
+        training: bool = True,
+        receive_buffer: bool = True,
+        accelerator: bool = False,
     ) -> Memory:
-        """What rests on one rank after a training step; see ``lightning_zero.plan.memory``.
+        """What rests on one rank's device after a training step; see ``lightning_zero.plan.memory``.
 
         Raises:
             ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
         """
         return expected_memory(
-            self, rank=rank, optimizer_tensors=optimizer_tensors, training=training, receive_buffer=receive_buffer
+            self,
+            rank=rank,
+            optimizer_tensors=optimizer_tensors,
+            training=training,
+            receive_buffer=receive_buffer,
+            accelerator=accelerator,
         )
+
+    def expected_host_memory(
+        self, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True, accelerator: bool = False
+    ) -> HostBytes:
+        """What offloading keeps in one rank's host memory; see ``lightning_zero.plan.memory``.
+
+        Raises:
+            ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
+        """
+        return expected_host_memory(
+            self, rank=rank, optimizer_tensors=optimizer_tensors, training=training, accelerator=accelerator
+        )
+
+    def expected_disk(self, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True) -> DiskBytes:
+        """What offloading keeps in one rank's files; see ``lightning_zero.plan.memory``.
+
+        Raises:
+            ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
+        """
+        return expected_disk(self, rank=rank, optimizer_tensors=optimizer_tensors, training=training)
 
     def describe(self) -> str:
         """The plan as a table for people: units, totals, traffic and memory."""
@@ -234,6 +223,7 @@ def build_plan(
     prefetch: int = 1,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    offload: Offload | None = None,
 ) -> ZeroPlan:
     """Turn a module, settings and a world size into a plan. Needs no process group, no device and no data.
 
@@ -248,10 +238,11 @@ def build_plan(
         prefetch: units gathered ahead of the one computing; 0 switches it off.
         param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
         reduce_dtype: reduction dtype of floating gradients; None: the parameters' own.
+        offload: what rests on the host or in files; None: nothing.
 
     Raises:
-        ValueError: for settings out of range, for rules in ``units`` that match nothing, and for parameters that cannot
-            be laid out, naming them.
+        ValueError: for settings out of range or an ``offload`` that does not fit the placement, for rules in ``units``
+            that match nothing, and for parameters that cannot be laid out, naming them.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of ranks, 1 or more, got {world_size!r}.")
@@ -266,6 +257,7 @@ def build_plan(
         prefetch=validate_prefetch(prefetch),
         dtypes=dtypes,
         ignored=tree.ignored,
+        offload=validate_offload(offload, chosen),
     )
     if chosen.shards_parameters:
         return _plan_units(units_of(tree, rules), settings)
@@ -279,6 +271,7 @@ class _Settings:
     prefetch: int
     dtypes: DtypeRules
     ignored: tuple[str, ...]
+    offload: Offload | None
 
     def layouts(self, parameters: Sequence[ParameterSpec]) -> tuple[FlatLayout, ...]:
         """One flat buffer per group, in order of the group's first parameter."""
@@ -327,6 +320,7 @@ def _plan_units(specs: Sequence[UnitSpec], settings: _Settings) -> ZeroPlan:
         gradient_slots=gradient_slots,
         prefetch=settings.prefetch,
         ignored=settings.ignored,
+        offload=settings.offload,
         root=0,
     )
 
@@ -359,5 +353,6 @@ def _plan_buckets(buckets: Sequence[Sequence[ParameterSpec]], settings: _Setting
         gradient_slots=gradient_slots,
         prefetch=settings.prefetch,
         ignored=settings.ignored,
+        offload=settings.offload,
         root=None,
     )

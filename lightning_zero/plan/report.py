@@ -6,8 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from lightning_zero.config import Tier
+
 if TYPE_CHECKING:
-    from lightning_zero.plan.plan import UnitPlan, ZeroPlan
+    from lightning_zero.config import Offload
+    from lightning_zero.plan.memory import DiskBytes, HostBytes, Memory
+    from lightning_zero.plan.plan import ZeroPlan
+    from lightning_zero.plan.unit_plan import UnitPlan
 
 LONGEST_NAME = 48
 """Characters of a unit's name that the table shows."""
@@ -26,7 +31,7 @@ def _summary(plan: ZeroPlan) -> Iterator[str]:
     yield (
         f"plan: world size {plan.world_size}, parameters {placement.parameters.value}, "
         f"gradients {placement.gradients.value}, optimizer {placement.optimizer.value}, "
-        f"prefetch {plan.prefetch}, root {plan.root}"
+        f"prefetch {plan.prefetch}, root {plan.root}, offload {_offload_text(plan.offload)}"
     )
     for name in plan.ignored:
         yield f"ignored: {name!r}"
@@ -50,12 +55,20 @@ def _summary(plan: ZeroPlan) -> Iterator[str]:
             yield f"{kind} {slot.index}: {slot.nbytes} bytes"
 
 
+def _offload_text(offload: Offload | None) -> str:
+    """What ranks must agree on: not paths and sizes of buffers, which are a machine's own matter."""
+    if offload is None:
+        return "none"
+    return f"{offload.tier.value} (optimizer {offload.optimizer}, parameters {offload.parameters})"
+
+
 def describe(plan: ZeroPlan) -> str:
     """See ``ZeroPlan.describe``."""
     placement = plan.placement
     lines = [
         f"Plan for {plan.world_size} ranks: parameters {placement.parameters.value}, gradients "
         f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}",
+        *([] if plan.offload is None else [f"Offloaded to the {plan.offload.tier.value}: {_offloaded(plan.offload)}"]),
         "",
         *_table([_HEADER, *(_row(run) for run in _runs(plan.units)), _total_row(plan)], left=1),
         "",
@@ -80,19 +93,36 @@ def describe(plan: ZeroPlan) -> str:
         ],
         left=1,
     )
-    memory = plan.expected_memory()
-    lines += [
-        "",
-        *_table(
-            [
-                ("memory at rest, rank 0, Adam", "size"),
-                *((category.replace("_", " "), format_nbytes(nbytes)) for category, nbytes in memory.items()),
-                ("total without activations", format_nbytes(memory.total)),
-            ],
-            left=1,
-        ),
-    ]
+    lines += ["", *_table(_memory_rows(plan), left=1)]
     return "\n".join(lines)
+
+
+def _offloaded(offload: Offload) -> str:
+    return " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
+
+
+def _memory_rows(plan: ZeroPlan) -> list[tuple[str, ...]]:
+    """A column for each place where something may rest."""
+    places: dict[str, Memory | HostBytes | DiskBytes] = {"size": plan.expected_memory()}
+    if plan.offload is not None:
+        places = {"device": places["size"], "host": plan.expected_host_memory()}
+        if plan.offload.tier is Tier.DISK:
+            places["disk"] = plan.expected_disk()
+    columns = [dict(memory.items()) for memory in places.values()]
+    categories = list(dict.fromkeys(category for column in columns for category in column))
+    if plan.offload is None:
+        categories.remove("weights")
+    return [
+        ("memory at rest, rank 0, Adam", *places),
+        *(
+            (
+                category.replace("_", " "),
+                *(format_nbytes(column[category]) if category in column else "-" for column in columns),
+            )
+            for category in categories
+        ),
+        ("total without activations", *(format_nbytes(memory.total) for memory in places.values())),
+    ]
 
 
 def format_nbytes(nbytes: int) -> str:

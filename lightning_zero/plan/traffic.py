@@ -21,7 +21,8 @@ import torch
 from lightning_zero.plan.flat import FlatLayout
 
 if TYPE_CHECKING:
-    from lightning_zero.plan.plan import UnitPlan, ZeroPlan
+    from lightning_zero.plan.plan import ZeroPlan
+    from lightning_zero.plan.unit_plan import UnitPlan
 
 
 @dataclass(frozen=True)

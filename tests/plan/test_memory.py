@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_zero.plan import Memory, build_plan
+from lightning_zero.config import HostOffload, NvmeOffload, Offload
+from lightning_zero.plan import DiskBytes, HostBytes, Memory, ZeroPlan, build_plan
 
 # Four layers of 64 x 64 = 4,096 elements, the last one frozen, on 2 ranks.
 LAYER = 4_096
@@ -95,3 +98,157 @@ def test_total_and_items(model: nn.Module) -> None:
 def test_settings_out_of_range(model: nn.Module, settings: dict[str, int], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         build_plan(model, world_size=2).expected_memory(**settings)
+
+
+# ---------------------------------------------------------------------------------------------------------- offloading
+
+
+def offloaded(
+    model: nn.Module, offload: Offload, stage: int = 3, param_dtype: torch.dtype | None = torch.bfloat16
+) -> ZeroPlan:
+    """One bucket of 3 layers and one of the frozen layer; in stage 3 four units."""
+    return build_plan(model, stage=stage, world_size=2, param_dtype=param_dtype, offload=offload)
+
+
+def nvme(**settings: Any) -> NvmeOffload:
+    return NvmeOffload(path="/never/looked/at", buffer_mib=2.0, **settings)
+
+
+def test_host_offload_leaves_the_device_what_it_computes_with(model: nn.Module) -> None:
+    """The frozen layer is computed in another dtype than its own, so its masters are offloaded like the others."""
+    plan = offloaded(model, HostOffload())
+    assert plan.expected_memory() == Memory(
+        parameters=0,
+        weights=4 * LAYER // 2 * 2,
+        masters=0,
+        gradients=0,
+        optimizer=0,
+        slots=2 * LAYER * 2,
+        gradient_slots=2 * LAYER * 4,
+        transport=LAYER * 4,
+    )
+    assert plan.expected_host_memory() == HostBytes(
+        weights=0,
+        masters=4 * LAYER // 2 * 4,
+        gradients=3 * LAYER // 2 * 4,
+        optimizer=2 * 3 * LAYER // 2 * 4,
+        buffers=0,
+    )
+    assert plan.expected_disk().total == 0
+
+
+def test_offloaded_parameters_leave_the_device_slots_only(model: nn.Module) -> None:
+    plan = offloaded(model, HostOffload(parameters=True))
+    memory, host = plan.expected_memory(), plan.expected_host_memory()
+    assert memory.total == memory.slots + memory.gradient_slots + memory.transport
+    assert (host.weights, host.masters) == (4 * LAYER // 2 * 2, 4 * LAYER // 2 * 4)
+    same = offloaded(model, HostOffload(parameters=True), param_dtype=None)
+    assert same.expected_host_memory().weights == 0  # units are gathered from the masters
+    assert same.expected_memory().weights == 0
+
+
+def test_parameters_alone_are_the_frozen_ones(model: nn.Module) -> None:
+    plan = offloaded(model, HostOffload(optimizer=False, parameters=True))
+    memory, host = plan.expected_memory(), plan.expected_host_memory()
+    assert (memory.masters, memory.gradients, memory.optimizer) == (
+        3 * LAYER // 2 * 4,
+        3 * LAYER // 2 * 4,
+        2 * 3 * LAYER // 2 * 4,
+    )
+    assert (host.weights, host.masters, host.gradients, host.optimizer) == (LAYER // 2 * 2, LAYER // 2 * 4, 0, 0)
+
+
+@pytest.mark.parametrize(("stage", "device_gradients"), [(1, 3 * LAYER * 4), (2, 0)])
+def test_offload_with_replicated_parameters(model: nn.Module, stage: int, device_gradients: int) -> None:
+    """Float32 throughout: the frozen layer has no masters of its own, the trained ones have now."""
+    plan = offloaded(model, HostOffload(), stage=stage, param_dtype=None)
+    memory, host = plan.expected_memory(), plan.expected_host_memory()
+    assert (memory.parameters, memory.weights, memory.masters) == (4 * LAYER * 4, 0, 0)
+    assert memory.gradients == device_gradients
+    assert (host.masters, host.gradients) == (3 * LAYER // 2 * 4, 3 * LAYER // 2 * 4)
+
+
+def test_averaged_gradients_of_another_dtype_rest_on_the_host_alone(model: nn.Module) -> None:
+    plan = build_plan(
+        model, stage=1, world_size=2, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, offload=HostOffload()
+    )
+    assert plan.expected_memory().gradients == 3 * LAYER * 2
+    assert plan.expected_host_memory().gradients == 3 * LAYER // 2 * 4
+
+
+def test_nvme_offload_keeps_gradients_and_one_pool_on_the_host(model: nn.Module) -> None:
+    plan = offloaded(model, nvme(parameters=True))
+    assert plan.expected_host_memory() == HostBytes(
+        weights=0,
+        masters=0,
+        gradients=3 * LAYER // 2 * 4,
+        optimizer=0,
+        buffers=2 * 2**20 + 2 * LAYER // 2 * 2,  # the pool, and two units' shards that are read ahead
+    )
+    # 4,096 / 2 elements of 2 and of 4 bytes: whole pages.
+    assert plan.expected_disk() == DiskBytes(
+        weights=4 * LAYER // 2 * 2, masters=4 * LAYER // 2 * 4, optimizer=2 * 3 * LAYER // 2 * 4
+    )
+    assert plan.expected_disk() == plan.expected_disk(rank=1)
+    assert plan.expected_memory().weights == 0
+
+
+def test_an_accelerator_needs_buffers_for_what_travels(model: nn.Module) -> None:
+    """Two units' shards in bfloat16 on the device; on the host two gradient shards in float32, two casts to bfloat16."""
+    plan = offloaded(model, HostOffload(parameters=True))
+    assert plan.expected_memory(accelerator=True).slots == plan.expected_memory().slots + 2 * LAYER // 2 * 2
+    assert plan.expected_host_memory().buffers == 0
+    assert plan.expected_host_memory(accelerator=True).buffers == 2 * LAYER // 2 * 4 + 2 * LAYER // 2 * 2
+    plain = offloaded(model, HostOffload())
+    assert plain.expected_memory(accelerator=True).slots == plain.expected_memory().slots
+
+
+def test_regions_of_files_are_whole_pages() -> None:
+    """64 + 8 elements: 128 in the buffer, 64 = 256 bytes on each rank; a page is 4,096."""
+    plan = offloaded(nn.Linear(8, 8), nvme())
+    assert plan.expected_disk(optimizer_tensors=3) == DiskBytes(weights=0, masters=4096, optimizer=3 * 4096)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_optimizer_state_on_the_host_is_counted_without_padding(world_size: int) -> None:
+    plan = build_plan(nn.Linear(7, 11), world_size=world_size, offload=HostOffload())
+    counted = [plan.expected_host_memory(rank=rank, optimizer_tensors=1) for rank in range(world_size)]
+    assert sum(memory.optimizer for memory in counted) == (7 * 11 + 11) * 4
+
+
+def test_without_training_offloaded_masters_remain(model: nn.Module) -> None:
+    host = offloaded(model, HostOffload()).expected_host_memory(training=False)
+    assert host.total == host.masters > 0
+    disk = offloaded(model, nvme()).expected_disk(training=False)
+    assert disk.total == disk.masters > 0
+
+
+def test_nothing_is_elsewhere_without_offload(model: nn.Module) -> None:
+    plan = build_plan(model, world_size=2)
+    assert plan.expected_host_memory().total == plan.expected_disk().total == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        *((stage, offload) for stage in (1, 2, 3) for offload in (None, HostOffload(), nvme())),
+        *((3, offload) for offload in (HostOffload(parameters=True), nvme(parameters=True))),
+    ],
+)
+def test_every_kind_of_bytes_rests_somewhere(model: nn.Module, stage: int, offload: Offload | None) -> None:
+    """Per rank: a master of every trained element, its gradient and two states, wherever they are."""
+    plan = build_plan(model, stage=stage, world_size=2, param_dtype=torch.bfloat16, offload=offload)
+    places = plan.expected_memory(), plan.expected_host_memory(), plan.expected_disk()
+    assert sum(place.masters for place in places) == 4 * LAYER // 2 * 4
+    assert sum(place.optimizer for place in places) == 2 * 3 * LAYER // 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"), [({"rank": 2}, "rank 2"), ({"optimizer_tensors": -1}, "optimizer_tensors")]
+)
+def test_settings_out_of_range_elsewhere(model: nn.Module, settings: dict[str, int], error: str) -> None:
+    plan = build_plan(model, world_size=2)
+    with pytest.raises(ValueError, match=error):
+        plan.expected_host_memory(**settings)
+    with pytest.raises(ValueError, match=error):
+        plan.expected_disk(**settings)

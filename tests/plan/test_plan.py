@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.config import Placement
+from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
 from lightning_zero.plan import SlotPlan, ZeroPlan, build_plan
 from tests.plan.models import Block, Gpt, on_meta
 
@@ -139,6 +139,8 @@ def test_ignored_parameters_are_named() -> None:
         ({"units": ["Missing"]}, "Missing"),
         ({"param_dtype": torch.int8}, "param_dtype"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype"),
+        ({"offload": "host"}, "offload must be a HostOffload or an NvmeOffload, got 'host'"),
+        ({"offload": HostOffload(parameters=True), "stage": 2}, "HostOffload.parameters is for stage 3 only"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, object], error: str) -> None:
@@ -176,6 +178,7 @@ def changed_plans() -> dict[str, ZeroPlan]:
         "trainable": build_plan(frozen, world_size=2),
         "name": build_plan(renamed, world_size=2),
         "alias": build_plan(tied, world_size=2),
+        "offload": build_plan(model, world_size=2, offload=HostOffload()),
     }
 
 
@@ -185,6 +188,24 @@ def test_the_fingerprint_sees_every_change(name: str) -> None:
     assert len(plan.fingerprint()) == 64
     assert plan.fingerprint() != other.fingerprint()
     assert plan.summary_lines() != other.summary_lines()
+
+
+def test_the_fingerprint_sees_what_is_offloaded_but_not_through_what() -> None:
+    """A path and sizes of buffers are each machine's own."""
+
+    def fingerprint(offload: Offload) -> str:
+        return build_plan(on_meta(Gpt), world_size=2, offload=offload).fingerprint()
+
+    assert fingerprint(NvmeOffload(path="/a", buffer_mib=1.0)) == fingerprint(NvmeOffload(path="/b", io_threads=1))
+    assert fingerprint(HostOffload()) == fingerprint(HostOffload(pin_mib=1.0, threads=3))
+    different: list[Offload] = [
+        NvmeOffload(path="/a"),
+        NvmeOffload(path="/a", parameters=True),
+        HostOffload(),
+        HostOffload(parameters=True),
+        HostOffload(parameters=True, optimizer=False),
+    ]
+    assert len({fingerprint(offload) for offload in different}) == len(different)
 
 
 def test_the_first_line_that_differs_names_the_cause() -> None:
@@ -219,13 +240,14 @@ def test_a_plan_proves_itself() -> None:
         (with_unit(2, slot=1, ancestors=(0, 1)), "shares slot 1 with 'embedding'"),
         ({"slots": plan.slots[::-1]}, "fit|numbered"),
         ({"placement": Placement.from_stage(2), "root": None}, "a module and a slot"),
+        ({"offload": Placement.from_stage(2)}, "offload must be"),
     ):
         with pytest.raises(ValueError, match=error):
             dataclasses.replace(plan, **change)
 
 
 def test_a_plan_is_frozen_and_hashable() -> None:
-    plan = build_plan(on_meta(Gpt), world_size=2)
-    assert len({plan, build_plan(on_meta(Gpt), world_size=2)}) == 1
+    plan = build_plan(on_meta(Gpt), world_size=2, offload=HostOffload())
+    assert len({plan, build_plan(on_meta(Gpt), world_size=2, offload=HostOffload())}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.world_size = 3

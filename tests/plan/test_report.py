@@ -1,7 +1,11 @@
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+import torch
+
+from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.plan import build_plan
 from lightning_zero.plan.report import format_nbytes
 from tests.plan.models import Gpt, Llama70B, on_meta
@@ -39,6 +43,47 @@ def test_totals_traffic_and_memory(stage: int) -> None:
     assert f"{plan.numel:,}" in text
     assert f"{plan.expected_traffic().total.numel:,}" in text
     assert format_nbytes(plan.expected_memory().total) in text
+
+
+def columns(text: str, heading: str) -> dict[str, list[str]]:
+    """A table's rows by their first cell."""
+    table = next(block for block in text.split("\n\n") if block.startswith(heading)).splitlines()
+    assert table[1] == "-" * len(table[1])
+    rows = [re.split("  +", line) for line in (table[0], *table[2:])]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_offloaded_bytes_have_a_column_for_each_place() -> None:
+    def memory(offload: Offload | None) -> dict[str, list[str]]:
+        plan = build_plan(on_meta(Gpt), world_size=3, param_dtype=torch.bfloat16, offload=offload)
+        return columns(plan.describe(), heading)
+
+    heading = "memory at rest, rank 0, Adam"
+    masters = format_nbytes(152_256 * 4)
+    assert memory(None)[heading] == ["size"]
+    assert "weights" not in memory(None)
+    host = memory(HostOffload())
+    assert host[heading] == ["device", "host"]
+    assert host["masters"] == ["0 B", masters]
+    assert host["slots"][1] == "-"
+    assert host["weights"] == [format_nbytes(152_256 * 2), "0 B"]
+    disk = memory(NvmeOffload(path="/never/looked/at", buffer_mib=8.0))
+    assert disk[heading] == ["device", "host", "disk"]
+    # The root's region of 64 float32 is a page; those of two embeddings and four blocks are less than a page longer.
+    assert disk["masters"] == ["0 B", "0 B", format_nbytes(4096 + 2 * 42 * 4096 + 4 * 17 * 4096)]
+    assert disk["buffers"] == ["-", "8.00 MiB", "-"]
+
+
+@pytest.mark.parametrize(
+    ("offload", "text"),
+    [
+        (HostOffload(), "Offloaded to the host: optimizer"),
+        (HostOffload(optimizer=False, parameters=True), "Offloaded to the host: parameters"),
+        (NvmeOffload(path="/never/looked/at", parameters=True), "Offloaded to the disk: optimizer and parameters"),
+    ],
+)
+def test_what_is_offloaded_is_said_above_the_table(offload: Offload, text: str) -> None:
+    assert build_plan(on_meta(Gpt), world_size=3, offload=offload).describe().splitlines()[1:3] == [text, ""]
 
 
 @pytest.mark.parametrize(
