@@ -1,0 +1,313 @@
+"""One file on a disk, read and written in whole pages: the system calls, and what they may do wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_zero.errors import OffloadError
+from lightning_zero.offload.memory import PAGE_NBYTES, host_memory, view_of
+
+__all__ = ["CURE", "DataFile", "FileSystem", "amount"]
+
+CURE = "The last checkpoint is intact: mend the cause and resume from it."
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_PATIENCE = 3  # answers in a row that bring a transfer no page further
+
+
+class FileSystem:
+    """The system calls that offload makes, in one place so that a test can have them fail.
+
+    Each raises ``OSError``.
+    """
+
+    def open(self, path: Path, flags: int, mode: int) -> int:
+        """``os.open``."""
+        return os.open(path, flags, mode)
+
+    def preadv(self, descriptor: int, memory: memoryview, offset: int) -> int:
+        """``os.preadv`` into one buffer."""
+        return os.preadv(descriptor, [memory], offset)
+
+    def pwritev(self, descriptor: int, memory: memoryview, offset: int) -> int:
+        """``os.pwritev`` from one buffer."""
+        return os.pwritev(descriptor, [memory], offset)
+
+    def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """``os.posix_fallocate``: after it, writing there needs no more space."""
+        if not hasattr(os, "posix_fallocate"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        os.posix_fallocate(descriptor, offset, nbytes)
+
+    def free_nbytes(self, path: Path) -> int:
+        """What ``os.statvfs`` says an ordinary user may still write."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def fstat(self, descriptor: int) -> os.stat_result:
+        """``os.fstat``."""
+        return os.fstat(descriptor)
+
+    def stat(self, path: Path) -> os.stat_result:
+        """``os.stat``."""
+        return os.stat(path)
+
+    def close(self, descriptor: int) -> None:
+        """``os.close``."""
+        os.close(descriptor)
+
+
+class DataFile:
+    """A file of whole pages that grows, and is read and written from any thread.
+
+    It goes past the page cache where the file system takes that (``direct``): what is offloaded then takes no memory
+    but the buffers. Everything that is read or written then has to be aligned, in memory and in the file.
+
+    Args:
+        path: created exclusively; readable for this user only.
+        rank: for messages.
+        system: how the system is called.
+
+    Raises:
+        OffloadError: if it cannot be created, written or read.
+    """
+
+    def __init__(self, path: Path, rank: int, system: FileSystem) -> None:
+        self.path = path
+        self.nbytes = 0
+        self._rank = rank
+        self._system = system
+        self._pid = os.getpid()
+        self._growing = threading.Lock()
+        self._lock = threading.RLock()  # of the next three; a store may be freed, and closed, wherever memory is taken
+        self._descriptor = -1
+        self._users = 0
+        self._nameless = False  # removed by this package itself; what is in it stays until it is closed
+        self._closed = False
+        self.direct = False
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def alignment(self) -> int:
+        """What offsets, lengths and addresses are multiples of."""
+        return PAGE_NBYTES if self.direct else 1
+
+    def read(self, memory: Tensor, offset: int, what: str) -> None:
+        """Fill ``memory`` from the file.
+
+        Args:
+            memory: 1-D, bytes, on the host. Written.
+            offset: where in the file, in bytes.
+            what: is read, for messages.
+
+        Raises:
+            OffloadError: if the bytes cannot be read, or the file ends before.
+        """
+        self._move(self._system.preadv, memory, offset, f"reading {what}")
+
+    def write(self, memory: Tensor, offset: int, what: str) -> None:
+        """Write ``memory`` to the file; see ``read``.
+
+        Raises:
+            OffloadError: if the bytes cannot be written.
+        """
+        self._move(self._system.pwritev, memory, offset, f"writing {what}")
+
+    def grow(self, nbytes: int, what: str) -> int:
+        """Reserve room at the end of the file, so that no later write runs out of space.
+
+        Args:
+            nbytes: whole pages.
+            what: goes there, for messages.
+
+        Returns:
+            Where it begins, in bytes. It reads as zeros.
+
+        Raises:
+            OffloadError: if there is not that much space.
+        """
+        self.check_usable()
+        with self._growing:
+            offset = self.nbytes
+            if not nbytes:
+                return offset
+            try:
+                with self._in_use() as descriptor:
+                    self._system.fallocate(descriptor, offset, nbytes)
+            except OSError as error:
+                if error.errno not in _NOT_OFFERED:
+                    raise self._refused(error, nbytes, what) from error
+                self._write_zeros(offset, nbytes, what)
+            self.nbytes = offset + nbytes
+            return offset
+
+    def check_usable(self) -> None:
+        """See whether this process may use the file. Takes no lock, which a forked process could have found held.
+
+        Raises:
+            OffloadError: if the file was closed, or belongs to the process that this one was forked from.
+        """
+        if self._closed:
+            raise OffloadError(f"Rank {self._rank}: '{self.path}' was closed: its run has ended.")
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                f"Rank {self._rank}: '{self.path}' belongs to process {self._pid}; a process forked from it cannot use "
+                "what is offloaded. Read it before forking."
+            )
+
+    def check_alive(self) -> None:
+        """See whether the file is still the one that was created.
+
+        Raises:
+            OffloadError: if it was removed, replaced or cut off.
+        """
+        try:
+            with self._in_use() as descriptor:
+                ours = self._system.fstat(descriptor)
+                there = ours if self._nameless else self._system.stat(self.path)
+        except OSError as error:
+            raise self._lost(error.strerror or str(error)) from error
+        if (ours.st_dev, ours.st_ino) != (there.st_dev, there.st_ino):
+            raise self._lost("another file is in its place")
+        if not ours.st_nlink and not self._nameless:
+            raise self._lost("it was removed")
+        if ours.st_size < self.nbytes:
+            raise self._lost(f"it has {ours.st_size} bytes instead of {self.nbytes}")
+
+    def outlive_its_name(self) -> None:
+        """Note that the file is about to be removed from its folder, and is to be used all the same until ``close``."""
+        self._nameless = True
+
+    def close(self) -> None:
+        """Close the file, as soon as no thread is reading or writing. The second time, and after a fork, nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+            self._close_unused()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[int]:
+        """The descriptor, which stays open, and the same file's, as long as this lasts."""
+        self.check_usable()
+        with self._lock:
+            self.check_usable()
+            self._users += 1
+        try:
+            yield self._descriptor
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._closed and not self._users and self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            with contextlib.suppress(OSError):
+                self._system.close(descriptor)
+
+    def _open(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._descriptor = self._system.open(self.path, flags, 0o600)
+        except OSError as error:
+            raise OffloadError(f"Rank {self._rank}: '{self.path}' cannot be created: {error.strerror}.") from error
+        page = host_memory(PAGE_NBYTES, locked=False)
+        self.write(page, 0, "a first page")
+        if flag := getattr(os, "O_DIRECT", 0):
+            self.direct = self._takes_direct(flag, page)
+
+    def _takes_direct(self, flag: int, page: Tensor) -> bool:
+        """Open the file again past the page cache, and keep that if a page really goes there and comes back."""
+        buffered = self._descriptor
+        try:
+            self._descriptor = self._system.open(self.path, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
+        except OSError:
+            return False
+        works = False
+        try:
+            self.write(page.fill_(1), 0, "a first page")
+            self.read(page.fill_(2), 0, "a first page")
+            works = bool((page == 1).all())
+            self.write(page.zero_(), 0, "a first page")
+        except OffloadError:
+            works = False
+        unused, self._descriptor = (buffered, self._descriptor) if works else (self._descriptor, buffered)
+        self._system.close(unused)
+        if not works:
+            self.write(page.zero_(), 0, "a first page")
+        return works
+
+    def _move(self, call: Callable[[int, memoryview, int], int], memory: Tensor, offset: int, doing: str) -> None:
+        nbytes = memory.numel()
+        view = view_of(memory)
+        done = stalled = 0
+        with self._in_use() as descriptor:
+            while done < nbytes:
+                try:
+                    count = call(descriptor, view[done:], offset + done)
+                except OSError as error:
+                    raise self._failed(error, doing, offset + done, nbytes - done) from error
+                # Past the page cache only whole pages can be asked for: the part of one is asked for again.
+                moved = count if done + count == nbytes else count - count % self.alignment
+                stalled = 0 if moved else stalled + 1
+                if not count or stalled >= _PATIENCE:
+                    raise OffloadError(
+                        f"Rank {self._rank}: {doing} gave {done + count} of {nbytes} bytes at byte {offset} of "
+                        f"'{self.path}': the file was cut off, or the disk is failing. {CURE}"
+                    )
+                done += moved
+                self.check_usable()  # closed meanwhile: do not go on for long
+
+    def _write_zeros(self, offset: int, nbytes: int, what: str) -> None:
+        """What ``fallocate`` does, where it is not offered."""
+        zeros = host_memory(min(nbytes, 1 << 20), locked=False)
+        for start in range(0, nbytes, zeros.numel()):
+            self.write(zeros[: min(zeros.numel(), nbytes - start)], offset + start, what)
+
+    def _failed(self, error: OSError, doing: str, offset: int, nbytes: int) -> OffloadError:
+        space = ""
+        if error.errno in _FULL:
+            space = f" ({self._free()} free)"
+        return OffloadError(
+            f"Rank {self._rank}: {doing} ({nbytes} bytes at byte {offset} of '{self.path}') failed: "
+            f"{error.strerror or error}{space}. {CURE}"
+        )
+
+    def _refused(self, error: OSError, nbytes: int, what: str) -> OffloadError:
+        found = f"; {self._free()} are free" if error.errno in _FULL else ""
+        return OffloadError(
+            f"Rank {self._rank}: {amount(nbytes)} for {what}, beside {amount(self.nbytes)} there already, cannot be "
+            f"reserved in '{self.path}': {error.strerror or error}{found}. Free some space, or take another path."
+        )
+
+    def _free(self) -> str:
+        try:
+            return amount(self._system.free_nbytes(self.path.parent))
+        except OSError as error:
+            return f"an unknown number of bytes ({error.strerror})"
+
+    def _lost(self, reason: str) -> OffloadError:
+        return OffloadError(
+            f"Rank {self._rank}: '{self.path}', which holds what is offloaded, is lost: {reason}. Is something "
+            f"cleaning up there? {CURE}"
+        )
+
+
+def amount(nbytes: int) -> str:
+    """A number of bytes, for a person and exactly: ``1.50 GiB (1610612736 bytes)``."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
+    return f"{nbytes / 1024:.2f} KiB ({nbytes} bytes)"

@@ -1,0 +1,167 @@
+"""Host memory for what does not rest on the device: page-aligned, and page-locked where copies shall overlap."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import sys
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero._torch import untracked
+
+__all__ = ["PAGE_NBYTES", "HostMemory", "bytes_of", "host_memory", "padded_nbytes", "view_of"]
+
+PAGE_NBYTES = 4096  # alignment of memory, and of everything that goes to or comes from a disk
+_HUGE_NBYTES = 4 << 20  # from here on, ask for huge pages: fewer faults, and less work to pin for direct input/output
+# MADV_WIPEONFORK. Not MADV_DONTFORK: a forked process still has the objects that unmap the memory when they are freed,
+# and would unmap whatever it has at that address by then.
+_WIPE_ON_FORK = 18 if sys.platform == "linux" else None
+
+
+class _Block(NamedTuple):
+    memory: Tensor  # 1-D, bytes
+    owner: Any  # lives exactly as long as the memory, views of it included
+    unlock: weakref.finalize[Any, Any] | None
+
+
+def padded_nbytes(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: 1-D, ``torch.uint8``."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may be contiguous with any stride
+    return flat.view(torch.uint8)
+
+
+def view_of(memory: Tensor) -> memoryview:
+    """The same bytes for system calls. ``memory`` must outlive it.
+
+    By address, because a tensor that once was an array can never be resized again, and it may be the user's.
+
+    Args:
+        memory: 1-D, ``torch.uint8``, contiguous, on the host.
+    """
+    return memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())).cast("B")
+
+
+def host_memory(nbytes: int, locked: bool, *, inherited: bool = True) -> Tensor:
+    """Zero-filled memory on the host, given back to the system with the last tensor that shows any of it.
+
+    It is mapped and then registered, because torch's own page-locked allocator rounds up to a power of two and keeps
+    what is freed.
+
+    Args:
+        nbytes: how much.
+        locked: whether to page-lock it, if there is a CUDA device and the system lets us.
+        inherited: whether forked processes get a copy. Otherwise they find zeros, where the system can do that.
+
+    Returns:
+        1-D, ``torch.uint8``; its address is a multiple of ``PAGE_NBYTES``.
+
+    Raises:
+        MemoryError: if the system has not that much.
+    """
+    with untracked():
+        return _allocate(nbytes, locked, inherited).memory
+
+
+class HostMemory:
+    """The host memory of one engine, of which a bounded part is page-locked.
+
+    Args:
+        device: where the engine computes. Memory is locked for CUDA only.
+        pin_nbytes: most bytes to lock; what does not fit whole is not locked. ``None``: all of it.
+    """
+
+    def __init__(self, device: torch.device, pin_nbytes: int | None) -> None:
+        self._lockable = device.type == "cuda"
+        self._device = device
+        self._pin_nbytes = pin_nbytes
+        self._locked: list[tuple[weakref.ref[Any], weakref.finalize[Any, Any]]] = []
+        self._unlocked: list[weakref.ref[Any]] = []  # to be locked again
+        self.nbytes = 0
+        self.locked_nbytes = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zero-filled, page-aligned, 1-D. Counted until ``release``, whoever still uses it.
+
+        Raises:
+            MemoryError: if the system has not that much.
+        """
+        nbytes = numel * dtype.itemsize
+        padded = padded_nbytes(nbytes)
+        locked = self._lockable and (self._pin_nbytes is None or self.locked_nbytes + padded <= self._pin_nbytes)
+        with untracked():
+            block = _allocate(nbytes, locked, inherited=True)
+            memory = block.memory.view(dtype)
+        self.nbytes += padded
+        if block.unlock is not None:
+            self._locked.append((weakref.ref(block.owner), block.unlock))
+            self.locked_nbytes += padded
+        return memory
+
+    def unlock(self) -> None:
+        """Let the system move what is locked, until ``lock``. It stays valid, as ordinary memory."""
+        if self._locked:
+            torch.cuda.synchronize(self._device)  # copies from and to it may be on their way
+        for owner, unlock in self._locked:
+            unlock()
+            self._unlocked.append(owner)
+        self._locked.clear()
+        self.locked_nbytes = 0
+
+    def lock(self) -> None:
+        """Lock again what ``unlock`` has unlocked and is still in use."""
+        for weak in self._unlocked:
+            owner = weak()
+            if owner is not None and (unlock := _lock(owner)) is not None:
+                self._locked.append((weak, unlock))
+                self.locked_nbytes += padded_nbytes(len(owner))
+        self._unlocked.clear()
+
+    def release(self) -> None:
+        """Unlock and forget everything. Tensors that are still in use stay valid, as ordinary memory."""
+        self.unlock()
+        self._unlocked.clear()
+        self.nbytes = 0
+
+
+def _allocate(nbytes: int, locked: bool, inherited: bool) -> _Block:
+    if not nbytes:
+        return _Block(torch.empty(0, dtype=torch.uint8), None, None)
+    try:
+        mapped = mmap.mmap(-1, padded_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes of host memory: {error.strerror}.") from error
+    advice = [(getattr(mmap, "MADV_HUGEPAGE", None), nbytes >= _HUGE_NBYTES), (_WIPE_ON_FORK, not inherited)]
+    for name, wanted in advice:
+        if wanted and name is not None:
+            with contextlib.suppress(OSError):  # only ever advice
+                mapped.madvise(name)
+    # The tensor holds this array and the array the mapping, and its weak references are called before it lets go: what
+    # was registered is unregistered while it is still mapped.
+    owner = (ctypes.c_ubyte * nbytes).from_buffer(mapped)
+    memory = torch.frombuffer(owner, dtype=torch.uint8)
+    return _Block(memory, owner, _lock(owner) if locked else None)
+
+
+def _lock(owner: Any) -> weakref.finalize[Any, Any] | None:
+    """Page-lock an array's memory as long as it lives. ``None`` where that is not possible: copies do not overlap."""
+    if not torch.cuda.is_available():
+        return None
+    runtime = torch.cuda.cudart()
+    address = ctypes.addressof(owner)
+    if int(runtime.cudaHostRegister(address, len(owner), 0)) != 0:
+        with contextlib.suppress(RuntimeError):  # the next launch, whosever it is, would report this error as its own
+            torch.zeros(1, device="cuda")
+        return None
+    unlock = weakref.finalize(owner, runtime.cudaHostUnregister, address)
+    unlock.atexit = False  # the end of the process does it, in an order that is safe
+    return unlock

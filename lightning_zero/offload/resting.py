@@ -1,0 +1,348 @@
+"""A tensor whose elements rest in a file."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.13
+
+from lightning_zero._torch import untracked
+from lightning_zero.offload.memory import host_memory
+from lightning_zero.offload.region import Region
+
+__all__ = ["RestingTensor", "fill_from"]
+
+_PIECE_NBYTES = 1 << 20  # what passes through memory at once between two files
+
+
+class RestingTensor(Tensor):
+    """A tensor whose elements rest in a file.
+
+    It has a shape and a dtype, and no memory. Views of it that are a range of its elements (slices of the first
+    dimension, other shapes) are handles on the same elements. ``copy_``, ``fill_`` and ``zero_`` write to the file in
+    pieces, and so does ``copy_`` from it into an ordinary tensor read in pieces; other operations that write in place
+    read the whole handle, compute, and write it back. Whatever else computes with it reads it first and gives ordinary
+    tensors. What would need an address, or a view that is no range, is refused.
+
+    Nothing is kept in memory, so two threads must not write to the same elements at a time.
+
+    Args:
+        region: where the elements are.
+        start: the first of them in the region.
+        shape: of the handle; contiguous.
+
+    Raises:
+        ValueError: if they are not inside the region.
+    """
+
+    _region: Region
+    _start: int
+
+    @staticmethod
+    def __new__(cls, region: Region, start: int, shape: torch.Size) -> RestingTensor:
+        """See the class."""
+        resting: RestingTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=region.dtype, device=torch.device("cpu"), requires_grad=False
+        )
+        if start < 0 or start + resting.numel() > region.numel:
+            raise ValueError(
+                f"Elements {start} to {start + resting.numel()} are not inside {region.what}, which has {region.numel}."
+            )
+        resting._region, resting._start = region, start
+        return resting
+
+    @property
+    def region(self) -> Region:
+        """The part of the file that holds its elements, among others."""
+        return self._region
+
+    @property
+    def start(self) -> int:
+        """Its first element's place in the region."""
+        return self._start
+
+    @property
+    def what(self) -> str:
+        """What it holds, for messages."""
+        return self._region.what
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for handles that show the same elements in the same shape, whether or not one of them still exists."""
+        where = (str(self._region.file.path), self._region.offset, self._start)
+        return (*where, tuple(self.shape), self.dtype)
+
+    def part(self, start: int, numel: int) -> RestingTensor:
+        """A range of the flattened elements, 1-D.
+
+        Raises:
+            ValueError: if it is not inside.
+        """
+        self._check_range(start, numel)
+        return RestingTensor(self._region, self._start + start, torch.Size((numel,)))
+
+    def read(self) -> Tensor:
+        """All elements, in host memory of their own.
+
+        Raises:
+            OffloadError: if they cannot be read.
+        """
+        with untracked():
+            whole = _memory(self.numel(), self.dtype)
+        self.read_into(whole)
+        return whole.view(self.shape)
+
+    def read_into(self, destination: Tensor, start: int = 0) -> None:
+        """Read a range of the flattened elements, in pieces.
+
+        Args:
+            destination: 1-D, on any device, of any dtype: the elements are cast to it. Written.
+            start: the flattened element that ``destination[0]`` gets.
+
+        Raises:
+            ValueError: if the range is not inside.
+            OffloadError: if they cannot be read.
+        """
+        self._check_flat(destination)
+        self._check_range(start, destination.numel())
+        if isinstance(destination, RestingTensor):
+            fill_from(destination, self.part(start, destination.numel()))
+        else:
+            self._region.read_into(destination.detach(), self._start + start)
+
+    def write(self, values: Tensor, start: int = 0) -> None:
+        """Write a range of the flattened elements, in pieces.
+
+        Args:
+            values: 1-D, on any device, of any dtype: they are cast to this one's.
+            start: the flattened element that ``values[0]`` becomes.
+
+        Raises:
+            ValueError: if the range is not inside.
+            OffloadError: if they cannot be written.
+        """
+        self._check_flat(values)
+        self._check_range(start, values.numel())
+        if isinstance(values, RestingTensor):
+            fill_from(self.part(start, values.numel()), values)
+        else:
+            self._region.write_from(values.detach(), self._start + start)
+
+    def fill(self, value: Any) -> None:
+        """Give every element the same value, in pieces.
+
+        Raises:
+            OffloadError: if they cannot be written.
+        """
+        with untracked():
+            piece = _piece(self.dtype, self.numel()).fill_(value)
+        for start in range(0, self.numel(), max(1, piece.numel())):
+            self.write(piece[: min(piece.numel(), self.numel() - start)], start)
+
+    def _check_flat(self, tensor: Tensor) -> None:
+        if tensor.dim() != 1:
+            raise ValueError(f"{self} is read and written with 1-D tensors, got one of shape {tuple(tensor.shape)}.")
+
+    def _check_range(self, start: int, numel: int) -> None:
+        if start < 0 or numel < 0 or start + numel > self.numel():
+            raise ValueError(f"Elements {start} to {start + numel} are not inside {self}.")
+
+    # ------------------------------------------------------------- as a tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See the class."""
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        if func is aten.copy_.default:
+            return _copy(args[0], args[1])
+        if func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
+            args[0].fill(0 if len(args) == 1 else args[1].item() if isinstance(args[1], Tensor) else args[1])
+            return args[0]
+        shown, written = _aliased(func, args, kwargs)
+        if shown:
+            return _view(func, shown[0], args, kwargs)
+        if written and (torch.Tag.inplace_view in func.tags):
+            raise TypeError(
+                f"{func}: {written[0]} cannot show something else. Use `read()`, and `write()` to change it."
+            )
+        return _compute(func, written, args, kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        """A handle on the same elements."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _refuse(self, "cannot show other data", "Write to it with `write()` or `copy_()`.")
+
+    def data_ptr(self) -> int:
+        """Refused."""
+        _refuse(self, "has no address", "Use `read()`.")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refused."""
+        _refuse(self, "has no storage", "Use `read()`, or `identity` to compare.")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Refused: torch's own would crash the interpreter, for a tensor without memory."""
+        _refuse(self, "shares no memory with another library", "Use `read()`.")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused, unless what is changed in the array need not reach the tensor (``force``)."""
+        if not force:
+            _refuse(self, "shares no memory with an array", "Use `read().numpy()`.")
+        return self.read().numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        """A copy."""
+        return self.read().__array__(dtype) if dtype is not None else self.read().__array__()
+
+    def tolist(self) -> Any:
+        """The elements."""
+        return self.read().tolist()
+
+    def share_memory_(self) -> NoReturn:
+        """Refused."""
+        _refuse(self, "cannot be moved to shared memory", "Use `read().share_memory_()`.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary tensor."""
+        return self.read().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """An ordinary tensor: a copy does not see later writes, and nobody counted on more room in the file."""
+        copied: Tensor = self.read()
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """What rests where, without reading it."""
+        return f"RestingTensor({self.what}, elements {self._start} to {self._start + self.numel()}, {self.dtype})"
+
+
+def fill_from(destination: Tensor, source: Tensor) -> None:
+    """``destination.copy_(source)``, wherever either rests, in pieces where one of them rests in a file.
+
+    Args:
+        destination: 1-D. Written.
+        source: 1-D, as many elements, of any dtype, on any device.
+
+    Raises:
+        ValueError: if they are not 1-D and of one size.
+        OffloadError: if a file cannot be read or written.
+    """
+    if destination.dim() != 1 or destination.shape != source.shape:
+        raise ValueError(f"Shape {tuple(destination.shape)} cannot be filled from shape {tuple(source.shape)}.")
+    if not isinstance(source, RestingTensor):
+        if isinstance(destination, RestingTensor):
+            destination.write(source)
+        else:
+            with untracked():
+                destination.copy_(source)
+    elif not isinstance(destination, RestingTensor):
+        source.read_into(destination)
+    elif destination.identity != source.identity:
+        with untracked():
+            piece = _piece(source.dtype, source.numel())
+        for start in range(0, source.numel(), max(1, piece.numel())):
+            values = piece[: min(piece.numel(), source.numel() - start)]
+            source.read_into(values, start)
+            destination.write(values, start)
+
+
+def _piece(dtype: torch.dtype, numel: int) -> Tensor:
+    """Memory for some of ``numel`` elements: a bounded number of them."""
+    return _memory(min(numel, _PIECE_NBYTES // dtype.itemsize), dtype)
+
+
+def _memory(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory that is read into directly, if there is enough to read for that to be worth a mapping of its own."""
+    if numel * dtype.itemsize < _PIECE_NBYTES:
+        return torch.empty(numel, dtype=dtype)
+    return host_memory(numel * dtype.itemsize, locked=False).view(dtype)
+
+
+def _copy(target: Tensor, source: Tensor) -> Tensor:
+    """``target.copy_(source)``: at least one of them rests."""
+    if source.shape != target.shape:
+        source = _elements(source).expand(target.shape)
+    if isinstance(target, RestingTensor):
+        flat = source.part(0, source.numel()) if isinstance(source, RestingTensor) else source.reshape(-1)
+        fill_from(target.part(0, target.numel()), flat)
+    elif target.is_contiguous() and isinstance(source, RestingTensor):
+        fill_from(target.view(-1), source.part(0, source.numel()))
+    else:
+        with untracked():
+            target.copy_(_elements(source))
+    return target
+
+
+def _aliased(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[RestingTensor], list[RestingTensor]]:
+    """The handles among an operator's arguments that it gives a view of, and those that it writes to."""
+    arguments = func._schema.arguments
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    shown: list[RestingTensor] = []
+    written: list[RestingTensor] = []
+    for argument in arguments:
+        if argument.alias_info is not None:
+            handles = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, RestingTensor)]
+            (written if argument.alias_info.is_write else shown).extend(handles)
+    return shown, written
+
+
+def _view(func: Any, handle: RestingTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``func`` shows of ``handle``, as handles: torch says which elements those are."""
+    meta = torch.empty(handle.shape, dtype=handle.dtype, device="meta")
+    args, kwargs = tree_map_only(RestingTensor, lambda _: meta, (args, kwargs))
+    shown = func(*args, **kwargs)
+
+    def resting(view: Tensor) -> RestingTensor:
+        if view.untyped_storage()._cdata != meta.untyped_storage()._cdata or view.dtype != handle.dtype:
+            raise TypeError(f"{func}: {handle} cannot be shown like this. Use `read()` first.")
+        if not view.is_contiguous():
+            raise TypeError(
+                f"{func}: {handle} can only be shown in ranges of its elements. Use `read()`, and `write()` to "
+                "change it."
+            )
+        return RestingTensor(handle._region, handle._start + int(view.storage_offset()), view.shape)
+
+    return tree_map_only(Tensor, resting, shown)
+
+
+def _compute(func: Any, written: list[RestingTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on the elements, and write those back that it changed."""
+    # By identity of the elements: `x.add_(x.detach())` reads and writes the same ones.
+    loaded: dict[tuple[Any, ...], Tensor] = {}
+
+    def elements(handle: RestingTensor) -> Tensor:
+        if handle.identity not in loaded:
+            loaded[handle.identity] = handle.read()
+        return loaded[handle.identity]
+
+    args, kwargs = tree_map_only(RestingTensor, elements, (args, kwargs))
+    found = func(*args, **kwargs)
+    owners = {id(elements(handle)): handle for handle in written}
+    for handle in written:
+        if elements(handle).shape != handle.shape:
+            raise TypeError(f"{func}: {handle} cannot get the shape {tuple(elements(handle).shape)}.")
+    for handle in owners.values():
+        handle.write(elements(handle).reshape(-1))
+    return tree_map_only(Tensor, lambda tensor: owners.get(id(tensor), tensor), found)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    return tensor.read() if isinstance(tensor, RestingTensor) else tensor
+
+
+def _refuse(handle: RestingTensor, why: str, instead: str) -> NoReturn:
+    raise TypeError(f"{handle} rests in a file and {why}. {instead}")
