@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 __all__ = [
     "all_gather_single",
+    "bare_step",
     "current_graph_task",
     "default_store",
     "disable_dynamo",
@@ -23,6 +25,7 @@ __all__ = [
     "next_sequence_number",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "put_hooks_innermost",
     "queue_backward_callback",
     "reduce_scatter_single",
     "sequence_number",
@@ -30,6 +33,8 @@ __all__ = [
     "take_gradient",
     "top_saved_tensor_hooks",
     "untracked",
+    "version_probe",
+    "WeakStorage",
 ]
 
 Pack = Callable[[Tensor], Any]
@@ -89,6 +94,40 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+class WeakStorage:
+    """The memory behind a tensor, without keeping it. 2.11 to 2.13.
+
+    While this exists, no other memory gets the same ``storage_key``.
+
+    Args:
+        tensor: one of its views.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage: Any = tensor.untyped_storage()
+        self._pointer = storage._weak_ref()
+        self._free: Callable[[int], None] = (
+            torch.UntypedStorage._free_weak_ref
+        )  # at exit the module may be gone before this object
+
+    def __del__(self) -> None:
+        self._free(self._pointer)
+
+    def lock(self) -> torch.UntypedStorage | None:
+        """The memory, or ``None`` if its last tensor has gone."""
+        if torch.UntypedStorage._expired(self._pointer):
+            return None
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
+        return storage
+
+
+def version_probe(tensor: Tensor) -> Tensor:
+    """A tensor without memory whose ``_version`` counts the changes of ``tensor`` and its views. 2.11 to 2.13."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
+
+
 def forbid_writes(tensor: Tensor) -> bool:
     """Make every write through ``tensor``'s storage raise. Returns whether this torch can. 2.11 to 2.13."""
     forbid = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
@@ -131,3 +170,31 @@ def untracked() -> Iterator[None]:
 def next_sequence_number() -> int:
     """The creation number that the next autograd node of this thread will get. 2.11 to 2.13."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+_HOOKED_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """``step`` of the optimizer's class without the wrapper that runs step hooks, bound to it. 2.11 to 2.13."""
+    step: Any = type(optimizer).step
+    while getattr(step, "__code__", None) is _HOOKED_CODE:
+        step = step.__wrapped__
+    bound: Callable[[], Any] = step.__get__(optimizer)
+    return bound
+
+
+def put_hooks_innermost(optimizer: Optimizer, before: int, after: int) -> None:
+    """Make one pre-hook the last of an optimizer's own and one post-hook the first. 2.11 to 2.13.
+
+    Args:
+        optimizer: whose hooks; not while it runs them.
+        before: ``id`` of the handle of the pre-hook.
+        after: ``id`` of the handle of the post-hook.
+    """
+    earlier: Any = optimizer._optimizer_step_pre_hooks  # ordered dictionaries, annotated as plain ones
+    later: Any = optimizer._optimizer_step_post_hooks
+    if before in earlier and next(reversed(earlier)) != before:
+        earlier.move_to_end(before)
+    if after in later and next(iter(later)) != after:
+        later.move_to_end(after, last=False)

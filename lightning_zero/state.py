@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -47,6 +46,7 @@ class ModuleState:
             exclude_frozen: leave out parameters that do not require gradients.
         """
         state = {}
+        self._engine.take_over_shown(on_disk=False)
         for key, value in self._module.state_dict(keep_vars=True).items():
             if exclude_frozen and _is_frozen(value):
                 continue
@@ -110,6 +110,7 @@ class ModuleState:
                 raise refused[0] from None
             raise
         self._engine.masters_changed(range(len(self._engine.units)))
+        self._engine.updating = False  # whatever step was interrupted: all weights are of one moment again
         if kept and self._engine.control.rank == 0:
             warnings.warn(
                 f"The checkpoint was saved without its frozen parameters: {len(kept)} keep the values that the module "
@@ -238,6 +239,7 @@ class OptimizerState:
         state: dict[str, WholeState] = {}
 
         def read() -> None:
+            self._optimizer.make_room()
             for name, values in found.items():
                 stored = (weights or {}).get(name)
                 state[entries[name].shard.spec.name] = self._read(entries[name], values, stored)
@@ -297,8 +299,7 @@ class OptimizerState:
             as_weight = key != "step" and isinstance(weight, Tensor) and value.dtype == weight.dtype
             dtype = data.dtype if as_weight and value.is_floating_point() else value.dtype
             if self._optimizer.slices_state(entry, key, value.shape):
-                with untracked():
-                    into.slices[key] = torch.empty(data.numel(), dtype=dtype, device=data.device)
+                into.slices[key] = self._optimizer.homes.slice_for(entry, key, dtype)
                 read_slice(value, entry.shard.start, into.slices[key])
             else:
                 loaded = value.read() if isinstance(value, StoredTensor) else value.clone()

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError
 
-__all__ = ["optimizer_rule"]
+__all__ = ["check_offloadable", "optimizer_rule"]
 
 _ELEMENTWISE = (
     torch.optim.SGD,
@@ -67,3 +68,37 @@ def optimizer_rule(optimizer: Optimizer) -> str:
         if isinstance(optimizer, known):
             return "whole" if _overrides_step(cls, known) else "elementwise"
     return "whole"
+
+
+def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, device: torch.device) -> None:
+    """Refuse what cannot step on the host.
+
+    Args:
+        optimizer: the user's.
+        label: how to name it.
+        rule: what ``optimizer_rule`` said.
+        tier: where its masters rest.
+        device: where the module computes.
+
+    Raises:
+        UnsupportedOptimizerError: with the reason and what to do.
+    """
+    name = type(optimizer).__name__
+    if rule == "whole" and tier is Tier.DISK:
+        raise UnsupportedOptimizerError(
+            f"{label}: {name} needs whole parameters at one rank, which cannot be stepped on in pieces from files. Use "
+            "HostOffload (on the CPU), leave `offload` out, or use an optimizer of torch that works element by element "
+            "such as AdamW."
+        )
+    if rule == "whole" and tier is Tier.HOST and device.type != "cpu":
+        raise UnsupportedOptimizerError(
+            f"{label}: {name} needs whole parameters at one rank, which are put together on the {device.type} device "
+            "while the masters rest on the host. Leave `offload` out, or use an optimizer of torch that works element "
+            "by element such as AdamW."
+        )
+    for option in ("capturable", "differentiable"):
+        if tier is not Tier.DEVICE and any(group.get(option) for group in optimizer.param_groups):
+            raise UnsupportedOptimizerError(
+                f"{label}: {name}({option}=True) cannot step on the host, where offload keeps what it steps on. Build "
+                f"it with {option}=False, or leave `offload` out."
+            )

@@ -7,62 +7,36 @@ agree.
 Optimizers that need whole matrices get them at one owner rank (``optim/whole.py``). Their groups hold the whole
 parameters this rank owns *and* the shard parameters of all: ``zero_grad`` and ``toggle_optimizer`` act on the latter,
 where gradients are accumulated, and during a step those show no gradient, so that the optimizer passes them over.
+
+Where masters do not rest on the device, the update happens in ``optim/offloaded.py``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives
-from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.config import Tier
+from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
+from lightning_zero.optim.groups import ParamGroups
+from lightning_zero.optim.homes import StateHomes
+from lightning_zero.optim.innermost import InnermostHooks
+from lightning_zero.optim.offloaded import OffloadedSteps, OffloadedUpdate
 from lightning_zero.optim.outermost import OutermostStep
-from lightning_zero.optim.rules import optimizer_rule
-from lightning_zero.optim.whole import WholeEntry, WholeParameters, WholeState
-from lightning_zero.plan import FlatLayout, ParameterSpec
+from lightning_zero.optim.owned import Flat, OwnedParameter, Shard
+from lightning_zero.optim.regions import StateRegions
+from lightning_zero.optim.rules import check_offloadable, optimizer_rule
+from lightning_zero.optim.slices import SCALARS, covers
+from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
+from lightning_zero.optim.written import WrittenMasters
 
-__all__ = ["OwnedParameter", "Shard", "ShardedOptimizer", "optimizer_rule"]
-
-
-class Shard(Protocol):
-    """This rank's part of one parameter, as the engine keeps it."""
-
-    @property
-    def spec(self) -> ParameterSpec: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def data(self) -> Tensor: ...
-    @property
-    def parameter(self) -> nn.Parameter | None: ...
-
-
-@dataclass(frozen=True)
-class OwnedParameter:
-    """What an optimizer has to know of one of the user's parameters.
-
-    Args:
-        shard: this rank's part.
-        unit: index of the unit it belongs to.
-        layout: where all ranks' parts are.
-        position: which parameter of the layout.
-    """
-
-    shard: Shard
-    unit: int
-    layout: FlatLayout
-    position: int
-
-
-# Scalar states of the elementwise optimizers; only matters for 0-d parameters, where shape cannot tell.
-_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+__all__ = ["Flat", "OffloadedSteps", "OwnedParameter", "Shard", "ShardedOptimizer", "optimizer_rule"]
 
 
 class ShardedOptimizer:
@@ -77,10 +51,14 @@ class ShardedOptimizer:
         after_step: called after every step with the units whose weights may have changed.
         writable: whether the user can write to the masters at any time, because parameters show them; whole parameters
             are then brought up to date before every step.
+        offload: the run's side of steps on masters that do not rest on the device; ``None`` if all do.
 
     Raises:
-        UnsupportedOptimizerError: if the optimizer cannot be sharded.
+        UnsupportedOptimizerError: if the optimizer cannot be sharded, or not be stepped on where its masters rest.
         ValueError: if it holds parameters that are not the model's.
+        OffloadError: on every rank, if one has no space for the optimizer's state.
+
+    Collective: every rank, for an optimizer with whole parameters or with state in files.
     """
 
     def __init__(
@@ -92,6 +70,7 @@ class ShardedOptimizer:
         before_step: Callable[[str], None],
         after_step: Callable[[Sequence[int]], None],
         writable: bool = False,
+        offload: OffloadedSteps | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.label = label
@@ -100,18 +79,35 @@ class ShardedOptimizer:
         self._collectives = collectives
         self._before_step = before_step
         self._after_step = after_step
-        self.groups: list[list[OwnedParameter]] = []
+        self._members = ParamGroups(optimizer, label, owned)
+        self._dealt: list[list[OwnedParameter]] | None = None  # groups of whole parameters: as they were handed out
+        self._stepped = False
         self._whole: WholeParameters | None = None
         self._whole_is_stale = False
         self._writable = writable
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
         self._frozen: dict[str, nn.Parameter] = {}
         self._steps = OutermostStep()
+        self._offload = offload
+        self._regions: StateRegions | None = None
+        if offload is not None and offload.store is not None:
+            self._regions = StateRegions(optimizer, label, offload.store, offload.check_room)
+        self.homes = StateHomes(self._regions)
+        self._update = None if offload is None else OffloadedUpdate(optimizer, offload, self._regions)
+        self._written = WrittenMasters() if offload is None else offload.written
+        if offload is not None:
+            self._written.watch(owned.values())
         self._adopt()
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        self._hooks = InnermostHooks(optimizer, self._before, self._after, self._publish_after_hooks)
+
+    @property
+    def groups(self) -> list[list[OwnedParameter]]:
+        """The parameters of each param group as it is now: the user may move them, or take them out.
+
+        Raises:
+            ValueError: if a group holds what is not the model's, or what is in a group already.
+        """
+        return self._members.current() if self._dealt is None else self._dealt
 
     @property
     def entries(self) -> list[OwnedParameter]:
@@ -133,13 +129,16 @@ class ShardedOptimizer:
         return found
 
     def adopt_new_groups(self) -> None:
-        """Take over groups from ``add_param_group``: before ``zero_grad`` and clipping, which go by groups.
+        """Take over what the user did to param groups between steps: before ``zero_grad`` and clipping, which go by
+        groups, and before anything computes with weights that were written there.
 
         Raises:
-            UnsupportedOptimizerError: if the optimizer has whole parameters.
+            UnsupportedOptimizerError: for new parameters, if the optimizer has whole parameters.
+
+        Collective: every rank, if there is something to take over.
         """
-        if len(self.optimizer.param_groups) != len(self.groups):
-            self._adopt()
+        self._adopt()
+        self._publish_written()
 
     def masters_changed(self) -> None:
         """Note that the masters were written by something other than this optimizer's step."""
@@ -148,11 +147,16 @@ class ShardedOptimizer:
     def abandon(self) -> None:
         """Forget a step that raised."""
         self._steps.forget()
+        self._show_gradients()
 
     def detach(self) -> None:
-        """Take the step hooks off again."""
-        for handle in self._handles:
-            handle.remove()
+        """Take the step hooks off again. State that rests in files is given up."""
+        self._hooks.remove()
+        if self._update is not None:
+            self._update.forget()
+        if self._regions is not None:
+            self.optimizer.state.clear()
+            self._regions.release()
 
     # ------------------------------------------------------------------- steps
 
@@ -165,15 +169,17 @@ class ShardedOptimizer:
         if not self._steps.begins(sys._getframe(1)):
             return
         self._before_step(self.label)
-        self.adopt_new_groups()
+        self._adopt()
         if self._whole is not None:
+            self._written.take_over(self.units)
             if self._whole_is_stale or self._writable:
                 self._whole.load()
                 self._whole_is_stale = False
-            self._hidden = [(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None]
             self._whole.collect_gradients([_gradient(entry) for entry in self.entries])
-            for parameter, _ in self._hidden:
-                parameter.grad = None
+            self._hide_gradients()
+        elif self._update is not None:
+            self._update.run(self.groups)
+            self._hide_gradients()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._steps.ends():
@@ -181,81 +187,104 @@ class ShardedOptimizer:
         if self._whole is not None:
             self._whole.publish()
             self._whole.release_gradients()
-            for parameter, gradient in self._hidden:
-                parameter.grad = gradient
-            self._hidden = []
+        self._show_gradients()
         self._after_step(self.units)
+        self._written.note(self.units)
+        self._stepped = True
+
+    def _publish_after_hooks(self) -> None:
+        if self._stepped:
+            self._stepped = False
+            self._publish_written()
+
+    def _publish_written(self) -> None:
+        """See [Note: weights written through param groups]. Collective: every rank, if there is something."""
+        if not self._written.pending(self.units):
+            return
+        try:
+            self._before_step(f"{self.label}, whose weights were written through its param groups")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Weights were written through the param groups of {self.label}, and cannot be brought to where the "
+                "module computes with them now: write to them right after a step, on every rank, or use "
+                f"`full_parameters(module)`. {error}"
+            ) from error
+        self._written.take_over(self.units)
+        self._whole_is_stale = True
+        self._after_step(self.units)
+        self._written.note(self.units)
+
+    def _hide_gradients(self) -> None:
+        self._hidden = [(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+
+    def _show_gradients(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
 
     # -------------------------------------------------------------- adaptation
 
     def _adopt(self) -> None:
-        """Replace the user's parameters in groups that still hold them (at set-up, or added by ``add_param_group``)."""
-        first = len(self.groups)
-        fresh = self.optimizer.param_groups[first:]
-        groups = [[self._lookup(first + i, p) for p in group["params"]] for i, group in enumerate(fresh)]
+        """Replace the user's parameters that groups still hold: at set-up, or put there later."""
+        groups, fresh = self.optimizer.param_groups, self._members.fresh()
+        if not any(fresh):
+            return
+        for tier, parameter in {
+            entry.flat.rest.master: parameter
+            for entries in fresh
+            for parameter, entry in entries.items()
+            if entry.shard.parameter is not None
+        }.items():
+            check_offloadable(self.optimizer, self.label, self.rule, tier, parameter.device)
         if self.rule == "whole":
-            if first:
+            if self._whole is not None:
                 raise UnsupportedOptimizerError(
                     f"{self.label}: add_param_group after set-up is not supported for "
                     f"{type(self.optimizer).__name__}, whose parameters are handed out to owner ranks at set-up. Put "
                     "all parameters in groups from the start."
                 )
-            self.groups = groups
-            self._hand_out(fresh)
+            self._dealt = [list(entries.values()) for entries in fresh]
+            self._written.watch(self.entries)
+            self._hand_out(groups)
             return
-        for group, entries in zip(fresh, groups, strict=True):
-            for parameter, entry in zip(list(group["params"]), entries, strict=True):
+        failure: OffloadError | None = None
+        try:
+            if self._regions is not None:
+                self._regions.reserve([list(entries.values()) for entries in fresh])
+            for parameter, entry in (item for entries in fresh for item in entries.items()):
                 state = self.optimizer.state.pop(parameter, None)
                 if state:
-                    self.optimizer.state[self._target(entry)] = {
-                        key: _slice_state(key, value, entry.shard) for key, value in state.items()
-                    }
-            group["params"] = [self._target(entry) for entry in entries]
-        self.groups += groups
+                    self.optimizer.state[self._target(entry)] = self.homes.adopt(entry, state)
+        except OffloadError as error:
+            failure = error
+        if self._offload is not None and self._regions is not None:
+            self._offload.agree(failure)
+        for group, entries in zip(groups, fresh, strict=True):
+            self._written.watch(entries.values())
+            group["params"] = [self._target(entries[p]) if p in entries else p for p in group["params"]]
+            self._members.know((self._target(entry), entry) for entry in entries.values())
 
     def _hand_out(self, groups: Sequence[dict[str, Any]]) -> None:
-        world_size = self._collectives.world_size
-        slices = {id(e.layout): [e.layout.slices(rank) for rank in range(world_size)] for e in self.entries}
-        self._whole = WholeParameters(
-            [
-                WholeEntry(
-                    name=entry.shard.spec.name,
-                    shape=tuple(entry.shard.spec.shape),
-                    dtype=entry.shard.spec.dtype,
-                    shard=entry.shard.data,
-                    ranges=[
-                        (ranks[entry.position].parameter_start, ranks[entry.position].numel)
-                        for ranks in slices[id(entry.layout)]
-                    ],
-                )
-                for entry in self.entries
-            ],
-            self._collectives,
-        )
+        self._whole = WholeParameters(whole_entries(self.entries, self._collectives.world_size), self._collectives)
         index = 0
         for group in groups:
-            kept = []
+            kept, ours = [], []
             for parameter in list(group["params"]):
                 whole = self._whole.whole(index)
                 state = self.optimizer.state.pop(parameter, None)
                 if whole is not None:
                     kept.append(whole)
+                    ours.append(self._owned[parameter])
                     if state:
                         self.optimizer.state[whole] = {k: _densify(v) for k, v in state.items()}
                 index += 1
             group["params"] = kept
+            self._members.know(zip(kept, ours, strict=True))
         for group, members in zip(groups, self.groups, strict=True):
             group["params"] += [self._target(entry) for entry in members]
-
-    def _lookup(self, group: int, parameter: nn.Parameter) -> OwnedParameter:
-        owned = self._owned.get(parameter)
-        if owned is None:
-            raise ValueError(
-                f"{self.label}, param group {group}, holds a parameter of shape {tuple(parameter.shape)} that is not "
-                "one of the model's. Build the optimizer in configure_optimizers from self.parameters(); a parameter "
-                "that was replaced or created after the module was set up is not trained."
-            )
-        return owned
+            self._members.know((self._target(entry), entry) for entry in members)
 
     def _target(self, entry: OwnedParameter) -> nn.Parameter:
         if entry.shard.parameter is not None:
@@ -263,7 +292,11 @@ class ShardedOptimizer:
         name = entry.shard.spec.name
         if name not in self._frozen:
             with torch.inference_mode(False):
-                self._frozen[name] = nn.Parameter(entry.shard.data.detach(), requires_grad=False)
+                data = entry.shard.data.detach()
+                if entry.flat.rest.master is Tier.DISK:
+                    absent = float("nan") if data.dtype.is_floating_point or data.dtype.is_complex else 0
+                    data = torch.full((), absent, dtype=data.dtype).expand(data.numel())
+                self._frozen[name] = nn.Parameter(data, requires_grad=False)
         return self._frozen[name]
 
     # ------------------------------------------------------------------- state
@@ -286,7 +319,7 @@ class ShardedOptimizer:
         for entry in self.entries:
             state = self.optimizer.state.get(self._target(entry))
             if state:
-                slices = {key: value for key, value in state.items() if _covers(value, entry)}
+                slices = {key: value for key, value in state.items() if covers(value, entry.slice.numel)}
                 values = {key: value for key, value in state.items() if key not in slices}
                 named[entry.shard.spec.name] = WholeState(slices, values)
         return named
@@ -295,7 +328,7 @@ class ShardedOptimizer:
         """Whether state of a full ``shape`` covers the parameter's elements, so that each rank takes its slice."""
         if tuple(shape) != tuple(entry.shard.spec.shape):
             return False
-        return bool(shape) or (self._whole is None and key not in _SCALARS)
+        return bool(shape) or (self._whole is None and key not in SCALARS)
 
     def steps_on_device(self, entry: OwnedParameter) -> bool:
         """Whether the step counter of a parameter belongs on its device (fused and capturable optimizers)."""
@@ -303,6 +336,17 @@ class ShardedOptimizer:
             if any(member is entry for member in members):
                 return bool(group.get("fused") or group.get("capturable"))
         return False
+
+    def make_room(self) -> None:
+        """Give up state that is about to be loaded anew, where there is no memory for both: off the device."""
+        if self._update is not None and self._whole is None:
+            self.optimizer.state.clear()
+            self._update.forget()
+
+    @property
+    def _own_options(self) -> tuple[str, ...]:
+        """Options of a param group that do not come from a checkpoint: those of the run, not of the training."""
+        return ("params",) if self._offload is None else ("params", "capturable", "differentiable")
 
     def load_named_state(self, state: Mapping[str, WholeState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Take state over.
@@ -322,7 +366,7 @@ class ShardedOptimizer:
                 "Build the optimizer with the same groups as when the checkpoint was saved."
             )
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: value for key, value in saved.items() if key not in self._own_options})
         self.optimizer.state.clear()
         if self._whole is not None:
             self._whole.load()
@@ -336,30 +380,13 @@ class ShardedOptimizer:
         for entry in self.entries:
             loaded = state.get(entry.shard.spec.name)
             if loaded is not None:
-                self.optimizer.state[self._target(entry)] = {**loaded.values, **loaded.slices}
-
-
-def _covers(value: Any, entry: OwnedParameter) -> bool:
-    """Whether a state value of an elementwise optimizer is this rank's slice, rather than a scalar."""
-    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == entry.shard.data.numel()
+                slices = {key: self.homes.put(entry, key, value) for key, value in loaded.slices.items()}
+                self.optimizer.state[self._target(entry)] = {**loaded.values, **slices}
 
 
 def _gradient(entry: OwnedParameter) -> Tensor | None:
     parameter = entry.shard.parameter
     return None if parameter is None else parameter.grad
-
-
-def _slice_state(key: str, value: Any, shard: Shard) -> Any:
-    """State that a constructor made for the whole parameter, cut to this rank's slice."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shard.spec.shape):
-        return value
-    if value.dim() == 0 and key in _SCALARS:
-        return value
-    with untracked():
-        numel = shard.data.numel()
-        if value.numel() > 1 and not any(value.stride()):
-            return torch.full((numel,), value[(0,) * value.dim()].item(), dtype=value.dtype, device=value.device)
-        return value.reshape(-1).narrow(0, shard.start if numel else 0, numel).clone()
 
 
 def _densify(value: Any) -> Any:

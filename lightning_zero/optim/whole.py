@@ -21,9 +21,28 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives
+from lightning_zero.optim.owned import OwnedParameter
 from lightning_zero.optim.owners import ROUND_NBYTES, Piece, WholeEntry, deal_out, plan_rounds
 
-__all__ = ["WholeEntry", "WholeParameters", "WholeState"]
+__all__ = ["WholeEntry", "WholeParameters", "WholeState", "whole_entries"]
+
+
+def whole_entries(entries: Sequence[OwnedParameter], world_size: int) -> list[WholeEntry]:
+    """What ``WholeParameters`` has to know of each of these parameters."""
+    slices = {id(entry.layout): [entry.layout.slices(rank) for rank in range(world_size)] for entry in entries}
+    return [
+        WholeEntry(
+            name=entry.shard.spec.name,
+            shape=tuple(entry.shard.spec.shape),
+            dtype=entry.shard.spec.dtype,
+            shard=entry.shard.data,
+            ranges=[
+                (ranks[entry.position].parameter_start, ranks[entry.position].numel)
+                for ranks in slices[id(entry.layout)]
+            ],
+        )
+        for entry in entries
+    ]
 
 
 @dataclass(frozen=True)

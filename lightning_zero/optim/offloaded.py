@@ -1,0 +1,120 @@
+"""The step of an optimizer whose masters do not rest on the device: unit by unit, and all ranks together or none.
+
+[Note: a step before the step]
+``optimizer.step()`` stays what schedulers, step hooks and the user call. Its last pre-hook updates the units one after
+the other, so that each one's weights are on their way to the device while the next one is stepped on, and hides the
+gradients then: the call that torch makes of the optimizer's own ``step`` finds nothing left to do. The first post-hook
+shows the gradients again.
+
+[Note: a failure on one rank]
+Publishing a unit may be a collective. A rank that cannot step on a unit (a full disk, an optimizer that raises)
+publishes what it has for that one and all after it, and only then do the ranks tell each other: every rank raises, none
+waits for a rank that is gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from lightning_zero.config import Tier
+from lightning_zero.optim.bare import BareStep, threads
+from lightning_zero.optim.memory_step import MemoryStep
+from lightning_zero.optim.owned import OwnedParameter
+from lightning_zero.optim.pieces import Member, members_of
+from lightning_zero.optim.regions import StateRegions
+from lightning_zero.optim.steps import OffloadedSteps
+from lightning_zero.optim.windows import WindowedStep
+
+__all__ = ["OffloadedSteps", "OffloadedUpdate"]
+
+
+class OffloadedUpdate:
+    """Updates all parameters of one optimizer that have a gradient.
+
+    Args:
+        optimizer: the user's, elementwise, adapted to shards.
+        steps: the run's side of it.
+        regions: where state rests in files; ``None`` without a store.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, regions: StateRegions | None) -> None:
+        self._steps = steps
+        bare = BareStep(optimizer)
+        self._memory = MemoryStep(optimizer, bare, steps.piece_numel)
+        self._windows = None if regions is None else WindowedStep(optimizer, bare, steps, regions)
+
+    def forget(self) -> None:
+        """Hold no state any more: it is about to be loaded anew, or given up."""
+        self._memory.forget()
+
+    def run(self, groups: Sequence[Sequence[OwnedParameter]]) -> None:
+        """One step. See [Note: a failure on one rank].
+
+        Args:
+            groups: the parameters of each param group.
+
+        Raises:
+            OffloadError: on every rank, if one could not make the step.
+
+        Collective: every rank.
+        """
+        turns = _Turns(groups, self._memory, self._steps)
+        failure: Exception | None = None
+        try:
+            with threads(self._steps.threads):
+                if self._windows is not None:
+                    self._windows.run(groups, turns.finish_before, turns.finish_through)
+                turns.finish_all()
+        except Exception as error:
+            if turns.broken:
+                raise
+            failure = error
+            turns.skip_all()
+        self._steps.agree(failure)
+
+
+class _Turns:
+    """The units of one step in their order: steps on what is in memory of each, and says that it is finished."""
+
+    def __init__(self, groups: Sequence[Sequence[OwnedParameter]], memory: MemoryStep, steps: OffloadedSteps) -> None:
+        self._memory = memory
+        self._groups = len(groups)
+        self._steps = steps
+        # Whether publishing itself failed: then the other ranks cannot be reached.
+        self.broken = False
+        units: dict[int, list[Member]] = {
+            entry.unit: [] for group in groups for entry in group if entry.shard.parameter is not None
+        }
+        for member in members_of(groups, (Tier.DEVICE, Tier.HOST)):
+            units[member.entry.unit].append(member)
+        self._left = deque(sorted(units.items()))
+
+    def finish_before(self, unit: int) -> None:
+        while self._left and self._left[0][0] < unit:
+            self._finish()
+
+    def finish_through(self, unit: int) -> None:
+        self.finish_before(unit + 1)
+
+    def finish_all(self) -> None:
+        while self._left:
+            self._finish()
+
+    def skip_all(self) -> None:
+        while self._left:
+            self._publish()
+
+    def _finish(self) -> None:
+        unit, members = self._left[0]
+        self._steps.written.take_over([unit])  # all of it: whatever is published must not undo what the user wrote
+        self._memory.run(members, self._groups)
+        self._publish()
+
+    def _publish(self) -> None:
+        unit, _ = self._left.popleft()
+        self.broken = True
+        self._steps.unit_stepped(unit)
+        self.broken = False

@@ -1,0 +1,229 @@
+"""One rank's shards of some parameters, wherever they rest, and an optimizer on them: no engine, no Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm import LocalCollectives
+from lightning_zero.config import Tier
+from lightning_zero.engine.flat import FlatParameters
+from lightning_zero.errors import OffloadError
+from lightning_zero.offload.nvme import NvmeStore
+from lightning_zero.offload.resting import RestingTensor, fill_from
+from lightning_zero.optim.owned import Flat, OwnedParameter
+from lightning_zero.optim.sharded import OffloadedSteps, ShardedOptimizer
+from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
+
+# Two layouts in unit 0, one in each of the others; sizes around windows (4096 elements), shards and alignment.
+SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((70, 130), (130,), (), (0, 3)),
+    ((41, 100),),
+    ((5, 5), (12345,), (1,)),
+)
+KIBIBYTE = 1024
+SMALLEST = 512 * KIBIBYTE
+"""Bytes of buffers that make windows of 4096 elements for four tensors of float32."""
+
+
+def parameters_of(dtype: torch.dtype = torch.float32) -> list[list[nn.Parameter]]:
+    """Per unit; the same values at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [[nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in unit] for unit in SHAPES]
+
+
+def gradient_of(parameter: nn.Parameter, index: int, step: int, always: bool) -> Tensor | None:
+    """Of one step; sometimes there is none, unless there is ``always`` one."""
+    if (index + step) % 5 == 4 and not always:
+        return None
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+class Rig:
+    """What ``ShardedOptimizer`` needs of a run, and a record of what it was told.
+
+    Args:
+        make: builds the optimizer from all parameters.
+        tier: where masters and state rest.
+        rank: this rank.
+        world_size: of the shard group.
+        store: files, for ``Tier.DISK``.
+        dtype: of the parameters.
+        threads: that steps are to compute with.
+        always: whether every parameter has a gradient in every step.
+        adapt: called with the optimizer before it is adapted.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[list[nn.Parameter]], Optimizer],
+        tier: Tier,
+        rank: int = 0,
+        world_size: int = 1,
+        store: NvmeStore | None = None,
+        dtype: torch.dtype = torch.float32,
+        threads: int = 1,
+        always: bool = False,
+        adapt: Callable[[Optimizer], object] = lambda optimizer: None,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.tier, self.store = tier, store
+        self.stepped: list[int] = []
+        self.agreed: list[BaseException | None] = []
+        self.windows: list[tuple[Flat, int, int]] = []
+        self.broken: tuple[int, Exception] | None = None
+        """The unit that cannot be published, and why."""
+        self._always = always
+        units = parameters_of(dtype)
+        self.parameters = [parameter for unit in units for parameter in unit]
+        self.owned: dict[nn.Parameter, OwnedParameter] = {}
+        self.flats: list[FlatParameters] = []
+        self.weights: dict[Flat, Tensor] = {}
+        for index, unit in enumerate(units):
+            halves = [unit[:2], unit[2:]] if index == 0 else [unit]
+            for members in halves:
+                self._add(index, members)
+        self._threads = threads
+        optimizer = make(self.parameters)
+        adapt(optimizer)
+        self.adapt(optimizer)
+
+    def adapt(self, optimizer: Optimizer) -> None:
+        """Step with this optimizer from now on."""
+        self.optimizer = optimizer
+        self.adapter = ShardedOptimizer(
+            optimizer,
+            "Adam",
+            self.owned,
+            LocalCollectives(),
+            before_step=lambda label: None,
+            after_step=lambda units: None,
+            offload=OffloadedSteps(
+                unit_stepped=self._unit_stepped,
+                window_stepped=self._window_stepped,
+                agree=self._agree,
+                check_room=lambda nbytes: None if self.store is None else self.store.check_space(nbytes),
+                store=self.store,
+                threads=self._threads,
+                piece_numel=1024,
+            ),
+        )
+
+    def _add(self, unit: int, members: Sequence[nn.Parameter]) -> None:
+        specs = [
+            ParameterSpec(f"unit{unit}.p{len(self.owned) + i}", (), tuple(p.shape), p.dtype, True)
+            for i, p in enumerate(members)
+        ]
+        dtype = members[0].dtype
+        layout = FlatLayout.build(specs, self.world_size, compute_dtype=dtype, reduce_dtype=dtype)
+        whole = torch.zeros(layout.numel, dtype=dtype)
+        for parameter, offset in zip(members, layout.offsets, strict=True):
+            whole[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
+        start, end = layout.shard_range(self.rank)
+        rest = Rest(master=self.tier, weights=Tier.DEVICE, gradients=Tier.HOST, state=self.tier)
+        if self.tier is Tier.DISK:
+            assert self.store is not None
+            master: Tensor = self.store.allocate(layout.shard_numel, dtype, f"master of unit {unit}")
+        else:
+            master = torch.empty(layout.shard_numel, dtype=dtype)
+        fill_from(master, whole[start:end])
+        flat = FlatParameters(layout, members, self.rank, master, [p.data for p in members], rest)
+        self.weights[flat] = whole[start:end].clone()
+        self.flats.append(flat)
+        for position, (parameter, shard) in enumerate(zip(members, flat.shards, strict=True)):
+            self.owned[parameter] = OwnedParameter(shard, unit, flat, position)
+
+    def set_gradients(self, step: int) -> None:
+        """This rank's slices of the gradients of a step."""
+        for index, (parameter, entry) in enumerate(self.owned.items()):
+            gradient = gradient_of(parameter, index, step, self._always)
+            shard = entry.shard.parameter
+            assert shard is not None
+            piece = entry.slice
+            begin = piece.parameter_start if piece.numel else 0
+            shard.grad = None if gradient is None else gradient.reshape(-1).narrow(0, begin, piece.numel).clone()
+
+    def step(self, step: int) -> None:
+        """One step of the optimizer, as everybody calls it."""
+        self.set_gradients(step)
+        self.optimizer.step()
+
+    def masters(self) -> list[Tensor]:
+        """This rank's slices of all parameters."""
+        data = [entry.shard.data for entry in self.owned.values()]
+        return [tensor.read() if isinstance(tensor, RestingTensor) else tensor.clone() for tensor in data]
+
+    def state(self) -> list[dict[str, Any]]:
+        """The optimizer's state of all parameters, in memory."""
+        found = []
+        for entry in self.owned.values():
+            assert entry.shard.parameter is not None
+            state = self.optimizer.state.get(entry.shard.parameter, {})
+            found.append({k: v.read() if isinstance(v, RestingTensor) else v for k, v in state.items()})
+        return found
+
+    def _unit_stepped(self, unit: int) -> None:
+        self.stepped.append(unit)
+        if self.broken is not None and self.broken[0] == unit:
+            raise self.broken[1]
+
+    def _window_stepped(self, flat: Flat, start: int, values: Tensor) -> Sequence[Any]:
+        self.windows.append((flat, start, values.numel()))
+        self.weights[flat][start : start + values.numel()] = values
+        return []
+
+    def _agree(self, failure: BaseException | None) -> None:
+        self.agreed.append(failure)
+        if failure is not None:
+            raise OffloadError(f"Rank {self.rank}: {failure}") from failure
+
+
+class Whole:
+    """The same training on whole parameters: what every rig must be equal to."""
+
+    def __init__(
+        self,
+        make: Callable[[list[nn.Parameter]], Optimizer],
+        dtype: torch.dtype = torch.float32,
+        always: bool = False,
+    ) -> None:
+        self._always = always
+        self.parameters = [parameter for unit in parameters_of(dtype) for parameter in unit]
+        self.optimizer = make(self.parameters)
+
+    def step(self, step: int) -> None:
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = gradient_of(parameter, index, step, self._always)
+        self.optimizer.step()
+
+    def unlike(self, rig: Rig) -> list[str]:
+        """What of the parameters and of the state differs from the rig's."""
+        found = []
+        slices = [(entry.slice.parameter_start, entry.slice.numel) for entry in rig.owned.values()]
+        rows = zip(self.parameters, slices, rig.masters(), rig.state(), strict=True)
+        for index, (parameter, (start, numel), master, state) in enumerate(rows):
+
+            def cut(tensor: Tensor, start: int = start, numel: int = numel) -> Tensor:
+                return tensor.detach().reshape(-1).narrow(0, start if numel else 0, numel)
+
+            if not torch.equal(cut(parameter), master):
+                found.append(f"parameter {index}")
+            expected = dict(self.optimizer.state.get(parameter, {}))
+            if expected.keys() != state.keys():
+                found.append(f"keys {sorted(state)} of parameter {index}, not {sorted(expected)}")
+                continue
+            for key, value in expected.items():
+                if not isinstance(value, Tensor):
+                    same = value == state[key]
+                elif value.shape == parameter.shape and key not in ("step", "eta", "mu", "mu_product"):
+                    same = torch.equal(cut(value), state[key])
+                else:
+                    same = torch.equal(value, state[key])
+                if not same:
+                    found.append(f"'{key}' of parameter {index}")
+        return found

@@ -1,0 +1,75 @@
+"""Our step hooks stay next to the step."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.optim.innermost import InnermostHooks
+
+
+def sgd() -> Optimizer:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    return torch.optim.SGD([parameter], lr=0.1)
+
+
+def test_hooks_registered_at_any_time_stay_outside() -> None:
+    optimizer, seen = sgd(), []
+
+    def note(what: str) -> Any:
+        return lambda *_: seen.append(what)
+
+    optimizer.register_step_pre_hook(note("early"))
+    optimizer.register_step_post_hook(note("early after"))
+    hooks = InnermostHooks(optimizer, note("ours"), note("ours after"))
+    handle = optimizer.register_step_pre_hook(note("late"))
+    optimizer.register_step_post_hook(note("late after"))
+    optimizer.step()
+    assert seen == ["early", "late", "ours", "ours after", "early after", "late after"]
+    handle.remove()  # still works: the user's handles are not touched
+    optimizer.register_step_pre_hook(note("later"))
+    seen.clear()
+    optimizer.step()
+    assert seen == ["early", "later", "ours", "ours after", "early after", "late after"]
+    hooks.remove()
+    seen.clear()
+    optimizer.step()
+    assert seen == ["early", "later", "early after", "late after"]
+
+
+def test_a_hook_that_registers_a_hook_or_steps_another_optimizer() -> None:
+    """While hooks run their order cannot change: the new one has its place from the next step on."""
+    first, second, seen = sgd(), sgd(), []
+    for name, optimizer in (("first", first), ("second", second)):
+        InnermostHooks(
+            optimizer,
+            lambda *_, name=name: seen.append(f"{name} before"),
+            lambda *_, name=name: seen.append(f"{name} after"),
+        )
+
+    def once(optimizer: Optimizer, *_: Any) -> None:
+        handle.remove()
+        optimizer.register_step_post_hook(lambda *_: seen.append("new"))
+        second.step()
+
+    handle = first.register_step_post_hook(once)
+    first.step()
+    assert seen[:4] == ["first before", "first after", "second before", "second after"]
+    seen.clear()
+    first.step()
+    assert seen == ["first before", "first after", "new"]
+
+
+def test_an_optimizer_is_not_kept_alive() -> None:
+    optimizer = sgd()
+    InnermostHooks(optimizer, lambda *_: None, lambda *_: None)
+    held = ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert held() is None
