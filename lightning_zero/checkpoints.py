@@ -118,7 +118,7 @@ class Checkpoints:
             except CheckpointError as error:  # what is saved now matters more than what was not saved before
                 rank_zero_warn(str(error))
         self._saver.wait()
-        self._agree(what, place, engine.updating, path)
+        self._agree(what, place, engine, path)
         summary = {**_summary(engine), "precision": precision}
 
         def write(content: Mapping[str, Any], control: Control) -> None:
@@ -234,8 +234,8 @@ class Checkpoints:
                 "together. Checkpoints that were saved before are intact; the error that started this is above."
             )
 
-    def _agree(self, what: str, place: str, updating: bool, path: str | os.PathLike[str]) -> None:
-        """Make sure that all ranks save the same moment, and that there is a folder to save to.
+    def _agree(self, what: str, place: str, engine: ZeroEngine, path: str | os.PathLike[str]) -> None:
+        """Make sure that all ranks save the same moment, that masters are up to date, and that there is a folder.
 
         ``ModelCheckpoint`` links ``last.ckpt`` to the new checkpoint as soon as this returns, also in the background.
 
@@ -244,10 +244,11 @@ class Checkpoints:
         """
 
         def check() -> str:
-            if updating:
+            if engine.updating:
                 raise CheckpointError(
                     f"this rank is in {place}. Save from a hook outside of it; the last checkpoint is intact"
                 )
+            engine.take_over_shown()
             if self._control.rank == 0 and not is_remote(path):
                 local_path(path).parent.mkdir(parents=True, exist_ok=True)
             return place

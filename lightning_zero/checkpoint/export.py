@@ -19,11 +19,10 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.agreement import Control, collect
 from lightning_zero.checkpoint.crc32 import combine
-from lightning_zero.checkpoint.flat_shard import FlatShard
-from lightning_zero.checkpoint.items import Leaf, describe, digest, disagreement, put_together, split
+from lightning_zero.checkpoint.flat_shard import FlatShard, memory_identity
+from lightning_zero.checkpoint.items import Leaf, check_savable, describe, digest, disagreement, put_together, split
 from lightning_zero.checkpoint.output import StagedFile, local_output, write_bytes, write_tensor
 from lightning_zero.checkpoint.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.typed_json import type_name
 from lightning_zero.checkpoint.writer import is_plain
 from lightning_zero.errors import CheckpointError
 
@@ -120,7 +119,7 @@ class _Export:
         def look() -> _Start:
             self._leaves, self._rest = split(checkpoint)
             for leaf in self._leaves.values():
-                _check(leaf)
+                check_savable(leaf)
             return _Start(digest(self._leaves), _tied(self._leaves))
 
         starts = collect(self._control, self._what, look)
@@ -239,16 +238,6 @@ def by_parameter_index(optimizer: Any) -> Any:
     return {**optimizer, "state": state, "param_groups": groups}
 
 
-def _check(leaf: Leaf) -> None:
-    value = leaf.value
-    if not isinstance(value, Tensor) or isinstance(value, FlatShard):
-        return
-    if value.is_meta:
-        raise ValueError(f"'{leaf.key}' is on the meta device: it has no values to save")
-    if hasattr(value, "__create_write_items__"):
-        raise ValueError(f"'{leaf.key}' is a {type_name(value)}, sharded by something else than this strategy")
-
-
 def _tied(leaves: Mapping[str, Leaf]) -> list[list[str]]:
     """Groups of names whose shards are the same memory. A rank that holds nothing of them cannot see it."""
     groups: dict[Any, list[str]] = {}
@@ -262,7 +251,7 @@ def _identity(shard: FlatShard) -> Any:
     local = shard.local
     if not local.numel():
         return shard.dtype, shard.shape
-    return local.device, local.data_ptr(), local.numel(), shard.dtype, shard.shape, shard.start
+    return memory_identity(local), shard.shape, shard.start
 
 
 def _checked(key: str, nbytes: int, parts: Sequence[_Part]) -> int:

@@ -18,7 +18,7 @@ The concatenation of the boxes, each flattened, is the range again: a box is a p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["Box", "FlatShard", "boxes"]
+from lightning_zero.offload.resting import RestingTensor
+
+__all__ = ["Box", "FlatShard", "boxes", "memory_identity"]
 
 
 class Box(NamedTuple):
@@ -75,7 +77,8 @@ class FlatShard(Tensor):
     result could only be wrong.
 
     Args:
-        local: 1-D and contiguous: this rank's elements, possibly none. Kept by reference, never copied.
+        local: 1-D and contiguous: this rank's elements, possibly none. Kept by reference, never copied; if they rest in
+            a file, they stay there until they are written or copied.
         shape: the full shape.
         start: the place of ``local[0]`` in the flattened parameter. Meaningless, but in bounds, if ``local`` is empty.
 
@@ -137,7 +140,7 @@ class FlatShard(Tensor):
         return [_chunk(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """DCP: the memory of one box, to read from or to write to."""
+        """DCP: the memory of one box, to read from or to write to; a handle if it rests in a file."""
         position = 0
         for box in self.boxes:
             numel = math.prod(box.sizes)
@@ -181,6 +184,16 @@ class FlatShard(Tensor):
         return f"FlatShard({tuple(self.shape)}, {self.dtype}, elements {self._start} to {end} here)"
 
 
+def memory_identity(tensor: Tensor) -> Hashable:
+    """Equal for tensors that show the same elements in the same shape, while they exist.
+
+    For what rests in a file that is the place in it: the memory that it is read into is another one's soon.
+    """
+    if isinstance(tensor, RestingTensor):
+        return tensor.identity
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
+
+
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
@@ -192,7 +205,7 @@ def _own_storage(view: Tensor) -> Tensor:
     writer therefore clones first, which was measured to double the memory of a save. A tensor made through DLPack has
     a storage of its own over the same bytes.
     """
-    if view.device.type != "cpu":
+    if view.device.type != "cpu" or isinstance(view, RestingTensor):
         return view
     try:
         exact: Tensor = from_dlpack(view)

@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.flat_shard import FlatShard
 from lightning_zero.checkpoint.schema import Index
 from lightning_zero.checkpoint.typed_json import type_name
 
-__all__ = ["Leaf", "describe", "digest", "disagreement", "put_together", "split"]
+__all__ = ["Leaf", "check_savable", "describe", "digest", "disagreement", "put_together", "split"]
 
 _ALWAYS_ROUTED = ("state_dict", "optimizer_states")
 
@@ -115,6 +115,21 @@ def _holds_shards(value: Any, depth: int = 0) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_holds_shards(item, depth + 1) for item in value)
     return False
+
+
+def check_savable(leaf: Leaf) -> None:
+    """Check that a value is one that can be saved.
+
+    Raises:
+        ValueError: if it has no elements here, or is sharded in a way of its own, naming it.
+    """
+    value = leaf.value
+    if not isinstance(value, Tensor) or isinstance(value, FlatShard):
+        return
+    if value.is_meta:
+        raise ValueError(f"'{leaf.key}' is on the meta device: it has no values to save")
+    if hasattr(value, "__create_write_items__"):
+        raise ValueError(f"'{leaf.key}' is a {type_name(value)}, sharded by something else than this strategy")
 
 
 def describe(leaves: Mapping[str, Leaf]) -> dict[str, tuple[Any, ...]]:

@@ -95,13 +95,13 @@ def local_output(path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: for a URL: single files are written in pieces at many places, which object stores cannot.
     """
-    text = os.fspath(path)
-    if "://" in text and not text.startswith("file://"):
+    if is_remote(path):
         raise ValueError(
-            f"Single files are written to local or mounted file systems, not to '{text}': their pieces are written at "
-            "many places at once, which object stores cannot. Write to a local path and copy the finished file."
+            f"Single files are written to local or mounted file systems, not to '{os.fspath(path)}': their pieces are "
+            "written at many places at once, which object stores cannot. Write to a local path and copy the finished "
+            "file."
         )
-    return Path(os.path.abspath(os.path.expanduser(text.removeprefix("file://"))))
+    return local_path(path)
 
 
 def refuse_overlap(source: str | os.PathLike[str], out: Path, replaced: Callable[[str], bool]) -> None:

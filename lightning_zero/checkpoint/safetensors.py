@@ -15,40 +15,19 @@ import sys
 import zlib
 from typing import Any
 
-import torch
-
 from lightning_zero.checkpoint.chunks import ChunkSource
 from lightning_zero.checkpoint.files import Files, read_bytes
 from lightning_zero.checkpoint.reader import Opened
+from lightning_zero.checkpoint.safetensors_file import SAFETENSORS_DTYPES
 from lightning_zero.checkpoint.schema import Chunk, TensorItem
 from lightning_zero.checkpoint.stored import StoredTensor
 from lightning_zero.checkpoint.typed_json import check_stored
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["INDEX_FILE", "SAFETENSORS_DTYPES", "SINGLE_FILE", "read_safetensors", "read_safetensors_directory"]
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "read_safetensors", "read_safetensors_directory"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""Every dtype by its name in the format."""
 
 _MAX_HEADER_NBYTES = 100_000_000  # as the reference implementation
 _MAX_INDEX_NBYTES = 100_000_000

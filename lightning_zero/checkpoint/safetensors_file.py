@@ -9,30 +9,32 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.typed_json import DTYPES, dtype_name
+from lightning_zero.checkpoint.typed_json import dtype_name
 
-__all__ = ["SafetensorsFile", "TensorSpec"]
+__all__ = ["SAFETENSORS_DTYPES", "SafetensorsFile", "TensorSpec"]
 
 _ALIGNMENT = 8
-_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
 }
-_DTYPES: dict[torch.dtype, str] = {DTYPES[name]: code for name, code in _NAMES.items() if name in DTYPES}
+"""Every dtype by its name in the format."""
+
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class TensorSpec(NamedTuple):
@@ -69,11 +71,11 @@ class SafetensorsFile:
         begins: dict[str, int] = {}
         end = 0
         for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-            if spec.dtype not in _DTYPES:
+            if spec.dtype not in _NAMES:
                 raise ValueError(f"'{name}' is of {dtype_name(spec.dtype)}, which a safetensors file cannot hold")
             begins[name], end = end, end + spec.nbytes
             header[name] = {
-                "dtype": _DTYPES[spec.dtype],
+                "dtype": _NAMES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [begins[name], end],
             }

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -17,10 +16,9 @@ from lightning_zero.checkpoint.agreement import Control, collect, failure_text
 from lightning_zero.checkpoint.destination import Destination, LocalDestination
 from lightning_zero.checkpoint.files import is_remote
 from lightning_zero.checkpoint.flat_shard import FlatShard
-from lightning_zero.checkpoint.items import Leaf, describe, digest, disagreement, split
+from lightning_zero.checkpoint.items import Leaf, check_savable, describe, digest, disagreement, split
 from lightning_zero.checkpoint.record import Part, outline, write_record
 from lightning_zero.checkpoint.remote import RemoteDestination
-from lightning_zero.checkpoint.typed_json import type_name
 from lightning_zero.checkpoint.writer import LeafPlanner, ShardWriter
 from lightning_zero.comm.groups import naming_failures
 from lightning_zero.errors import CheckpointError
@@ -91,7 +89,7 @@ class _Save:
         def prepare() -> str:
             found, others = split(checkpoint)
             for leaf in found.values():
-                _check(leaf)
+                check_savable(leaf)
             leaves.update(found)
             rest.update(others)
             return self._destination.begin() if self._control.rank == 0 else ""
@@ -153,16 +151,6 @@ def _save_alone(writer: ShardWriter, planner: LeafPlanner) -> None:
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     (plan,) = writer.prepare_global_plan(plans)
     writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).value()])
-
-
-def _check(leaf: Leaf) -> None:
-    value = leaf.value
-    if not isinstance(value, Tensor) or isinstance(value, FlatShard):
-        return
-    if value.is_meta:
-        raise ValueError(f"'{leaf.key}' is on the meta device: it has no values to save")
-    if hasattr(value, "__create_write_items__"):
-        raise ValueError(f"'{leaf.key}' is a {type_name(value)}, sharded by something else than this strategy")
 
 
 @contextmanager

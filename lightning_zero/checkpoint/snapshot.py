@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.flat_shard import FlatShard
 from lightning_zero.checkpoint.writer import is_plain
+from lightning_zero.offload.memory import host_memory
+from lightning_zero.offload.resting import RestingTensor
 
 __all__ = ["Snapshots"]
 
@@ -44,14 +45,15 @@ class Snapshots:
         Slices that lie in one buffer, as those of the engine do, are copied together.
 
         Args:
-            checkpoint: tensors of any kind, on any device. Not changed.
+            checkpoint: tensors of any kind, on any device or in a file. Not changed.
 
         Returns:
             The same structure. FlatShards and plain tensors lie in this object's memory, on the host, and what was the
             same memory is so in the copy; the rest is a deep copy.
 
         Raises:
-            Exception: whatever copying a value raises, for example ``TypeError`` for a lock or an open file.
+            Exception: whatever copying a value raises, for example ``TypeError`` for a lock or an open file, or
+                ``OffloadError`` for what rests in a file that cannot be read.
         """
         with untracked():
             sources = dict(_sources(checkpoint))
@@ -73,7 +75,10 @@ class Snapshots:
         places = self._reserve(runs)
         devices = {run.source.device for run in runs if run.source.device.type != "cpu"}
         for run, place in zip(runs, places, strict=True):
-            place.copy_(run.source, non_blocking=True)
+            if isinstance(run.source, RestingTensor):
+                run.source.read_into(place.view(run.source.dtype))
+            else:
+                place.copy_(run.source, non_blocking=True)
         for device in devices:
             torch.accelerator.synchronize(device)
         return places
@@ -94,13 +99,13 @@ class Snapshots:
             self._blocks.clear()
             return self._reserve(runs)
         if missing:
-            self._blocks.append(_host_memory(missing, locked))
+            self._blocks.append(host_memory(missing, locked))
         end, places = 0, []
         for run, place in zip(runs, found, strict=True):
             if place is None:
                 place, end = (len(self._blocks) - 1, end), end + run.room
             begin = place[1] + run.start % _ALIGNMENT
-            places.append(self._blocks[place[0]][begin : begin + run.source.numel()])
+            places.append(self._blocks[place[0]][begin : begin + run.source.nbytes])
         return places
 
 
@@ -108,8 +113,8 @@ class _Run(NamedTuple):
     """A range of one storage that is copied at once.
 
     Attributes:
-        source: 1-D, bytes.
-        start: of the range in its storage, in bytes.
+        source: 1-D: bytes, or elements that rest in a file.
+        start: of the range in its storage, in bytes; 0 in a file.
         members: the tensors in it, by identity, and the byte of the range where each begins.
     """
 
@@ -120,7 +125,7 @@ class _Run(NamedTuple):
     @property
     def room(self) -> int:
         """Bytes to set aside for it; a multiple of the alignment."""
-        return -(-(self.start % _ALIGNMENT + self.source.numel()) // _ALIGNMENT) * _ALIGNMENT
+        return -(-(self.start % _ALIGNMENT + self.source.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
@@ -141,8 +146,11 @@ def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[int, tuple[Tensor,
 def _runs(sources: Mapping[int, tuple[Tensor, Tensor]]) -> list[_Run]:
     """The ranges to copy, in the order of their storages."""
     storages: dict[tuple[torch.device, int], tuple[Tensor, list[tuple[int, int, int]]]] = {}
+    resting: dict[Hashable, _Run] = {}
     for identity, (_, source) in sources.items():
-        if source.numel():
+        if isinstance(source, RestingTensor) and source.numel():
+            resting.setdefault(source.identity, _Run(source, 0, [])).members.append((identity, 0))
+        elif source.numel():
             key = (source.device, source.untyped_storage().data_ptr())
             start = int(source.storage_offset()) * source.dtype.itemsize
             storages.setdefault(key, (source, []))[1].append((start, start + source.nbytes, identity))
@@ -157,7 +165,7 @@ def _runs(sources: Mapping[int, tuple[Tensor, Tensor]]) -> list[_Run]:
             group.append(item)
             end = max(end, item[1])
         runs.append(_run(source, group, end))
-    return runs
+    return [*runs, *resting.values()]
 
 
 def _run(source: Tensor, ranges: list[tuple[int, int, int]], end: int) -> _Run:
@@ -179,16 +187,3 @@ def _rebuilt(tensor: Tensor, source: Tensor, place: Tensor | None, offset: int) 
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(shaped, requires_grad=tensor.requires_grad)
     return shaped if type(tensor) is Tensor else torch.nn.Buffer(shaped)
-
-
-def _host_memory(nbytes: int, locked: bool) -> Tensor:
-    """Bytes on the host; page-locked if asked for and possible.
-
-    Registered, because torch's own page-locked allocator rounds up to a power of two: up to twice a snapshot.
-    """
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    if locked and torch.cuda.is_available():
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0:
-            weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-    return memory

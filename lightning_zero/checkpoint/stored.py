@@ -10,8 +10,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.schema import TensorItem
+from lightning_zero.offload.memory import host_memory
+from lightning_zero.offload.resting import RestingTensor
 
 __all__ = ["Source", "StoredTensor"]
+
+PIECE_NBYTES = 1 << 24  # read from one file and written to another at a time
 
 
 class Source(Protocol):
@@ -87,23 +91,36 @@ class StoredTensor(Tensor):
         """Read a range of the flattened elements.
 
         Args:
-            destination: 1-D, on any device, of any dtype: the elements are cast to it. Written.
+            destination: 1-D, on any device or in a file, of any dtype: the elements are cast to it. Written.
             start: the flattened element that ``destination[0]`` gets.
 
         Raises:
             ValueError: if the range is not inside the tensor.
             CheckpointError: if the file was cut off or removed. Checksums are not looked at here.
+            OffloadError: if the destination is in a file, and cannot be written.
         """
         if destination.dim() != 1 or start < 0 or start + destination.numel() > self.numel():
             raise ValueError(
                 f"Elements {start} to {start + destination.numel()} of '{self._key}' with shape {tuple(self.shape)} "
                 f"cannot be read into a tensor of shape {tuple(destination.shape)}."
             )
-        if self.memory is None:
+        if self.memory is not None:
+            with untracked():
+                destination.copy_(self.memory.reshape(-1)[start : start + destination.numel()])
+        elif isinstance(destination, RestingTensor):
+            self._read_to_file(destination, start)
+        else:
             self._source.read_elements(self._key, self._item, destination, start)
-            return
+
+    def _read_to_file(self, destination: RestingTensor, start: int) -> None:
+        """A piece at a time: sources write to memory of any stride, which a file has not."""
+        step = max(1, PIECE_NBYTES // destination.dtype.itemsize)
         with untracked():
-            destination.copy_(self.memory.reshape(-1)[start : start + destination.numel()])
+            buffer = host_memory(min(step, destination.numel()) * destination.dtype.itemsize, locked=False)
+        for begin in range(0, destination.numel(), step):
+            piece = buffer.view(destination.dtype)[: min(step, destination.numel() - begin)]
+            self._source.read_elements(self._key, self._item, piece, start + begin)
+            destination.write(piece, begin)
 
     def read(self) -> Tensor:
         """The whole tensor, in host memory of its own.
@@ -159,6 +176,10 @@ class StoredTensor(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """Its memory as an array."""
         return self.load().numpy(force=force)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Its memory. Asked for a tensor's own, torch would hand out an address that leads nowhere."""
+        return self.load().__dlpack__(**options)
 
     def share_memory_(self) -> StoredTensor:
         """Move its memory to where other processes can reach it."""

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.offload.resting import RestingTensor
+
 __all__ = ["DTYPES", "Inexpressible", "Decoder", "Encoder", "check_stored", "dtype_name", "raw_memory", "type_name"]
 
 _TAG = "$"
@@ -81,7 +83,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def raw_memory(tensor: Tensor) -> memoryview:
     """The elements in order, in this machine's byte order; a copy only if they do not lie so in host memory."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    here = tensor.read() if isinstance(tensor, RestingTensor) else tensor.detach().cpu()
+    flat = here.resolve_conj().resolve_neg().contiguous().view(-1)
     flat = flat.as_strided(flat.shape, (1,))  # one element may come with any stride, and only 1 becomes bytes
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 

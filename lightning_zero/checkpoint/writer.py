@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_zero.checkpoint.crc32 import ChecksummedFile
-from lightning_zero.checkpoint.flat_shard import FlatShard
+from lightning_zero.checkpoint.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.items import Leaf
 from lightning_zero.checkpoint.schema import FileEntry
 from lightning_zero.errors import CheckpointError
+from lightning_zero.offload.resting import RestingTensor
 
 __all__ = ["LeafPlanner", "ShardWriter", "Written", "is_plain", "linear", "save_archive"]
 
@@ -81,7 +82,7 @@ class ShardWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, durably; none if there is nothing to write.
 
-        A tensor on another device is copied to the host alone, and the copy is freed when it is written.
+        A tensor on another device, or in a file, is copied to the host alone, and the copy is freed when it is written.
 
         Raises:
             OSError: if the file could not be written.
@@ -219,11 +220,13 @@ def _identity(tensor: Tensor) -> Any:
     """What two tensors share that are the same memory and would give the same archive."""
     if not tensor.numel() or not tensor.is_contiguous():
         return None
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.is_conj(), tensor.is_neg()
+    return memory_identity(tensor), tensor.is_conj(), tensor.is_neg()
 
 
 def _exact(tensor: Tensor) -> Tensor:
     """The tensor on the host, contiguous, with a storage of exactly its bytes: ``torch.save`` writes whole storages."""
+    if isinstance(tensor, RestingTensor):
+        return tensor.read()
     exact = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return exact if exact.untyped_storage().nbytes() == exact.nbytes else exact.clone()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import Control, FlatShard, StoredTensor, open_checkpoint
+from lightning_zero.checkpoint.flat_shard import memory_identity
 from lightning_zero.checkpoint.pieces import stored_identity
 from lightning_zero.errors import CheckpointError, ZeroError
 from lightning_zero.loading.names import some, under_own_names
@@ -161,7 +162,7 @@ def _missing(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
     Which are tied shows in the memory of this rank's slices, so one without an element here may be listed too much.
     """
-    memory = {name: value.local.data_ptr() for name, value in own.items() if isinstance(value, FlatShard)}
+    memory = {name: memory_identity(value.local) for name, value in own.items() if isinstance(value, FlatShard)}
     there = {memory[name] for name in stored if name in memory and own[name].local.numel()}
     return [name for name in own if name not in stored and memory.get(name) not in there]
 

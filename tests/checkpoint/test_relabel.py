@@ -6,8 +6,6 @@ import errno
 import os
 import pickle
 import shutil
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +24,8 @@ from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, parameters, verify
 from tests.helpers.world import run_world
 from tests.strategy.resumed import run
-from tests.strategy.runs import _differences, quiet, zero
+from tests.strategy.runs import _differences, quiet, silent, zero
 from tests.strategy.test_portable import Portable
-
-
-def silent(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without what FSDP and DCP warn of, which changes with every version of torch."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return function(*args, **kwargs)
-
-    return call
 
 
 @pytest.fixture(scope="module")

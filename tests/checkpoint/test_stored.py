@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from lightning_zero.checkpoint import StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.pieces import Pieces, stored_identity
@@ -57,6 +58,10 @@ def array(w: Tensor) -> None:
     w.numpy()[1] = 7
 
 
+def exchanged(w: Tensor) -> None:
+    from_dlpack(w)[1, 1] = 7
+
+
 def data(w: Tensor) -> None:
     w.data = torch.ones(4, 3)
 
@@ -69,6 +74,7 @@ WRITES: list[Callable[[Tensor], Any]] = [
     index,
     mask,
     array,
+    exchanged,
     data,
     part,
     lambda w: w.add_(1),
