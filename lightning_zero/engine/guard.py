@@ -32,6 +32,7 @@ from lightning_zero._torch import (
 )
 from lightning_zero.engine.slots import Slot
 from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.engine.version_check import check_version
 
 __all__ = ["SavedTensorGuard"]
 
@@ -121,12 +122,7 @@ class SavedTensorGuard:
         if isinstance(packed, _Handed):
             return packed.unpack(packed.packed)
         tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{tensor.dtype} tensor of shape {list(tensor.shape)} was saved at version {version} and is now at "
-                f"version {tensor._version}. Change a copy of it instead (y = y + x, not y += x)."
-            )
+        check_version(tensor, version, tensor.dtype, tensor.shape)
         result: Tensor = tensor
         return result
 

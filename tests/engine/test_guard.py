@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from lightning_zero._torch import top_saved_tensor_hooks
-from lightning_zero.comm import LocalCollectives, Streams
+from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import build_plan
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ class World:
         self.values = [linear.weight.detach().clone() for linear in self.module]
         plan = build_plan(self.module, stage=3, world_size=1, units=["Linear"], prefetch=0)
         self.wire = LocalCollectives()
-        built = UnitBuilder(self.module, plan, self.wire, CPU, Placeholders(), None).build()
+        built = UnitBuilder(self.module, plan, self.wire, ControlGroup(None), Homes(CPU), Placeholders(), None).build()
         self.units = [unit for unit in built if isinstance(unit, ShardedUnit) and unit.plan.module]
         assert [unit.home for unit in self.units] == [self.units[0].home] * 2, "the test wants one slot for both"
         self.restored: list[str] = []
@@ -42,7 +43,7 @@ class World:
 
     def gather(self, unit: ShardedUnit) -> None:
         if not unit.resident:
-            unit.launch(self.wire, Streams(CPU), None)
+            unit.launch(self.wire, Streams(CPU), None, None)
             unit.wait()
 
     def restore(self, unit: ShardedUnit) -> tuple[Tensor, bool]:

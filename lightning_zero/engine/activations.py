@@ -1,0 +1,84 @@
+"""What happens to the tensors that autograd keeps for the backward: computed again, or kept on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from lightning_zero._torch import storage_key
+from lightning_zero.config import ActivationPolicy
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.recompute import Recomputation
+from lightning_zero.engine.saved import SavedOnHost
+from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit
+from lightning_zero.plan.recomputed import find_recomputed
+
+__all__ = ["Activations"]
+
+
+class Activations:
+    """An ``ActivationPolicy`` at work on the module of an engine.
+
+    Losses, gradients and buffers have the same bits with any policy, but for forwards that depend on state out of sight
+    (``object_states``) or write past versions (``saved``).
+
+    Args:
+        engine: runs the module.
+        policy: what to do.
+        units: class names of the units (the strategy's setting), ``None``: found automatically.
+
+    Raises:
+        ValueError: if the policy names classes that the module does not have, or nothing is there to recompute.
+    """
+
+    def __init__(self, engine: ZeroEngine, policy: ActivationPolicy, units: Sequence[str] | None = None) -> None:
+        self._engine = engine
+        self._recomputation: Recomputation | None = None
+        self._saved: SavedOnHost | None = None
+        self._standing: frozenset[int] = frozenset()
+        if policy.checkpointing is not None:
+            names = find_recomputed(engine.module, policy.checkpointing, units)
+            modules = dict(engine.module.named_modules())
+            self._recomputation = Recomputation(engine, {name: modules[name] for name in names})
+        if policy.offload:
+            self._saved = SavedOnHost(engine.device, policy.min_kib * 1024, self._stays)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host memory held for saved tensors, in use or ready for use again."""
+        return 0 if self._saved is None else self._saved.buffers.nbytes
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Around a training step, outside of ``engine.step``: what the forwards inside save goes to the host."""
+        if self._saved is None:
+            yield
+            return
+        self._standing = self._find_standing()
+        with self._saved.saving():
+            yield
+
+    def abandon(self) -> None:
+        """Let go of device memory after an error in the middle of a step."""
+        if self._saved is not None:
+            self._saved.abandon()
+
+    def detach(self) -> None:
+        """Give modules their own forwards back, and free the host memory. Once is enough, twice does no harm."""
+        if self._recomputation is not None:
+            self._recomputation.detach()
+        if self._saved is not None:
+            self._saved.release()
+
+    def _find_standing(self) -> frozenset[int]:
+        """Memory that stays whatever autograd saves of it: weights where they are computed with, and buffers."""
+        tensors = [buffer for unit in self._engine.units if isinstance(unit, ReplicatedUnit) for buffer in unit.buffers]
+        tensors += [unit.home.buffer for unit in self._engine.units if isinstance(unit, ShardedUnit)]
+        module = self._engine.module
+        tensors += [tensor for tensor in (*module.parameters(), *module.buffers()) if type(tensor.data) is Tensor]
+        return frozenset(storage_key(tensor) for tensor in tensors)
+
+    def _stays(self, key: int) -> bool:
+        return key in self._standing

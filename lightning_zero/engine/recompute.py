@@ -1,0 +1,245 @@
+"""Modules whose forward is run again in backward, instead of keeping what it computed.
+
+[Note: only ``forward`` is wrapped]
+The wrapper stands in the instance's ``forward``, inside of everything that happens around a call: the engine's hooks
+and the user's run once. So the units whose weights the forward needs are made whole for the second one explicitly, and
+what is saved of their slots is seen by the guard, inside of torch's hooks, in both forwards alike. Names, parameters
+and ``state_dict`` are as they were; a copy of the module has an ordinary ``forward``.
+
+[Note: the same bits]
+Torch restores its own random state and autocast. In addition the second forward sees the inputs as they were (all
+tensors, in keyword arguments and nested ones too, saved as autograd saves: guarded against in-place changes, and
+offloaded if that is asked for), attributes, buffers and objects among the arguments as they were (``module_states``),
+Python's random state as it was, and it refuses to run with other weights. NumPy's random state, and all that neither
+the module nor its arguments lead to, is as it happens to be: a forward that depends on it does not belong in a policy.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero._torch import current_graph_task, disable_dynamo
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.module_states import ModuleStates, StateWatch
+from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.engine.version_check import VersionCheck
+
+__all__ = ["Recomputation"]
+
+
+class Recomputation:
+    """Runs some modules' forwards again in backward, whenever they are called with gradients enabled.
+
+    Args:
+        engine: of the root module.
+        modules: which modules, by name.
+    """
+
+    def __init__(self, engine: ZeroEngine, modules: dict[str, nn.Module]) -> None:
+        self._wrapped: list[_RecomputedForward] = []
+        check = VersionCheck()
+        try:
+            for name, module in modules.items():
+                self._wrapped.append(_RecomputedForward(engine, name, module, check))
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Give every module its own forward back."""
+        for wrapped in self._wrapped:
+            wrapped.remove()
+        self._wrapped.clear()
+
+
+class _RecomputedForward:
+    """Stands in a module's ``forward``, or in what ``module.compile()`` put in front of it.
+
+    Args:
+        engine: of the root module.
+        name: of the module, for people.
+        module: whose forward.
+        check: looks at in-place changes in the first forward.
+    """
+
+    def __init__(self, engine: ZeroEngine, name: str, module: nn.Module, check: VersionCheck) -> None:
+        # What is compiled must be run again compiled: it saves other tensors than the same code does uncompiled.
+        self._key = "forward" if vars(module).get("_compiled_call_impl") is None else "_compiled_call_impl"
+        self._before = vars(module).get(self._key)
+        self._module = module
+        self.engine = engine
+        self.name = name
+        self.check = check
+        self.forward: Callable[..., Any] = getattr(module, self._key)
+        self.units, self.gathers = _units_for(engine, module)
+        self.parameters = tuple(module.parameters())
+        self.states = StateWatch(name, module)
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # that may be repeated
+        self._again = disable_dynamo(self._checkpointed)
+        functools.update_wrapper(self, self.forward, updated=())
+        vars(module)[self._key] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not a matter of the step method: a checkpoint of the user around this module repeats the call in backward,
+        # and must find it as it was.
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return self._again(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.forward, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.forward,)
+
+    def remove(self) -> None:
+        """Put back what was there, unless somebody has put something else there since."""
+        if vars(self._module).get(self._key) is self:
+            del vars(self._module)[self._key]
+            if self._before is not None:
+                vars(self._module)[self._key] = self._before
+
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # All tensors as arguments of their own: torch looks no deeper to save them. Each once: what is one object now
+        # is one object later, because forwards ask (attention of a sequence to itself: ``query is key``).
+        leaves, spec = tree_flatten((args, kwargs))
+        unique = {id(leaf): leaf for leaf in leaves}
+        places = {key: place for place, key in enumerate(unique)}
+        self._forget()
+        states = self.states.take(tuple(unique.values()))
+        call = _Call(self, args, kwargs, [places[id(leaf)] for leaf in leaves], spec, states)
+        self._calls.add(call)
+        return checkpoint(call.run, *unique.values(), use_reentrant=False)
+
+    def versions(self) -> list[int]:
+        """What the weights count: a forward with other weights is never repeated."""
+        return [parameter._version for parameter in self.parameters]
+
+    def _forget(self) -> None:
+        """Let go of what earlier calls hold that will not be repeated: objects there may hold the graph of the call
+        before them, and so on, back to the first step."""
+        versions = self.versions()
+        for call in list(self._calls):
+            if call.is_over(versions):
+                self._calls.discard(call)
+                call.let_go()
+
+
+class _Call:
+    """One forward of a module, and its repetitions.
+
+    Args:
+        wrapped: the module's forward.
+        args: what it was called with; let go when it has run.
+        kwargs: likewise.
+        places: where each leaf of ``(args, kwargs)`` is among the different ones.
+        spec: how ``(args, kwargs)`` are made of leaves.
+        states: of the module and the arguments, before the forward.
+    """
+
+    def __init__(
+        self,
+        wrapped: _RecomputedForward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        places: Sequence[int],
+        spec: Any,
+        states: ModuleStates,
+    ) -> None:
+        self._wrapped = wrapped
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._places = places
+        self._spec = spec
+        self._versions: list[int] | None = None
+        self._random = random.getstate()
+        self._states = states
+
+    def run(self, *leaves: Any) -> Any:
+        """The forward: first as it was called, later with saved inputs.
+
+        Raises:
+            RuntimeError: if weights are not what they were, or state cannot be.
+        """
+        if self._given is None:
+            return self._repeat(leaves)
+        # The caller's own containers: the forward may write to them.
+        (args, kwargs), self._given = self._given, None
+        with self._wrapped.check.checking(), self._whole():
+            output = self._wrapped.forward(*args, **kwargs)
+        self._versions = self._wrapped.versions()
+        self._states.settle()
+        return output
+
+    def is_over(self, versions: list[int]) -> bool:
+        """Whether it will not be repeated, because weights have changed.
+
+        Args:
+            versions: what they count.
+        """
+        return self._versions is not None and self._versions != versions
+
+    def let_go(self) -> None:
+        """Hold no state any more."""
+        self._states.let_go()
+
+    def _repeat(self, leaves: Sequence[Any]) -> Any:
+        wrapped = self._wrapped
+        if self.is_over(wrapped.versions()):
+            raise RuntimeError(
+                f"The weights of '{wrapped.name}' were changed (by an optimizer step) between this forward and its "
+                "backward, so the gradients would be wrong. Run forward again after the step, or step later."
+            )
+        if wrapped.gathers and current_graph_task() != -1:
+            wrapped.engine.begin_backward()
+        args, kwargs = tree_unflatten([leaves[place] for place in self._places], self._spec)
+        state = random.getstate()
+        with self._states.shown(), self._whole():
+            random.setstate(self._random)
+            try:
+                return wrapped.forward(*args, **kwargs)
+            finally:
+                random.setstate(state)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """The weights that the forward reads are there, and the guard is inside of torch's hooks."""
+        engine = self._wrapped.engine
+        with ExitStack() as stack:
+            for unit in self._wrapped.units:
+                engine.before_unit_forward(unit)
+                stack.push(functools.partial(_leave, engine, unit))
+            yield
+
+
+def _leave(engine: ZeroEngine, unit: ShardedUnit, kind: Any, error: Any, trace: Any) -> None:
+    engine.after_unit_forward(unit, None, failed=error is not None)
+
+
+def _units_for(engine: ZeroEngine, module: nn.Module) -> tuple[tuple[ShardedUnit, ...], bool]:
+    """The units whose parameters a module's forward finds in place, all but those that its own submodules bring; and
+    whether it needs any unit, of either kind."""
+    modules = dict(engine.module.named_modules())
+    inside = set(module.modules()) - {module}
+    needed = set(module.parameters())
+    units = tuple(
+        unit
+        for unit in engine.units
+        if isinstance(unit, ShardedUnit)
+        and any(parameter in needed for flat in unit.flats for parameter in flat.parameters)
+    )
+    return tuple(unit for unit in units if modules[unit.plan.module] not in inside), bool(units)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward

@@ -1,0 +1,330 @@
+"""What autograd saves, kept in host memory until its backward.
+
+A pair of saved-tensor hooks around the training step. What is saved is copied to the host as bytes of its storage, so
+that everything that shows the same memory (the three parts of a fused projection, a tensor and its transpose, an input
+of several layers) is copied once and comes back with the same strides and alignment: kernels, and so bits, are the same
+as without.
+
+[Note: in-place changes]
+Saved-tensor hooks switch autograd's own check off. Here every saved tensor leaves a probe behind, a tensor without
+memory that shares its version counter. A change between forward and backward raises, exactly where plain torch raises,
+although the copy may be intact; so it does not matter either when an asynchronous copy has really read the memory.
+
+What versions do not count cannot be seen: a write through ``.data`` or by a kernel of one's own. Copies are shared by
+storage and version, so that what is saved again after such a write comes back as it was at the first save, while plain
+torch, which keeps the memory itself, would show both as they are now: each is wrong for one of the two. Change a copy.
+
+[Note: device memory of copies under way]
+The memory that a copy reads is held until the copy is done, not given back with ``record_stream``. At most a few copies
+hold memory this way: for an older one the computing stream waits, on the device, before its memory is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._torch import (
+    WeakStorage,
+    disable_dynamo,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    storage_key,
+    untracked,
+    version_probe,
+)
+from lightning_zero.comm import Streams
+from lightning_zero.comm.streams import Event
+from lightning_zero.engine.host_buffers import HostBuffer, HostBuffers
+from lightning_zero.engine.version_check import check_version
+
+__all__ = ["SavedOnHost"]
+
+_ALIGNMENT = 512  # bytes; a piece of a storage starts at a multiple, as fresh memory on every device does
+_WHOLE = 4  # a storage up to this many times as large as what is saved of it is copied whole
+_SPARSE = 8  # what shows less than 1 / this of the bytes it spans stays on the device
+_FLYING = 4  # copies to the host that may hold device memory
+_FLYING_NBYTES = 64 << 20  # ... and however many there are, if they hold no more than this
+_AHEAD = 2  # copies that are brought back ahead of their use
+_RECENT = 4  # copies already used whose device memory is kept for others that show it
+
+
+class SavedOnHost:
+    """Saved tensors of one device on the host.
+
+    Args:
+        device: whose tensors. On the CPU both sides are host memory, every copy is real, and none is asynchronous.
+        min_nbytes: tensors that span less memory stay.
+        stays: whether memory, by its storage key, is there during backward anyway (weights, buffers).
+        ahead: copies brought back ahead of their use; ``None``: 2 on CUDA, none elsewhere.
+    """
+
+    def __init__(
+        self, device: torch.device, min_nbytes: float, stays: Callable[[int], bool], ahead: int | None = None
+    ) -> None:
+        self.buffers = HostBuffers(device)
+        self.copied, self.restored = 0, 0  # copies made, in each direction
+        self._device = device
+        self._min_nbytes = min_nbytes
+        self._stays = stays
+        self._ahead = (_AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
+        # Of their own: what rests on the host is needed on the device without waiting for these copies, and back.
+        self._out, self._back = Streams(device), Streams(device)
+        self._copies: weakref.WeakValueDictionary[tuple[int, int, int], _Copy] = weakref.WeakValueDictionary()
+        self._order: list[weakref.ref[_Copy]] = []  # of one step, in the order of the forward
+        self._flying: deque[tuple[torch.UntypedStorage, int, Event]] = deque()
+        self._flying_nbytes = 0
+        self._recent: deque[weakref.ref[_Copy]] = deque()
+        # Permanent objects that Dynamo does not trace.
+        self._pack_hook = disable_dynamo(self._pack)
+        self._unpack_hook = disable_dynamo(self._unpack)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Keep on the host what autograd saves inside, on this thread."""
+        self._copies.clear()
+        self._order = []
+        push_saved_tensor_hooks(self._pack_hook, self._unpack_hook)
+        try:
+            yield
+        finally:
+            pop_saved_tensor_hooks()
+
+    def abandon(self) -> None:
+        """Let go of device memory after an error in the middle of a step. Graphs that are left stay usable."""
+        self._land(0, 0)
+        for reference in self._recent:
+            if (copy := reference()) is not None:
+                copy.let_go()
+        self._recent.clear()
+        self._copies.clear()
+        self._order = []
+
+    def release(self) -> None:
+        """Give the host memory back; that of graphs that are left goes with them."""
+        self.abandon()
+        self.buffers.release()
+
+    # ----------------------------------------------------------------- forward
+
+    def _pack(self, tensor: Tensor) -> Any:
+        span = self._span(tensor)
+        if span is None:
+            return _Kept(tensor, tensor._version)
+        start, nbytes = span
+        version = tensor._version
+        key = (storage_key(tensor), start, nbytes)
+        copy = self._copies.get(key)
+        # The storage is not another one of the same key: a copy's weak reference keeps the key from being used again.
+        if copy is None or copy.version != version:
+            with untracked():
+                copy = self._copy(tensor.untyped_storage(), WeakStorage(tensor), start, nbytes, version)
+            self._copies[key] = copy
+        return _Packed(
+            copy,
+            version_probe(tensor),
+            version,
+            tensor.dtype,
+            int(tensor.storage_offset()),
+            tensor.shape,
+            tensor.stride(),
+        )
+
+    def _span(self, tensor: Tensor) -> tuple[int, int] | None:
+        """First byte and number of bytes of its storage to copy, or ``None`` if the tensor is to stay as it is."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+            return None  # parameters are a type of their own
+        if isinstance(tensor._base, nn.Parameter) or tensor.is_quantized or not tensor.numel():
+            return None
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or self._stays(storage_key(tensor)):
+            return None
+        size = tensor.dtype.itemsize
+        steps = ((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first = int(tensor.storage_offset()) * size
+        end = first + (1 + sum(steps)) * size
+        if end - first < self._min_nbytes or end - first > _SPARSE * tensor.numel() * size:
+            return None
+        total = tensor.untyped_storage().nbytes()
+        if total <= _WHOLE * (end - first):
+            return 0, total
+        start = first // _ALIGNMENT * _ALIGNMENT
+        return start, end - start
+
+    def _copy(self, storage: torch.UntypedStorage, weak: WeakStorage, start: int, nbytes: int, version: int) -> _Copy:
+        buffer = self.buffers.take(nbytes)
+        source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, start, (nbytes,), (1,))
+        with self._out.transferring():
+            self._out.wait(buffer.busy)
+            buffer.memory[:nbytes].copy_(source, non_blocking=True)
+            buffer.busy = self._out.mark()
+        self.copied += 1
+        if buffer.busy is not None:
+            self._flying.append((storage, nbytes, buffer.busy))
+            self._flying_nbytes += nbytes
+            self._land(_FLYING, _FLYING_NBYTES)
+        copy = _Copy(self, weak, buffer, start, nbytes, version, self._order)
+        self._order.append(weakref.ref(copy))
+        return copy
+
+    def _land(self, most: int, most_nbytes: int) -> None:
+        """Give up the device memory of copies that are done, and of all but the latest; the device waits, not we."""
+        while self._flying:
+            _, nbytes, event = self._flying[0]
+            if not event.query():
+                if len(self._flying) <= most or self._flying_nbytes <= most_nbytes:
+                    return
+                self._out.wait(event)
+            self._flying.popleft()
+            self._flying_nbytes -= nbytes
+
+    # ---------------------------------------------------------------- backward
+
+    def _unpack(self, packed: Any) -> Tensor:
+        packed.check()
+        if isinstance(packed, _Kept):
+            return packed.tensor
+        copy = packed.copy
+        self._land(_FLYING, _FLYING_NBYTES)
+        with untracked():
+            storage = copy.source.lock()
+            start = 0
+            if storage is None or storage.nbytes() < copy.start + copy.nbytes:
+                storage, start = self._restore(copy), copy.start
+                copy.wait()
+                self._look_ahead(copy)
+            offset = packed.offset - start // packed.dtype.itemsize
+            tensor = torch.empty(0, dtype=packed.dtype, device=self._device)
+            return tensor.set_(storage, offset, packed.shape, packed.stride)
+
+    def _restore(self, copy: _Copy) -> torch.UntypedStorage:
+        storage = copy.on_device()
+        if storage is not None:
+            return storage
+        target = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device)
+        with self._back.transferring():
+            self._back.wait(copy.buffer.busy)
+            target.copy_(copy.buffer.memory[: copy.nbytes], non_blocking=True)
+            copy.buffer.busy = self._back.mark()
+        self.restored += 1
+        copy.keep(target, copy.buffer.busy)
+        self._recent.append(weakref.ref(copy))
+        while len(self._recent) > _RECENT + self._ahead:
+            if (oldest := self._recent.popleft()()) is not None:
+                oldest.let_go()
+        return target.untyped_storage()
+
+    def _look_ahead(self, copy: _Copy) -> None:
+        """Bring back what was saved just before: backward needs it next."""
+        found = 0
+        for index in range(copy.index - 1, -1, -1):
+            if found == self._ahead:
+                return
+            before = copy.order[index]()
+            if before is not None and before.source.lock() is None:
+                self._restore(before)
+                found += 1
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A saved tensor that stays where it is."""
+
+    tensor: Tensor
+    version: int
+
+    def check(self) -> None:
+        check_version(self.tensor, self.version, self.tensor.dtype, self.tensor.shape)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A saved tensor on the host: the bytes, and how the tensor shows its storage.
+
+    Args:
+        copy: of the storage, or of a piece of it.
+        probe: counts the changes of the tensor.
+        version: what it counted when the tensor was saved.
+        dtype: of the tensor, like all that follows.
+        offset: in its storage, in elements.
+        shape: in elements.
+        stride: in elements.
+    """
+
+    copy: _Copy
+    probe: Tensor
+    version: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def check(self) -> None:
+        check_version(self.probe, self.version, self.dtype, self.shape)
+
+
+class _Copy:
+    """A stretch of a storage's bytes on the host, and on the device again while it is needed there.
+
+    Lives as long as a graph needs it. Then its buffer goes back.
+
+    Args:
+        owner: where the buffer goes back to.
+        source: the storage.
+        buffer: holds the bytes, as soon as its event is over.
+        start: first byte of the storage.
+        nbytes: how many.
+        version: of the tensor that was copied.
+        order: all copies of the step; this one is appended to it next.
+    """
+
+    def __init__(
+        self,
+        owner: SavedOnHost,
+        source: WeakStorage,
+        buffer: HostBuffer,
+        start: int,
+        nbytes: int,
+        version: int,
+        order: list[weakref.ref[_Copy]],
+    ) -> None:
+        self.source, self.buffer, self.start, self.nbytes, self.version = source, buffer, start, nbytes, version
+        self.order, self.index = order, len(order)
+        self._buffers = owner.buffers
+        self._streams = owner._back
+        self._kept: Tensor | None = None
+        self._again: WeakStorage | None = None
+        self._filled: Event = None
+
+    def __del__(self) -> None:
+        self.let_go()
+        self._buffers.give(self.buffer)
+
+    def on_device(self) -> torch.UntypedStorage | None:
+        """The device memory it was brought back to, if that is still there."""
+        return None if self._again is None else self._again.lock()
+
+    def keep(self, target: Tensor, filled: Event) -> None:
+        """Hold on to device memory that it is brought back to.
+
+        Args:
+            target: 1-D, the bytes.
+            filled: event behind the copy.
+        """
+        self._kept, self._again, self._filled = target, WeakStorage(target), filled
+
+    def wait(self) -> None:
+        """Order everything from now on behind the copy to the device."""
+        self._streams.wait(self._filled)
+
+    def let_go(self) -> None:
+        """Hold on to it no more; the copy that still writes there is waited for, on the device."""
+        if self._kept is not None:
+            self.wait()
+            self._kept = None
