@@ -1,15 +1,17 @@
-"""ZeRO for PyTorch Lightning: ``Trainer(strategy="zero1" | "zero2" | "zero3")``.
+"""ZeRO for PyTorch Lightning: ``Trainer(strategy="zero1" | "zero2" | "zero3")``, or ``"zero3_offload"``.
 
 Importing this package registers the strategy names.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.cli import ZeroCLI
-from lightning_zero.config import CheckpointPolicy
+from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload
 from lightning_zero.debug import full_gradient, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.loading import load_from_checkpoint, load_full_state_dict
 from lightning_zero.plan import ZeroPlan, build_plan
@@ -17,7 +19,10 @@ from lightning_zero.precision import ZeroPrecision
 from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
+    "ActivationPolicy",
     "CheckpointPolicy",
+    "HostOffload",
+    "NvmeOffload",
     "ZeroCLI",
     "ZeroPlan",
     "ZeroPrecision",
@@ -37,14 +42,25 @@ __version__ = "0.1.0"
 
 
 def register_strategies() -> None:
-    """Make ``zero1``, ``zero2`` and ``zero3`` known to the Trainer.
+    """Make ``zero1``, ``zero2`` and ``zero3`` known to the Trainer, and the same with ``_offload`` behind.
 
-    A name that somebody registered before stays theirs.
+    Those keep the optimizer in host memory, ``zero3_offload`` the parameters too. A name that somebody registered
+    before stays theirs.
     """
-    for stage, what in ((1, "optimizer state"), (2, "optimizer state and gradients"), (3, "parameters as well")):
-        name = f"zero{stage}"
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(name, ZeroStrategy, description=f"ZeRO stage {stage}: shards {what}", stage=stage)
+    on_host, parameters_too = HostOffload(), HostOffload(parameters=True)
+    for stage, what, offload in (
+        (1, "optimizer state", on_host),
+        (2, "optimizer state and gradients", on_host),
+        (3, "parameters as well", parameters_too),
+    ):
+        description = f"ZeRO stage {stage}: shards {what}"
+        _register(f"zero{stage}", description, stage=stage)
+        _register(f"zero{stage}_offload", f"{description}; keeps it in host memory", stage=stage, offload=offload)
+
+
+def _register(name: str, description: str, **settings: Any) -> None:
+    if name not in StrategyRegistry:
+        StrategyRegistry.register(name, ZeroStrategy, description=description, **settings)
 
 
 register_strategies()

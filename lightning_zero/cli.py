@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jsonargparse import Namespace
@@ -16,7 +16,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero import tools
-from lightning_zero.config import Placement, Stage
+from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
 from lightning_zero.plan import ZeroPlan, build_plan
 from lightning_zero.precision import PrecisionName, ZeroPrecision
 
@@ -73,6 +73,12 @@ class PlanCLI(ZeroCLI):
             help="Size of a gradient bucket in MiB (stages 1 and 2).",
         )
         add("--prefetch", type=NonNegativeInt | None, default=None, help="Units gathered ahead (stage 3).")
+        add(
+            "--offload",
+            type=Literal["host", "nvme", "none"] | None,
+            default=None,
+            help="Where optimizer state rests, in stage 3 parameters too. From trainer.strategy if not given.",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse ``args``, the command line without the word ``plan``.
@@ -127,6 +133,7 @@ def plan_settings(config: Namespace) -> dict[str, Any]:
     if "stage" not in settings:
         raise ValueError(f"--stage is needed: trainer.strategy is {_shown(config.trainer.strategy)}.")
     settings["placement"] = Placement.from_stage(settings.pop("stage"))
+    settings["offload"] = _offload(config["offload"], settings.get("offload"), settings["placement"])
     settings["world_size"] = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
     return settings
 
@@ -139,7 +146,32 @@ def _strategy_arguments(strategy: Any) -> dict[str, Any]:
         given = vars(strategy.init_args)
     else:
         return {}
-    return {name: given[name] for name in ("stage", "units", "bucket_mib", "prefetch") if name in given}
+    return {name: given[name] for name in ("stage", "units", "bucket_mib", "prefetch", "offload") if name in given}
+
+
+def _offload(asked: str | None, configured: Any, placement: Placement) -> Offload | None:
+    """What ``--offload`` asks for, with the configured settings where they are of that kind.
+
+    Args:
+        asked: the option; ``None`` if it was not given.
+        configured: the strategy's ``offload``: a policy, or what it would be made of.
+        placement: what is sharded.
+
+    Raises:
+        ValueError: if the configured settings are not usable.
+    """
+    policy: Offload | None = configured
+    if isinstance(configured, Namespace):
+        settings = vars(configured.init_args if "class_path" in configured else configured)
+        policy = (NvmeOffload if "path" in settings else HostOffload)(**settings)
+    tier = {"host": Tier.HOST, "nvme": Tier.DISK}.get(asked or "")
+    if asked is None or (policy is not None and policy.tier is tier):
+        return policy
+    if tier is Tier.HOST:
+        return HostOffload(parameters=placement.shards_parameters)
+    if tier is Tier.DISK:
+        return NvmeOffload(path=os.curdir, parameters=placement.shards_parameters)  # a plan does not look there
+    return None
 
 
 def _world_size(devices: Any, num_nodes: int) -> int:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.engine import ZeroEngine, engine_of
+from lightning_zero.engine.flat import FlatParameters
 from lightning_zero.engine.full import gather_layout, gathered
-from lightning_zero.engine.unit import FlatParameters
+from lightning_zero.errors import OffloadError
 from lightning_zero.optim.clip import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
@@ -157,8 +158,14 @@ def _assemble(engine: ZeroEngine, flat: FlatParameters, position: int, piece: Te
     with untracked():
         dtype = piece.dtype if piece is not None else layout.dtype
         shard = torch.zeros(layout.shard_numel, dtype=dtype, device=engine.device)
+        failure: OffloadError | None = None
         if piece is not None and place.numel:
-            shard.narrow(0, place.shard_start, place.numel).copy_(piece.reshape(-1))
+            try:
+                shard.narrow(0, place.shard_start, place.numel).copy_(piece.reshape(-1))
+            except OffloadError as error:
+                failure = error
+        if engine.plan.offload is not None:
+            engine.control.raise_together(failure, f"read its part of the {what}")
         with engine.paused():
             full = gather_layout(engine, flat, shard, what)
         spec = layout.parameters[position]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -37,21 +36,28 @@ from lightning_zero.checkpoints import Checkpoints
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, NativeCollectives, Streams
 from lightning_zero.comm.groups import destroy_default_group_at_exit
 from lightning_zero.config import (
+    ActivationPolicy,
     CheckpointPolicy,
+    HostOffload,
+    NvmeOffload,
     Placement,
+    validate_activations,
     validate_bucket_mib,
     validate_checkpoint,
+    validate_offload,
     validate_prefetch,
     validate_units,
 )
 from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import InitRecorder, ZeroEngine, engine_of
+from lightning_zero.engine.activations import Activations
 from lightning_zero.engine.full import give_back
-from lightning_zero.errors import ParameterAccessError
+from lightning_zero.offloading import make_homes, offloaded_steps
 from lightning_zero.optim.allocation import ConstantState
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import ZeroPlan, build_plan
 from lightning_zero.precision import ZeroPrecision
+from lightning_zero.refusals import refuse_callbacks
 from lightning_zero.state import ModuleState, OptimizerState
 
 __all__ = ["ZeroStrategy"]
@@ -69,6 +75,8 @@ class ZeroStrategy(ParallelStrategy):
         bucket_mib: gradients reduced together in stages 1 and 2, in MiB. A single larger parameter is a bucket of its
             own.
         prefetch: units gathered ahead of the one that computes (stage 3); 0 switches it off.
+        offload: what rests in host memory, or in files, between uses; ``None``: everything stays on the device.
+        activations: what is computed again in backward, or kept on the host until then; ``None``: autograd keeps all.
         checkpoint: what is saved and how, and where the first weights come from.
         accelerator: as for every Lightning strategy.
         parallel_devices: as for every Lightning strategy.
@@ -80,7 +88,7 @@ class ZeroStrategy(ParallelStrategy):
     Raises:
         ValueError: if a setting is not usable.
 
-    Source: ZeRO (arXiv:1910.02054).
+    Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857).
     """
 
     is_distributed = True  # without it the Trainer switches the distributed sampler and sync_dist off, silently
@@ -92,6 +100,8 @@ class ZeroStrategy(ParallelStrategy):
         units: Sequence[str] | None = None,
         bucket_mib: float = 25.0,
         prefetch: int = 1,
+        offload: HostOffload | NvmeOffload | None = None,
+        activations: ActivationPolicy | None = None,
         checkpoint: CheckpointPolicy = _DEFAULT_POLICY,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -104,6 +114,8 @@ class ZeroStrategy(ParallelStrategy):
         self._units = validate_units(units)
         self._bucket_mib = validate_bucket_mib(bucket_mib)
         self._prefetch = validate_prefetch(prefetch)
+        self.offload = validate_offload(offload, self.placement)
+        self._activation_policy = validate_activations(activations)
         self._policy = validate_checkpoint(checkpoint)
         super().__init__(
             accelerator=accelerator,
@@ -117,6 +129,7 @@ class ZeroStrategy(ParallelStrategy):
         self._checkpoints: Checkpoints | None = None
         self._engine: ZeroEngine | None = None
         self._recorder = InitRecorder()
+        self._activations: Activations | None = None
         self._adapters: dict[int, ShardedOptimizer] = {}
         self._held: list[tuple[LRSchedulerConfig, int]] = []
 
@@ -249,7 +262,8 @@ class ZeroStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._refuse_callbacks(trainer)
+            partial = self.placement.shards_parameters or self.precision_plugin.param_dtype is not None
+            refuse_callbacks(trainer.callbacks, partial)  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.lightning_module)
         self._setup_engine(self.lightning_module)
@@ -260,50 +274,39 @@ class ZeroStrategy(ParallelStrategy):
         )
         if fitting:
             self.engine.prepare_training()
+            if self._activation_policy is not None:
+                self._activations = Activations(self.engine, self._activation_policy, self._units)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if fitting:
+        if fitting and (self.offload is None or not self.offload.optimizer):
             _optimizers_to_device(self.optimizers, self.root_device)
-
-    def _refuse_callbacks(self, trainer: Trainer) -> None:
-        """Name Lightning's own callbacks that handle parameters in a way sharding cannot serve, before they do.
-
-        Raises:
-            ParameterAccessError: naming the callback.
-        """
-        partial = self.placement.shards_parameters or self.precision_plugin.param_dtype is not None
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            name = type(callback).__name__
-            if isinstance(callback, BaseFinetuning):
-                raise ParameterAccessError(
-                    f"{name} unfreezes parameters and adds them to the optimizer during training, but gradient memory "
-                    "is laid out at set-up. Leave them trainable from the start in a param group whose rate is "
-                    "0 until they are to move, or start a new fit after unfreezing."
-                )
-            if partial and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-                raise ParameterAccessError(
-                    f"{name} copies and overwrites parameters between steps, where parameters that are sharded or "
-                    "computed in 16 bit do not hold their values. Use stage 1 or 2 in full precision, or average in a "
-                    "callback of your own inside `with lightning_zero.full_parameters(module):`, on every rank."
-                )
 
     def _setup_engine(self, module: LightningModule) -> None:
         groups = Groups.create(self._backend, self._timeout)
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self._policy, groups)
-        existing = engine_of(module)
+        existing, torn = engine_of(module), False
         if existing is not None:
             fits = existing.device == self.root_device and not self.precision_plugin.would_cast(module)
+            fits = fits and self.offload == existing.plan.offload
             if fits and self._plan(module).fingerprint() == existing.plan.fingerprint():
                 self._engine = existing  # sharded by an earlier fit, or by another Trainer, just as it is wanted now
+                existing.homes.wake()
                 return
+            torn = existing.updating
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
         self.precision_plugin.convert_module(module)
         plan = self._plan(module)
-        self._engine = ZeroEngine(
-            module, plan, self._collectives(groups), groups.control, self.root_device, self._recorder.record
-        )
+        streams = Streams(self.root_device)
+        homes = make_homes(self.offload, plan, groups.control, self.root_device, streams, self.local_rank)
+        try:
+            collectives = self._collectives(groups, streams)
+            self._engine = ZeroEngine(module, plan, collectives, groups.control, homes, self._recorder.record)
+        except BaseException:
+            homes.close()
+            raise
         self._recorder = InitRecorder()
+        self._engine.updating = torn
         if existing is None:  # what was sharded before has been trained, and goes on from there
             self.checkpoints.load_initial_weights(ModuleState(self._engine, module))
 
@@ -315,15 +318,16 @@ class ZeroStrategy(ParallelStrategy):
             units=self._units,
             bucket_mib=self._bucket_mib,
             prefetch=self._prefetch,
+            offload=self.offload,
             param_dtype=self.precision_plugin.param_dtype,
             reduce_dtype=self.precision_plugin.reduce_dtype,
         )
 
-    def _collectives(self, groups: Groups) -> Collectives:
+    def _collectives(self, groups: Groups, streams: Streams) -> Collectives:
         if groups.control.world_size == 1:
-            return LocalCollectives()
+            return LocalCollectives(streams)
         kind = GlooCollectives if self.root_device.type == "cpu" else NativeCollectives
-        return kind(groups, Streams(self.root_device))
+        return kind(groups, streams)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -345,8 +349,9 @@ class ZeroStrategy(ParallelStrategy):
         engine = self.engine
         with ConstantState():
             super().setup_optimizers(trainer)
+        steps = offloaded_steps(engine, self.num_processes)
         owned = {
-            parameter: OwnedParameter(shard, unit.index, flat.layout, position)
+            parameter: OwnedParameter(shard, unit.index, flat, position)
             for unit in engine.units
             for flat in unit.flats
             for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
@@ -361,6 +366,7 @@ class ZeroStrategy(ParallelStrategy):
                 engine.before_optimizer_step,
                 engine.after_optimizer_step,
                 writable=not self.placement.shards_parameters and self.precision_plugin.param_dtype is None,
+                offload=steps,
             )
         engine.listeners = [adapter.masters_changed for adapter in self._adapters.values()]
         note_optimizers(engine, list(self._adapters.values()))
@@ -386,7 +392,8 @@ class ZeroStrategy(ParallelStrategy):
         """The user's ``training_step``, with units gathered as they are called."""
         for adapter in self._adapters.values():
             adapter.adopt_new_groups()
-        return self._run("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        with self.precision_plugin.train_step_context(), self._saving():
+            return self._run("training_step", nullcontext(), args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step``, likewise."""
@@ -399,6 +406,9 @@ class ZeroStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``predict_step``, likewise."""
         return self._run("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._activations is None else self._activations.training()
 
     def _run(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with context, self.engine.step(name):
@@ -454,6 +464,8 @@ class ZeroStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave no pinned slot and no half-reduced gradient behind."""
+        if self._activations is not None:
+            self._activations.abandon()
         if self._engine is not None:
             self._engine.abandon()
         for adapter in self._adapters.values():
@@ -469,6 +481,11 @@ class ZeroStrategy(ParallelStrategy):
             self.accelerator.teardown()
         if self._checkpoints is not None:
             self._checkpoints.finish()
+        if self._activations is not None:
+            self._activations.detach()
+            self._activations = None
+        if self._engine is not None:
+            self._engine.homes.rest()
 
     # -------------------------------------------------------------- collectives
 

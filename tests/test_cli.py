@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_zero import ZeroCLI, ZeroStrategy
 from lightning_zero.cli import PlanCLI, main
-from lightning_zero.config import Placement
+from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
 from tests.helpers.script import ROOT, run_script
 
 MODEL = "--model=examples.language_model.ByteGPT"
@@ -48,6 +48,7 @@ def test_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ([f"--config={ROOT / 'configs' / 'zero1.yaml'}"], 1, 2),
         ([f"--config={ROOT / 'configs' / 'zero2.yaml'}"], 2, 2),
         ([f"--config={ROOT / 'configs' / 'zero3.yaml'}"], 3, 2),
+        ([f"--config={ROOT / 'configs' / 'zero2_offload.yaml'}"], 2, 2),
     ],
 )
 def test_plan_takes_its_settings_from_the_trainer(arguments: list[str], stage: int, world_size: int) -> None:
@@ -68,6 +69,57 @@ def test_plan_takes_the_arguments_of_the_strategy() -> None:
     assert len(large.units) == 1
     assert len(small.units) > 10
     assert small.fingerprint() == override.fingerprint()
+
+
+def by_class(*arguments: str) -> list[str]:
+    """The strategy by its class, with ``offload`` settings."""
+    options = [f"--trainer.strategy.offload.{argument}" for argument in arguments]
+    return ["--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.stage=3", *options]
+
+
+HERE = NvmeOffload(path=".", parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "offload"),
+    [
+        ([], None),
+        (["--offload=host", "--stage=2"], HostOffload()),
+        (["--offload=host"], HostOffload(parameters=True)),
+        (["--offload=nvme"], HERE),
+        (["--offload=nvme", "--stage=1"], NvmeOffload(path=".")),
+        (["--trainer.strategy=zero1_offload"], HostOffload()),
+        (["--trainer.strategy=zero2_offload"], HostOffload()),
+        (["--trainer.strategy=zero3_offload"], HostOffload(parameters=True)),
+        (["--trainer.strategy=zero3_offload", "--offload=none"], None),
+        (["--trainer.strategy=zero3_offload", "--offload=nvme"], HERE),
+        (by_class(), None),
+        (by_class("parameters=true"), HostOffload(parameters=True)),
+        (by_class("path=/data", "buffer_mib=32"), NvmeOffload(path="/data", buffer_mib=32.0)),
+        # Of the kind that is configured already: its settings count.
+        ([*by_class("path=/data", "buffer_mib=32"), "--offload=nvme"], NvmeOffload(path="/data", buffer_mib=32.0)),
+        ([*by_class("path=/data", "buffer_mib=32"), "--offload=host"], HostOffload(parameters=True)),
+    ],
+)
+def test_plan_takes_what_is_offloaded(arguments: list[str], offload: Offload | None) -> None:
+    assert plan_cli(*SMALL, "--world_size=2", *arguments).plan().offload == offload
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [
+        ("zero1_offload", HostOffload()),
+        ("zero2_offload", HostOffload(threads=1, pin_mib=4096)),
+        ("zero3_offload", HostOffload(parameters=True)),
+        ("zero3_nvme", NvmeOffload(path="/var/tmp", parameters=True, buffer_mib=16.0)),
+    ],
+)
+def test_plan_of_a_configuration_with_offload(name: str, offload: Offload) -> None:
+    config = ROOT / "configs" / f"{name}.yaml"
+    plan = plan_cli(MODEL, "--data=examples.language_model.SourceText", f"--config={config}").plan()
+
+    assert plan.offload == offload
+    assert f"Offloaded to the {offload.tier.value}: optimizer" in plan.describe()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +157,10 @@ def test_plan_of_a_model_larger_than_any_memory() -> None:
         (["--trainer.devices=-1"], r"--world_size is needed: trainer\.devices is -1"),
         (["--trainer.strategy=ddp", "--world_size=2"], r"--stage is needed: trainer\.strategy is 'ddp'"),
         (["--world_size=2", "--units=[Missing]"], "Missing"),
+        (
+            ["--world_size=2", "--trainer.strategy=zero3_offload", "--stage=2"],
+            r"HostOffload\.parameters is for stage 3 only",
+        ),
         (["--world_size=2", "--trainer.precision=transformer-engine"], "got precision='transformer-engine'"),
     ],
 )
@@ -121,6 +177,7 @@ def test_what_is_wrong_with_a_plan_is_said_in_one_line(arguments: list[str], mes
         (["--world_size=2", "--stage=4"], "stage"),
         (["--world_size=0"], "world_size"),
         (["--world_size=2", "--nonsense=1"], "nonsense"),
+        (["--world_size=2", "--offload=cloud"], "offload"),
     ],
 )
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -167,6 +224,64 @@ def test_default_strategy(defaults: dict[str, str], arguments: list[str], expect
     )
 
     assert type(cli.trainer.strategy) is expected
+
+
+OFFLOADING = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  logger: false
+  strategy:
+    class_path: lightning_zero.ZeroStrategy
+    init_args:
+      stage: 3
+      offload:
+        class_path: lightning_zero.{kind}
+        init_args:
+          {settings}
+"""
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("HostOffload", "parameters: true", HostOffload(parameters=True)),
+        ("HostOffload", "pin_mib: 64", HostOffload(pin_mib=64.0)),
+        ("NvmeOffload", "path: /var/tmp", NvmeOffload(path="/var/tmp")),
+    ],
+)
+def test_offload_by_class(tmp_path: Path, kind: str, settings: str, expected: Offload) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(OFFLOADING.format(kind=kind, settings=settings))
+    cli = ZeroCLI(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
+
+    assert cli.trainer.strategy.offload == expected
+    # What LightningCLI saves beside the checkpoints gives the same again.
+    file.write_text(cli.parser.dump(cli.config))
+    again = ZeroCLI(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
+    assert again.trainer.strategy.offload == expected
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("HostOffload", "paramters: true", "Option 'paramters' is not accepted"),
+        ("HostOffload", "pin_mib: much", 'Parser key "pin_mib"'),
+        ("HostOffload", "path: /var/tmp", "Option 'path' is not accepted"),
+        ("NvmeOffload", "parameters: true", "the following arguments are required: path"),
+    ],
+)
+def test_a_wrong_setting_of_offload_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, settings: str, message: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(OFFLOADING.format(kind=kind, settings=settings))
+    with pytest.raises(SystemExit):
+        ZeroCLI(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
+
+    assert message in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------- commands

@@ -22,6 +22,10 @@ from tests.helpers.script import ROOT, run_script
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BORING = "lightning.pytorch.demos.boring_classes.BoringModel"
 SHORT = ["--trainer.fast_dev_run=true", "--report.length=5"]
+SMALL = {
+    "checkpoint": ["--width=16", "--layers=1", "--repeat=1", "--ways", "zero3"],
+    "offload": ["--width=64", "--layers=1", "--repeat=1", "--parts", "files", "host", "device"],
+}
 
 
 class Block(NamedTuple):
@@ -88,7 +92,7 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         return  # goes on from the checkpoint of the first command: tests/examples/test_fine_tune.py runs it on one
     if program == "python":
         script, *options = (str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments)
-        short = SHORT if "examples" in script else ["--width=16", "--layers=1", "--repeat=1", "--ways", "zero3"]
+        short = SHORT if "examples" in script else SMALL[Path(script).stem]
         run_script([script, *options, *short], cwd=tmp_path, timeout=180)
     elif program == "lightning-zero":
         save_checkpoint(tmp_path / "runs" / "last.ckpt")

@@ -248,27 +248,36 @@ class Collectives(ABC):
 
 
 class LocalCollectives(Collectives):
-    """One rank: nothing travels."""
+    """One rank: nothing travels. What comes after a collective is ordered behind what came before it all the same.
 
-    def __init__(self) -> None:
+    Args:
+        streams: of the device; ``None`` on the CPU.
+    """
+
+    def __init__(self, streams: Streams | None = None) -> None:
         super().__init__(rank=0, world_size=1)
+        self._streams = streams
 
     def _all_gather(self, buffer: Tensor, what: str, after: Event) -> Pending:
-        return Pending(what, 0)
+        return self._done(what)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
         if shard.data_ptr() != bucket.data_ptr():
             shard.copy_(bucket)
-        return Pending(what, 0)
+        return self._done(what)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
     ) -> Pending:
         output.copy_(input)
-        return Pending(what, 0)
+        return self._done(what)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        return Pending(what, 0)
+        return self._done(what)
+
+    def _done(self, what: str) -> Pending:
+        event = None if self._streams is None else self._streams.mark()
+        return Pending(what, 0, event=event, streams=self._streams)
 
 
 class NativeCollectives(Collectives):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.attendance import attend
-from lightning_zero.errors import CommunicationError, DivergenceError
+from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
 
 if TYPE_CHECKING:
     from lightning_zero.comm.collectives import Pending
@@ -136,6 +136,29 @@ class ControlGroup:
         with naming_failures("the agreement with the other ranks", self.rank):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def raise_together(self, failure: BaseException | None, what: str, advice: str = "") -> None:
+        """Raise on every rank if something went wrong on one.
+
+        Args:
+            failure: what went wrong here, if something did.
+            what: what was tried, in words that follow "could not".
+            advice: what to do now.
+
+        Raises:
+            OffloadError: naming the first rank and its reason.
+
+        Collective: every rank.
+        """
+        if not self.agree_any(failure is not None):
+            return
+        reason = None
+        if failure is not None:
+            reason = str(failure) if isinstance(failure, OffloadError) else f"{type(failure).__name__}: {failure}"
+        reasons = self.gather_objects(reason)
+        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+        message = f"Rank {rank} could not {what}: {reasons[rank]}"
+        raise OffloadError(f"{message}\n{advice}" if advice else message) from failure
 
     def barrier(self) -> None:
         """Wait until every rank is here. Collective: every rank."""

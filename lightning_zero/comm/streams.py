@@ -1,7 +1,8 @@
 """Side streams for the wire on CUDA, and nothing at all on the CPU, behind one interface.
 
 A tensor that crosses streams travels with an event. No ``record_stream``: every buffer the engine hands to a side
-stream lives as long as the engine, so it is never given back to the allocator while in use.
+stream lives as long as the engine, or until the host has waited for that stream, so it is never given back to the
+allocator while in use.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Event = Any  # torch.cuda.Event, or None where work is ordered by the host
 
 
 class Streams:
-    """The gather and the reduce stream of one device.
+    """The gather, the reduce and the transfer stream of one device.
 
     Args:
         device: where the engine computes. Anything but CUDA gets null streams: work is then ordered by the host alone.
@@ -28,6 +29,7 @@ class Streams:
         self.device = device
         self._gather = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._reduce = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._transfer = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def gathering(self, after: Event = None) -> Iterator[None]:
@@ -41,13 +43,23 @@ class Streams:
         with self._on(self._reduce, None):
             yield
 
+    @contextmanager
+    def transferring(self, after: Event = None) -> Iterator[None]:
+        """Issue the copies inside on the stream between host and device, after ``after`` (default: all work so far)."""
+        with self._on(self._transfer, after):
+            yield
+
     def mark(self) -> Event:
         """An event behind all work issued so far on the current stream (``None`` on the CPU)."""
         if self._gather is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # a host that waits for it leaves its core to others
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def nothing(self) -> Event:
+        """An event behind no work at all: for a copy that something else tells when to begin."""
+        return None if self._gather is None else torch.cuda.Event()
 
     def wait(self, event: Event) -> None:
         """Let the current stream continue only after ``event``; the host does not wait."""
@@ -56,7 +68,7 @@ class Streams:
 
     def join(self) -> None:
         """Let the current stream continue only after everything issued on the side streams."""
-        for stream in (self._gather, self._reduce):
+        for stream in (self._gather, self._reduce, self._transfer):
             if stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 

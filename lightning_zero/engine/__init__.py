@@ -2,7 +2,7 @@
 
 from lightning_zero.engine.deferred import InitRecord, InitRecorder, has_meta
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.flat import ParameterShard
 from lightning_zero.engine.registry import engine_of
-from lightning_zero.engine.unit import ParameterShard
 
 __all__ = ["InitRecord", "InitRecorder", "ParameterShard", "ZeroEngine", "engine_of", "has_meta"]

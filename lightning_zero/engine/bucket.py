@@ -19,7 +19,9 @@ from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, Pending
-from lightning_zero.engine.unit import FlatParameters, Unit, cut, views_of
+from lightning_zero.engine.flat import FlatParameters, cut, views_of
+from lightning_zero.engine.unit import Unit
+from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.plan import FlatLayout
 
 __all__ = ["GradientBucket"]
@@ -36,6 +38,7 @@ class GradientBucket:
         resident: the full buffer, where full gradients stay between micro-steps; ``None`` where one is claimed per
             backward.
         collectives: the wire.
+        transfers: what brings reduced gradients to ``shard`` where that is on the host; ``None`` where it is not.
 
     A shard parameter's ``.grad`` is the truth about accumulation: ``None`` (after ``zero_grad``) means the next
     gradient replaces, anything else means it is added, exactly as on an ordinary parameter.
@@ -49,6 +52,7 @@ class GradientBucket:
         shard: Tensor,
         resident: Tensor | None,
         collectives: Collectives,
+        transfers: Transfers | None = None,
     ) -> None:
         self.index = index
         self.unit = unit
@@ -57,6 +61,8 @@ class GradientBucket:
         self.resident = resident
         self.shard_views = cut(shard, flat.slices)
         self._collectives = collectives
+        self._transfers = transfers
+        self._leaving: Transfer | None = None  # brings the reduced gradients to the host, out of the full buffer
         count = len(flat.parameters)
         self.arrived = [False] * count  # in the running round
         self.local = [False] * count  # holds unreduced gradients of earlier micro-steps
@@ -77,7 +83,7 @@ class GradientBucket:
     @property
     def in_place(self) -> bool:
         """Whether the shard is this rank's range of the resident buffer."""
-        return self.resident is not None and self.layout.reduce_dtype == self.layout.dtype
+        return self.resident is not None and self.layout.reduce_dtype == self.layout.dtype and self._transfers is None
 
     @property
     def touched(self) -> bool:
@@ -104,6 +110,7 @@ class GradientBucket:
 
     def give_buffer(self, full: Tensor | None) -> None:
         """Collect into ``full`` from now on: 1-D, ``layout.numel`` elements of the reduce dtype, any content."""
+        self._empty_buffer()
         self.full = full
         self._views = views_of(full, self.layout) if full is not None else None
 
@@ -134,6 +141,7 @@ class GradientBucket:
     def start_round(self) -> None:
         """Make room for gradients that arrive after this backward's reduction was launched."""
         self.drain()
+        self._empty_buffer()
         self.used = [a or b or c for a, b, c in zip(self.used, self.arrived, self.local, strict=True)]
         self.arrived = [False] * len(self.arrived)
         self.local = [False] * len(self.local)
@@ -161,8 +169,16 @@ class GradientBucket:
         self.launched, self.dirty = True, False
 
     def drain(self) -> None:
-        """Wait for the reduction and add its result to the shard."""
+        """Wait for the reduction and add its result to the shard.
+
+        On the host it is added in the background, until ``settle``; the full buffer is in use as long.
+        """
         if self._pending is None or self.full is None:
+            return
+        if self._transfers is not None:
+            copies = self._additions(self._collectives.own_range(self.full))
+            self._leaving = self._transfers.out(copies, self._pending)
+            self._pending = None
             return
         self._pending.wait()
         self._pending = None
@@ -170,7 +186,29 @@ class GradientBucket:
             if self.in_place:
                 self._restore_reduced()
             else:
-                self._accumulate(self._collectives.own_range(self.full))
+                for source, target, add in self._additions(self._collectives.own_range(self.full)):
+                    if add:
+                        target.add_(source)
+                    else:
+                        target.copy_(source)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether reduced gradients go to the host."""
+        return self._transfers is not None
+
+    def drain_if_ready(self) -> bool:
+        """``drain`` if that would not wait. Returns whether nothing is left to be drained."""
+        if not self.drainable(0.0):
+            return False
+        self.drain()
+        return True
+
+    def settle(self) -> None:
+        """Wait on the host until the shard holds what was reduced."""
+        if self._leaving is not None:
+            self._leaving.wait()
+            self._leaving = None
 
     def publish(self, used: Sequence[bool]) -> None:
         """Show the reduced gradients to the optimizer, and forget the backward.
@@ -179,6 +217,7 @@ class GradientBucket:
             used: for each parameter, whether any rank had a gradient for it. The others keep what ``.grad`` they had,
                 so that the optimizer skips a parameter that nobody used.
         """
+        self.settle()
         for position, (shard, view) in enumerate(zip(self.flat.shards, self.shard_views, strict=True)):
             if used[position] and shard.parameter is not None:
                 shard.parameter.grad = view
@@ -190,9 +229,13 @@ class GradientBucket:
             return
         with untracked():
             own = cut(self._collectives.own_range(self.full), self.flat.slices)
+        if self._transfers is not None:
+            arrived = [Copy(part, view) for part, view, a in zip(own, self.shard_views, self.arrived, strict=True) if a]
+            self._leaving = self._transfers.out(arrived)
+            self.settle()
         for position, (shard, view) in enumerate(zip(self.flat.shards, self.shard_views, strict=True)):
             if self.arrived[position] and shard.parameter is not None:
-                if not self.in_place:
+                if not self.in_place and self._transfers is None:
                     with untracked():
                         view.copy_(own[position])
                 shard.parameter.grad = view
@@ -203,7 +246,7 @@ class GradientBucket:
         count = len(self.arrived)
         self.arrived, self.local, self.used = [False] * count, [False] * count, [False] * count
         self.launched, self.dirty = False, False
-        self._pending, self._carry = None, None
+        self._pending, self._carry, self._leaving = None, None, None
         if self.resident is None:
             self.give_buffer(None)
 
@@ -231,15 +274,15 @@ class GradientBucket:
                 view.add_(saved)
         self._carry = None
 
-    def _accumulate(self, result: Tensor) -> None:
+    def _empty_buffer(self) -> None:
+        """Order everything from now on behind what still reads the full buffer."""
+        if self._leaving is not None:
+            self._leaving.order()
+
+    def _additions(self, result: Tensor) -> list[Copy]:
+        """How a reduction's result gets into the shard: added to what is there, or instead of it."""
         keeps = [self.used[i] or (self._has_grad(i) and not self.local[i]) for i in range(len(self.shard_views))]
-        if not any(keeps):
-            self.shard.copy_(result)
-        elif all(keeps):
-            self.shard.add_(result)
-        else:
-            for kept, view, piece in zip(keeps, self.shard_views, cut(result, self.flat.slices), strict=True):
-                if kept:
-                    view.add_(piece)
-                else:
-                    view.copy_(piece)
+        if all(keeps) or not any(keeps):
+            return [Copy(result, self.shard, all(keeps))]
+        pieces = cut(result, self.flat.slices)
+        return [Copy(piece, view, kept) for kept, view, piece in zip(keeps, self.shard_views, pieces, strict=True)]

@@ -15,12 +15,14 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.deferred import InitRecord
+from lightning_zero.engine.flat import FlatParameters, ParameterShard, views_of
 from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.reducer import GradientReducer
 from lightning_zero.engine.slots import Slot
-from lightning_zero.engine.unit import FlatParameters, ReplicatedUnit, ShardedUnit, Unit, views_of
-from lightning_zero.errors import MaterialiseError
-from lightning_zero.plan import FlatLayout, UnitPlan, ZeroPlan
+from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
+from lightning_zero.errors import MaterialiseError, OffloadError
+from lightning_zero.offload.homes import Homes
+from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, UnitPlan, ZeroPlan, staging_nbytes
 
 __all__ = ["UnitBuilder", "build_reducer", "check_materialisable", "synchronise_buffers"]
 
@@ -38,7 +40,8 @@ class UnitBuilder:
         module: the user's module; its parameters keep identity, only their ``data`` changes.
         plan: what to build.
         collectives: the wire, for rank 0's values.
-        device: where the engine computes.
+        control: the ranks' hosts, for what goes wrong on one of them.
+        homes: memory by tier, and where the engine computes.
         placeholders: what sharded parameters show.
         record: the recorded initialisation of a module on the meta device, if it was built under our eyes.
 
@@ -50,39 +53,85 @@ class UnitBuilder:
         module: nn.Module,
         plan: ZeroPlan,
         collectives: Collectives,
-        device: torch.device,
+        control: ControlGroup,
+        homes: Homes,
         placeholders: Placeholders,
         record: InitRecord | None,
     ) -> None:
         self._parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         self._plan = plan
         self._collectives = collectives
-        self._device = device
+        self._control = control
+        self._device = homes.device
+        self._homes = homes
         self._placeholders = placeholders
         self._record = record
+        self._offloaded: dict[FlatLayout, tuple[Tensor, Tensor | None]] = {}
+        self._failure: Exception | None = None
 
     def build(self) -> list[Unit]:
-        """All units, by index."""
+        """All units, by index.
+
+        Raises:
+            OffloadError: on every rank, if one has no room for what is offloaded, or could not put it there.
+        """
+        if self._plan.offload is not None:
+            try:
+                self._take_room()
+            except (OffloadError, MemoryError) as error:
+                self._failure = error
+            self._control.raise_together(self._failure, "find room for what is offloaded")
         if not self._plan.placement.shards_parameters:
-            return [self._replicated(unit) for unit in self._plan.units]
-        slots = [Slot.allocate(slot.nbytes, self._device) for slot in self._plan.slots]
-        return [self._sharded(unit, slots) for unit in self._plan.units]
+            units = [self._replicated(unit) for unit in self._plan.units]
+        else:
+            slots = [Slot.allocate(slot.nbytes, self._device) for slot in self._plan.slots]
+            units = [self._sharded(unit, slots) for unit in self._plan.units]
+        if self._plan.offload is not None:
+            self._control.raise_together(self._failure, "put the first weights where they rest")
+        return units
+
+    def _take_room(self) -> None:
+        """Memory for all masters and weights that do not rest on the device, before the ranks depend on each other."""
+        for unit in self._plan.units:
+            name = unit.name or "(root)"
+            for layout in unit.layouts:
+                rest, numel = self._plan.rest_of(layout), layout.shard_numel
+                if rest.offloaded:
+                    master = self._homes.allocate(rest.master, numel, layout.dtype, f"masters of '{name}'")
+                    weights = None
+                    if rest.weights is not None:
+                        what = f"weights of '{name}'"
+                        weights = self._homes.allocate(rest.weights, numel, layout.compute_dtype, what)
+                    self._offloaded[layout] = master, weights
+
+    def _put(self, value: Tensor, shard: ParameterShard) -> None:
+        """Keep this rank's part of a parameter. A disk that fails is reported when all ranks are through."""
+        try:
+            _copy_slice(value, shard.start, shard.data)
+        except OffloadError as error:
+            self._failure = self._failure or error
 
     def _replicated(self, plan: UnitPlan) -> Unit:
         buffers, flats = [], []
         for layout in plan.layouts:
             with untracked():
                 full = torch.zeros(layout.numel, dtype=layout.compute_dtype, device=self._device)
-                master = self._collectives.own_range(full)
-                if layout.dtype != layout.compute_dtype:
+            own = self._collectives.own_range(full)
+            rest = self._plan.rest_of(layout)
+            shared = layout.dtype == layout.compute_dtype and not rest.offloaded
+            if shared:
+                flat = self._flat(layout, own)
+            elif rest.offloaded:
+                flat = self._flat(layout, self._offloaded[layout][0], own)
+            else:
+                with untracked():
                     master = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self._device)
-            flat = self._flat(layout, master)
-            shared = layout.dtype == layout.compute_dtype
+                flat = self._flat(layout, master, own)
             for value, view, shard in zip(self._values(layout), views_of(full, layout), flat.shards, strict=True):
                 with untracked():
                     view.copy_(value)
                     if not shared:
-                        _copy_slice(value, shard.start, shard.data)
+                        self._put(value, shard)
             buffers.append(full)
             flats.append(flat)
         unit = ReplicatedUnit(plan, flats, buffers)
@@ -98,22 +147,31 @@ class UnitBuilder:
     def _sharded(self, plan: UnitPlan, slots: Sequence[Slot]) -> Unit:
         flats = []
         for layout in plan.layouts:
-            with untracked():
-                master = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self._device)
-            flat = self._flat(layout, master)
+            if layout in self._offloaded:
+                master, weights = self._offloaded[layout]
+            else:
+                with untracked():
+                    master = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self._device)
+                weights = None
+            flat = self._flat(layout, master, weights)
             values = self._values(layout)
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                _copy_slice(next(values), shard.start, shard.data)
+                self._put(next(values), shard)
                 _point(shard.spec.name, parameter, placeholder)
+            try:
+                flat.refresh()
+            except OffloadError as error:
+                self._failure = self._failure or error
             flats.append(flat)
         if plan.slot is None:
             raise RuntimeError(f"The plan gives unit '{plan.name}' no slot. This is an error in lightning_zero itself.")
         return ShardedUnit(plan, flats, slots[plan.slot])
 
-    def _flat(self, layout: FlatLayout, master: Tensor) -> FlatParameters:
+    def _flat(self, layout: FlatLayout, master: Tensor, weights: Tensor | None = None) -> FlatParameters:
         parameters = [self._parameters[spec.name] for spec in layout.parameters]
         placeholders = [self._placeholders.like(parameter, self._device) for parameter in parameters]
-        return FlatParameters(layout, parameters, self._collectives.rank, master, placeholders)
+        rest = self._plan.rest_of(layout)
+        return FlatParameters(layout, parameters, self._collectives.rank, master, placeholders, rest, weights)
 
     def _values(self, layout: FlatLayout) -> _Values:
         return _Values(layout, self._parameters, self._collectives, self._device, self._record)
@@ -210,9 +268,11 @@ def synchronise_buffers(
 
 
 def build_reducer(
-    plan: ZeroPlan, units: Sequence[Unit], collectives: Collectives, control: ControlGroup, device: torch.device
+    plan: ZeroPlan, units: Sequence[Unit], collectives: Collectives, control: ControlGroup, homes: Homes
 ) -> GradientReducer:
     """Memory for gradients, as the plan says where they rest, and the reducer over it."""
+    device = homes.device
+    homes.transfers.reserve(STAGING_BUFFERS, *staging_nbytes(plan))
     rings = [Slot.allocate(slot.nbytes, device) for slot in plan.gradient_slots]
     buckets: list[GradientBucket] = []
     slots: list[Slot | None] = []
@@ -225,15 +285,19 @@ def build_reducer(
             with untracked():
                 if not plan.placement.shards_gradients:
                     resident = torch.zeros(layout.numel, dtype=layout.reduce_dtype, device=device)
-                if resident is not None and layout.reduce_dtype == layout.dtype:
-                    shard = collectives.own_range(resident)
-                else:
-                    shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
+            name = f"gradients of '{unit.name}'"
+            if resident is not None and layout.reduce_dtype == layout.dtype and not flat.rest.offloaded:
+                shard = collectives.own_range(resident)
+            else:
+                shard = homes.allocate(flat.rest.gradients, layout.shard_numel, layout.dtype, name)
             collectives.reserve(layout.numel, layout.reduce_dtype, device)
-            buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives))
+            transfers = None
+            if flat.rest.offloaded:
+                transfers = homes.transfers
+            buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers))
             ring = unit.plan.gradient_slot
             slots.append(rings[ring] if ring is not None and resident is None else None)
-    return GradientReducer(buckets, slots, control, collectives)
+    return GradientReducer(buckets, slots, control, collectives, forwards=plan.placement.shards_parameters)
 
 
 def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:

@@ -26,22 +26,32 @@ from lightning_zero._torch import (
     queue_backward_callback,
     take_gradient,
 )
-from lightning_zero.comm import Collectives, ControlGroup, Streams
+from lightning_zero.comm import Collectives, ControlGroup, Pending
+from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, synchronise_buffers
 from lightning_zero.engine.calls import ForwardCall, hook_outputs
 from lightning_zero.engine.deferred import InitRecord
+from lightning_zero.engine.flat import FlatParameters, ParameterShard
 from lightning_zero.engine.hooks import EngineHooks
 from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.reducer import GradientReducer, report_width
 from lightning_zero.engine.registry import forget, register
 from lightning_zero.engine.residency import Residency
-from lightning_zero.engine.unit import ParameterShard, ReplicatedUnit, ShardedUnit, Unit
+from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
 from lightning_zero.engine.watch import ParameterWatch
-from lightning_zero.plan import ZeroPlan
+from lightning_zero.errors import OffloadError
+from lightning_zero.offload.homes import Homes
+from lightning_zero.plan import FETCH_UNITS, ZeroPlan, fetch_nbytes
 
 __all__ = ["ZeroEngine"]
+
+_RESUME = "No rank goes on with half-updated weights. Resume from the last checkpoint, which is intact."
+_TORN = (
+    "{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old and partly new. Resume "
+    "from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
+)
 
 
 class ZeroEngine:
@@ -52,7 +62,7 @@ class ZeroEngine:
         plan: who owns what.
         collectives: the wire.
         control: agreements between hosts.
-        device: where the module computes.
+        homes: where shards rest, by tier; and where the module computes.
         record: how a module on the meta device was initialised.
 
     Raises:
@@ -67,7 +77,7 @@ class ZeroEngine:
         plan: ZeroPlan,
         collectives: Collectives,
         control: ControlGroup,
-        device: torch.device,
+        homes: Homes,
         record: InitRecord | None = None,
     ) -> None:
         collectives.settle()  # what an engine before this one was doing when an error stopped it
@@ -77,11 +87,12 @@ class ZeroEngine:
         self.plan = plan
         self.collectives = collectives
         self.control = control
-        self.device = device
-        self.streams = Streams(device)
+        self.homes = homes
+        self.device = homes.device
+        self.streams = homes.streams
         placeholders = Placeholders()
-        self.units: list[Unit] = UnitBuilder(module, plan, collectives, device, placeholders, record).build()
-        synchronise_buffers(module, collectives, device, record)
+        self.units: list[Unit] = UnitBuilder(module, plan, collectives, control, homes, placeholders, record).build()
+        synchronise_buffers(module, collectives, homes.device, record)
         flats = [flat for unit in self.units for flat in unit.flats]
         self.names: dict[nn.Parameter, str] = {
             parameter: shard.spec.name
@@ -97,11 +108,12 @@ class ZeroEngine:
         frozen = [p for flat in flats if not flat.layout.trainable for p in flat.parameters]
         self._watch = ParameterWatch(module, self.names, frozen, placeholders)
         self._replicated = [u for u in self.units if isinstance(u, ReplicatedUnit) and not u.always_bound]
-        width = 3 + report_width(sum(flat.layout.trainable for flat in flats))
+        width = 4 + report_width(sum(flat.layout.trainable for flat in flats))
         self._agreement = Agreement(control, width)
-        self._residency = Residency(
-            plan, self.units, collectives, self.streams, self._agreement, self._memory_for_backward
-        )
+        self._residency = self._make_residency()
+        self._published: list[Pending] = []  # gathers of units that the running optimizer step is done with
+        self._stepped: Unit | None = None  # whose masters are on their way back from the host
+        self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
         self._depth = 0
         self._scope = ""
         self._segment = 0
@@ -127,7 +139,7 @@ class ZeroEngine:
         Once; a module that is only evaluated needs neither.
         """
         if self._reducer is None:
-            self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.device)
+            self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.homes)
             self._hooks.watch_gradients(self._reducer.buckets)
 
     # ----------------------------------------------------------------- forward
@@ -142,6 +154,8 @@ class ZeroEngine:
         Collective: every rank, with the same names in the same order.
         """
         if self._depth == 0:
+            if self.updating and self.plan.offload is not None:
+                raise RuntimeError(_TORN.format(doing=f"{name} cannot run"))
             self._watch.check_trainable()
             for unit in self._sharded:
                 unit.outstanding = 0
@@ -333,7 +347,7 @@ class ZeroEngine:
             rows = self._residency.close(report)
         elif self._reduces_now and self._reducer is not None:
             place = f"backward {self._backwards} (of {self._scope})"
-            rows = [row[3:] for row in self._agreement.round(place, [0, 0, 0, *report])]
+            rows = [row[4:] for row in self._agreement.round(place, [0, 0, 0, 0, *report])]
         if self._reducer is not None:
             if self._reduces_now:
                 self._reducer.close(rows)
@@ -377,8 +391,13 @@ class ZeroEngine:
                 "without gradient synchronisation. Let the last backward before a step run outside "
                 "`block_backward_sync` / `no_sync`."
             )
+        if self.updating and self.plan.offload is not None:
+            raise RuntimeError(_TORN.format(doing=f"{label} cannot step"))
         if self._depth > 0 and not self._in_backward:
             self._close_forward()
+        if self.plan.offload is not None:
+            self.homes.settle()  # copies of what is about to be written
+        self._returned.clear()
         self._steps += 1
         self._agreement.round(
             f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
@@ -393,14 +412,22 @@ class ZeroEngine:
 
         Collective: every rank.
         """
-        pending = []
+        failure: OffloadError | None = None
         for index in units:
             unit = self.units[index]
-            if isinstance(unit, ReplicatedUnit):
-                pending += unit.publish(self.collectives)
+            if index not in self._returned:
+                try:
+                    for flat in unit.flats:
+                        flat.refresh()
+                except OffloadError as error:  # the gather below must come all the same
+                    failure = failure or error
+                self._publish(unit)
             unit.parameters_changed()
-        for handle in pending:
-            handle.wait()
+        if self.plan.offload is not None and not self._returned.issuperset(units):
+            self.control.raise_together(failure, "bring weights back that were changed", _RESUME)
+        self._returned.clear()
+        while self._published:
+            self._published.pop(0).wait()
         self.updating = False
         self._residency.masters_changed(units)
         self.placeholders.check_intact()
@@ -408,12 +435,66 @@ class ZeroEngine:
             self._segment += 1
             self._open_forward()
 
+    def unit_stepped(self, index: int) -> None:
+        """Bring one unit's updated masters from the host to the compute copies, while the next one is stepped on.
+
+        Collective: every rank, for every unit of the optimizer, in ascending order; also if stepping has failed here.
+        """
+        self._publish_stepped()
+        self._stepped = self.units[index]
+        self._stepped.send_back(self.homes.transfers)
+        self._returned.add(index)
+
+    def part_stepped(self, flat: FlatParameters, start: int, values: Tensor) -> tuple[()]:
+        """Bring a part of updated masters, which is about to go back to disk, to the compute copies.
+
+        Args:
+            flat: whose.
+            start: element of the shard.
+            values: 1-D on the host. Read before this returns.
+
+        Returns:
+            What still has to be waited for before ``values`` may change: nothing.
+        """
+        flat.refresh_part(start, values)
+        return ()
+
+    def agree_stepped(self, failure: BaseException | None) -> None:
+        """Tell the other ranks how the update went.
+
+        Raises:
+            OffloadError: on every rank, if it failed on one.
+
+        Collective: every rank.
+        """
+        self._publish_stepped()
+        self.control.raise_together(failure, "take its part of an optimizer step", _RESUME)
+
+    def take_over_shown(self, on_disk: bool = True) -> None:
+        """Bring home what the user wrote to parameters that show their values all the time. Local.
+
+        Args:
+            on_disk: also to masters on disk.
+
+        Raises:
+            OffloadError: if a disk failed.
+        """
+        for unit in self.units:
+            for flat in unit.flats:
+                if on_disk or flat.rest.master is not Tier.DISK:
+                    flat.take_over_shown()
+
     def masters_changed(self, units: Sequence[int]) -> None:
         """Publish masters that were written from outside (a loaded checkpoint). Not inside a step.
 
         Collective: every rank.
         """
+        torn, self.updating = self.updating, False
+        if self.plan.offload is not None:
+            self.homes.settle()
+            self._returned.clear()
         self.after_optimizer_step(units)
+        self.updating = torn
         for listener in self.listeners:
             listener()
 
@@ -424,8 +505,14 @@ class ZeroEngine:
         self._calls.clear()
         self._active.clear()
         self._residency.abandon()
+        self.homes.abandon()
         if self._reducer is not None:
             self.collectives.abandon(self._reducer.abandon())
+        self.collectives.abandon(self._published)
+        self._published, self._stepped = [], None
+        self._returned.clear()
+        for unit in self.units:
+            unit.forget_sent()
         self._depth, self._in_backward, self._segment = 0, False, 0
         self._unbind_replicated()
 
@@ -435,6 +522,18 @@ class ZeroEngine:
         forget(self.module.modules())
 
     # ----------------------------------------------------------------- private
+
+    def _make_residency(self) -> Residency:
+        self.homes.fetcher.reserve(FETCH_UNITS, fetch_nbytes(self.plan))
+        return Residency(
+            self.plan,
+            self.units,
+            self.collectives,
+            self.streams,
+            self._agreement,
+            self._memory_for_backward,
+            self.homes.fetcher if self.plan.offload is not None else None,
+        )
 
     def _recover(self) -> None:
         """Drop a backward that raised: its end callback never came, and gradients would never be reduced again."""
@@ -460,6 +559,16 @@ class ZeroEngine:
             self._refuse_double_backward()
         self.begin_backward()
         return self._residency.memory_of(unit)
+
+    def _publish_stepped(self) -> None:
+        unit, self._stepped = self._stepped, None
+        if unit is not None:
+            unit.settle_weights()
+            self._publish(unit)
+
+    def _publish(self, unit: Unit) -> None:
+        if isinstance(unit, ReplicatedUnit):
+            self._published += unit.publish(self.collectives)
 
     def _bind_replicated(self) -> None:
         for unit in self._replicated:

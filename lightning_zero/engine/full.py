@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.unit import FlatParameters, ReplicatedUnit, Unit, views_of
+from lightning_zero.engine.flat import FlatParameters, views_of
+from lightning_zero.engine.unit import ReplicatedUnit, Unit
+from lightning_zero.errors import OffloadError
+from lightning_zero.offload.resting import RestingTensor, fill_from
 
 __all__ = ["gather_layout", "gathered", "give_back"]
 
@@ -28,12 +31,21 @@ def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what:
     Returns:
         1-D, ``layout.numel`` elements, freshly allocated.
 
+    Raises:
+        OffloadError: on every rank, if one could not read its part from a disk.
+
     Collective: every rank.
     """
+    failure: OffloadError | None = None
     with untracked():
-        full = torch.zeros(flat.layout.numel, dtype=shard.dtype, device=shard.device)
-        engine.collectives.own_range(full).copy_(shard)
+        full = torch.zeros(flat.layout.numel, dtype=shard.dtype, device=engine.device)
+        try:
+            fill_from(engine.collectives.own_range(full), shard)
+        except OffloadError as error:  # this rank's part of the gather must come all the same
+            failure = error
         engine.collectives.all_gather(full, what).wait()
+    if isinstance(shard, RestingTensor):  # on all ranks or on none
+        engine.control.raise_together(failure, f"read its part of {what}")
     return full
 
 
@@ -103,6 +115,7 @@ def give_back(engine: ZeroEngine) -> None:
     for parameter, data in full:
         parameter.data = data
         parameter.grad = None
+    engine.homes.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,18 +173,30 @@ def _wrong_shape(engine: ZeroEngine, shown: Sequence[_Shown]) -> ValueError | No
 def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
     """Make rank 0's values everyone's. Returns the units that were changed, the same list on every rank."""
     flags = torch.zeros(len(shown), dtype=torch.uint8)
+    failure: OffloadError | None = None
     with untracked():
         if engine.collectives.rank == 0:
             _collect(shown)
         for index, part in enumerate(shown):
             engine.collectives.broadcast(part.full.view(torch.uint8), 0, part.what).wait()
-            own = engine.collectives.own_range(part.full)
-            if not torch.equal(own.view(torch.uint8), part.own.view(torch.uint8)):
-                flags[index] = 1
-                if own.data_ptr() != part.flat.master.data_ptr():
-                    part.flat.master.copy_(own)
+            try:
+                flags[index] = _keep_own(part, engine.collectives.own_range(part.full))
+            except OffloadError as error:
+                failure = failure or error
+        if engine.plan.offload is not None:
+            engine.control.raise_together(failure, "keep what was written", "The weights may be partly old now.")
         changed = engine.control.any_of(flags).tolist()
     return sorted({part.unit.index for part, flag in zip(shown, changed, strict=True) if flag})
+
+
+def _keep_own(part: _Shown, own: Tensor) -> bool:
+    """Take this rank's shard over into the master. Returns whether anything is new in it."""
+    before = part.own.read() if isinstance(part.own, RestingTensor) else part.own
+    if torch.equal(own.view(torch.uint8), before.to(own.device).view(torch.uint8)):
+        return False
+    if part.flat.rest.offloaded or own.data_ptr() != part.flat.master.data_ptr():
+        fill_from(part.flat.master, own)
+    return True
 
 
 def _collect(shown: Sequence[_Shown]) -> None:

@@ -63,6 +63,7 @@ class UnitOrder:
         resident: whether a unit's current weights are here or on their way, on this rank.
         may_take: whether a unit's slot can be overwritten now, on this rank.
         prefetch: units gathered ahead.
+        announce: told which unit is gathered next, some time before it is.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class UnitOrder:
         resident: Callable[[int], bool],
         may_take: Callable[[int], bool],
         prefetch: int,
+        announce: Callable[[int], None] | None = None,
     ) -> None:
         self._agreement = agreement
         self._slots = slots
@@ -80,6 +82,7 @@ class UnitOrder:
         self._resident = resident
         self._may_take = may_take
         self._prefetch = prefetch
+        self._announce = announce
         self._ledger: dict[int, int] = {}  # slot -> unit, as it follows from the gathers issued so far
         self._recorded: dict[str, tuple[tuple[int, ...], int]] = {}
         self._changes: dict[str, int] = {}
@@ -129,6 +132,11 @@ class UnitOrder:
             return
         phase.cursor = position + 1
         self._look_ahead(phase)
+        if self._announce is not None:
+            left = (phase.uses or ())[phase.issued :]
+            coming = next((index for index in left if self._ledger.get(self._slots[index]) != index), None)
+            if coming is not None:
+                self._announce(coming)
 
     def close(self, values: Sequence[int] = ()) -> tuple[list[list[int]], OrderChange | None, bool]:
         """End the phase together with the other ranks.

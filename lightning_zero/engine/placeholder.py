@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_zero._torch import forbid_writes, storage_key, untracked
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.offload.resting import RestingTensor
 
 __all__ = ["Placeholders"]
 
@@ -46,7 +47,7 @@ class Placeholders:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a placeholder (or a view of one)."""
-        return storage_key(tensor) in self._keys
+        return not isinstance(tensor, RestingTensor) and storage_key(tensor) in self._keys
 
     def check_intact(self) -> None:
         """Raise if something wrote through a placeholder; needed only where torch cannot refuse the write.

@@ -39,6 +39,8 @@ class GradientReducer:
             their own.
         control: the control plane.
         collectives: the wire.
+        forwards: whether buckets are in the order of the forward. Until the order of the backward has been seen, the
+            opposite one is taken for it: in a wrong one, full gradients of the whole model would pile up.
     """
 
     def __init__(
@@ -47,13 +49,14 @@ class GradientReducer:
         slots: Sequence[Slot | None],
         control: ControlGroup,
         collectives: Collectives,
+        forwards: bool = False,
     ) -> None:
         self.buckets = tuple(buckets)
         self._collectives = collectives
         self._slots = tuple(slots)
         self._control = control
         self._order: dict[str, tuple[int, ...]] = {}
-        self._plan_order = tuple(range(len(self.buckets)))
+        self._plan_order = tuple(reversed(range(len(self.buckets))) if forwards else range(len(self.buckets)))
         self._phase = ""
         self._next = 0
         self._ready: set[int] = set()
@@ -62,6 +65,7 @@ class GradientReducer:
         for bucket in self.buckets:
             self._siblings.setdefault(bucket.unit.index, []).append(bucket)
         self._temporary: dict[int, Tensor] = {}
+        self._reducing: list[GradientBucket] = []  # launched, and to be brought to the host as soon as they are reduced
         self._local = False  # some micro-step ended without a reduction
 
     @property
@@ -82,6 +86,7 @@ class GradientReducer:
         self._next = 0
         self._ready.clear()
         self._ready_order.clear()
+        self._reducing.clear()
 
     def arrive(self, bucket: GradientBucket, position: int, gradient: Tensor, reduce: bool) -> None:
         """Take over one parameter's gradient, and reduce its bucket if that was the last one.
@@ -111,8 +116,12 @@ class GradientReducer:
                 self._ready_order.append(bucket.index)
         order = self._current_order()
         while self._next < len(order) and order[self._next] in self._ready:
-            self.buckets[order[self._next]].launch()
+            bucket = self.buckets[order[self._next]]
+            bucket.launch()
             self._next += 1
+            if bucket.leaves:
+                self._reducing.append(bucket)
+        self._reducing = [bucket for bucket in self._reducing if not bucket.drain_if_ready()]
 
     def report(self) -> list[int]:
         """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits."""
@@ -176,6 +185,7 @@ class GradientReducer:
             for shard in bucket.flat.shards:
                 if shard.parameter is not None:
                     shard.parameter.grad = None
+        self._reducing.clear()
         self._release_slots()
         self._local = False
         return orphans

@@ -19,6 +19,8 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.order import OrderChange, UnitOrder
 from lightning_zero.engine.unit import ShardedUnit, Unit
+from lightning_zero.errors import OffloadError
+from lightning_zero.offload.fetch import Fetcher
 from lightning_zero.plan import ZeroPlan
 
 __all__ = ["Residency"]
@@ -34,6 +36,7 @@ class Residency:
         streams: where device work is ordered.
         agreement: rounds between the hosts.
         restore: what the saved-tensor guard asks for a unit's memory during backward.
+        fetcher: brings shards from where they rest; ``None``: they rest on the device.
     """
 
     def __init__(
@@ -44,8 +47,12 @@ class Residency:
         streams: Streams,
         agreement: Agreement,
         restore: Callable[[ShardedUnit], tuple[Tensor, bool]],
+        fetcher: Fetcher | None = None,
     ) -> None:
         self._units = units
+        self._agreement = agreement
+        self._fetcher = fetcher
+        self._failure: OffloadError | None = None  # a shard that could not be fetched: its unit computes with NaN
         self._collectives = collectives
         self._streams = streams
         self._masters: Event = None
@@ -63,6 +70,7 @@ class Residency:
             lambda index: self._by_index(index).resident,
             self._may_take,
             plan.prefetch,
+            None if fetcher is None else lambda index: fetcher.ahead(self._by_index(index).sources),
         )
 
     @property
@@ -93,12 +101,20 @@ class Residency:
         Returns:
             Every rank's ``values``.
 
+        Raises:
+            OffloadError: on every rank, if one could not fetch a shard in this phase.
+
         Collective: every rank.
         """
         if self.root is not None and self.root.pins:
             self.release(self.root)
         recorded = self._order.recording
-        rows, change, self.uniform = self._order.close(values)
+        rows, change, self.uniform = self._order.close([int(self._failure is not None), *values])
+        if any(row[0] for row in rows):
+            failure, self._failure = self._failure, None
+            advice = "Resume from the last checkpoint, which is intact."
+            self._agreement.control.raise_together(failure, "fetch its part of the weights", advice)
+        rows = [row[1:] for row in rows]
         if recorded:
             # Poisoned memory makes what is resident a matter of each rank's own path, so all start afresh.
             loose = [unit for unit in self.sharded if not unit.pins]
@@ -146,6 +162,8 @@ class Residency:
     def masters_changed(self, units: Sequence[int]) -> None:
         """Note that the full values of some units are void. The same call on every rank."""
         self._masters = self._streams.mark()
+        if self._fetcher is not None:
+            self._fetcher.forget()
         self._order.forget(units)
 
     def abandon(self) -> None:
@@ -155,11 +173,13 @@ class Residency:
         for unit in self.sharded:
             self._collectives.abandon(unit.pending)
             unit.abandon()
+        self._failure = None
         self._order.abandon()
 
     def _issue(self, index: int) -> None:
         unit = self._by_index(index)
-        unit.launch(self._collectives, self._streams, self._masters)
+        failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher)
+        self._failure = self._failure or failure
         if unit.storage is not None and unit.storage is not unit.home:
             self.guard.know(unit.storage)
 

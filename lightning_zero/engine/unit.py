@@ -3,86 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
+from lightning_zero.config import Tier
+from lightning_zero.engine.flat import FlatParameters, views_of
 from lightning_zero.engine.slots import Slot, carve
 from lightning_zero.engine.states import UnitState, UnitStateMachine
-from lightning_zero.plan import FlatLayout, ParameterSpec, ShardSlice, UnitPlan
+from lightning_zero.errors import OffloadError
+from lightning_zero.offload.fetch import Fetcher
+from lightning_zero.offload.transfers import Copy, Transfer, Transfers
+from lightning_zero.plan import UnitPlan
 
-__all__ = ["FlatParameters", "ParameterShard", "ReplicatedUnit", "ShardedUnit", "Unit", "cut", "views_of"]
-
-
-@dataclass(frozen=True, eq=False)
-class ParameterShard:
-    """This rank's part of one parameter.
-
-    Args:
-        spec: the whole parameter.
-        start: where the part begins in the flattened parameter, in elements.
-        data: 1-D view of the master shard, the parameter's own dtype; 0 elements where this rank owns nothing.
-        parameter: the shard parameter that optimizers step on (shares ``data``), ``None`` for a frozen parameter.
-    """
-
-    spec: ParameterSpec
-    start: int
-    data: Tensor
-    parameter: nn.Parameter | None
-
-
-def cut(shard: Tensor, pieces: Sequence[ShardSlice]) -> list[Tensor]:
-    """1-D views of the parts of a shard, one per parameter (0 elements where nothing is owned)."""
-    with untracked():
-        return [shard.narrow(0, piece.shard_start if piece.numel else 0, piece.numel) for piece in pieces]
-
-
-def views_of(buffer: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """The parameters of a layout as views of a flat buffer, full shapes."""
-    with untracked():
-        return [
-            buffer.narrow(0, offset if spec.numel else 0, spec.numel).view(spec.shape)
-            for spec, offset in zip(layout.parameters, layout.offsets, strict=True)
-        ]
-
-
-class FlatParameters:
-    """The parameters of one layout: the user's objects and this rank's master shard.
-
-    Args:
-        layout: where each parameter lies.
-        parameters: the user's parameters, in the layout's order.
-        device: where the engine keeps them.
-        rank: this rank of the shard group.
-        master: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``; what the optimizer updates.
-    """
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        parameters: Sequence[nn.Parameter],
-        rank: int,
-        master: Tensor,
-        placeholders: Sequence[Tensor],
-    ) -> None:
-        self.layout = layout
-        self.parameters = tuple(parameters)
-        self.master = master
-        self.placeholders = tuple(placeholders)
-        self.slices = layout.slices(rank)
-        self.shards = tuple(
-            ParameterShard(spec, piece.parameter_start, data, _shard_parameter(data) if layout.trainable else None)
-            for spec, piece, data in zip(layout.parameters, self.slices, cut(master, self.slices), strict=True)
-        )
-
-
-def _shard_parameter(data: Tensor) -> nn.Parameter:
-    with torch.inference_mode(False):
-        return nn.Parameter(data.detach(), requires_grad=True)
+__all__ = ["ReplicatedUnit", "ShardedUnit", "Unit"]
 
 
 class Unit:
@@ -96,6 +33,7 @@ class Unit:
         self.outstanding = 0
         # The user's parameters show full values of their own (``full_parameters``) and must go on doing so.
         self.held = False
+        self._returning: Transfer | None = None
 
     @property
     def index(self) -> int:
@@ -109,6 +47,26 @@ class Unit:
         for flat in self.flats:
             for parameter, placeholder in zip(flat.parameters, flat.placeholders, strict=True):
                 parameter.data = placeholder
+
+    def send_back(self, transfers: Transfers) -> None:
+        """Start to bring updated masters from the host to the weights; those on disk went there piece by piece."""
+        copies = [
+            Copy(flat.master, flat.weights)
+            for flat in self.flats
+            if flat.layout.trainable and flat.rest.master is Tier.HOST and flat.weights is not None
+        ]
+        if copies:
+            self._returning = transfers.back(copies)
+
+    def settle_weights(self) -> None:
+        """Order everything from now on behind ``send_back``. The host may still be reading the masters."""
+        if self._returning is not None:
+            self._returning.order()
+            self._returning = None
+
+    def forget_sent(self) -> None:
+        """Drop what ``send_back`` started, after an error; it is over by now."""
+        self._returning = None
 
     def parameters_changed(self) -> None:
         """Note that weights changed, so that a graph of the old weights is refused as plain torch refuses it."""
@@ -132,6 +90,9 @@ class ReplicatedUnit(Unit):
         self._views = [views_of(buffer, flat.layout) for buffer, flat in zip(buffers, flats, strict=True)]
         # Another compute dtype must not be seen from outside a step: there the parameter shows its own dtype (and NaN).
         self.always_bound = all(flat.layout.dtype == flat.layout.compute_dtype for flat in flats)
+        for flat in self.flats:
+            if self.always_bound and flat.rest.offloaded:
+                flat.shown = flat.weights
 
     def bind(self) -> None:
         """Let the user's parameters be the full values."""
@@ -147,15 +108,9 @@ class ReplicatedUnit(Unit):
             self._show_placeholders()
 
     def publish(self, collectives: Collectives) -> list[Pending]:
-        """Bring every rank's updated master shards into the full buffers. Collective: every rank."""
-        pending = []
+        """Bring every rank's weights, which are up to date, into the full buffers. Collective: every rank."""
         with untracked():
-            for flat, buffer in zip(self.flats, self.buffers, strict=True):
-                own = collectives.own_range(buffer)
-                if own.data_ptr() != flat.master.data_ptr():
-                    own.copy_(flat.master)
-                pending.append(collectives.all_gather(buffer, f"parameters of '{self.name}'"))
-        return pending
+            return [collectives.all_gather(buffer, f"parameters of '{self.name}'") for buffer in self.buffers]
 
 
 class ShardedUnit(Unit):
@@ -201,29 +156,49 @@ class ShardedUnit(Unit):
         """Whether the full, current weights are here or on their way."""
         return self.state is not UnitState.COLD and self._filled_at == self.version
 
-    def launch(self, collectives: Collectives, streams: Streams, masters: Event) -> None:
+    @property
+    def sources(self) -> list[Tensor]:
+        """What the full parameters are gathered from, of each layout: 1-D, wherever it rests."""
+        return [flat.master if flat.weights is None else flat.weights for flat in self.flats]
+
+    def launch(
+        self, collectives: Collectives, streams: Streams, masters: Event, fetcher: Fetcher | None
+    ) -> OffloadError | None:
         """Start gathering the full parameters, into the slot unless somebody still computes there.
 
         Args:
             collectives: the wire.
             streams: where device work is ordered.
-            masters: event after which the master shards hold the current weights.
+            masters: event after which the shards hold the current weights.
+            fetcher: brings shards from where they rest; ``None``: all rest on the device.
+
+        Returns:
+            Why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
 
         Collective: every rank, in the agreed order of units.
         """
+        failure: OffloadError | None = None
         target = self._take_storage()
         buffers = self._home_buffers if target is self.home else self._carve(target)
         pending = []
         with untracked(), streams.gathering(target.free):
             streams.wait(masters)
-            for flat, buffer in zip(self.flats, buffers, strict=True):
-                collectives.own_range(buffer).copy_(flat.master)
+            for source, buffer in zip(self.sources, buffers, strict=True):
+                own = collectives.own_range(buffer)
+                try:
+                    if fetcher is not None and source.dtype == own.dtype:
+                        fetcher.fetch(source, own)
+                    else:
+                        own.copy_(source)
+                except OffloadError as error:  # this rank's part of the gather must come all the same
+                    failure = error
+                    own.fill_(float("nan") if own.dtype.is_floating_point else 0)
                 pending.append(collectives.all_gather(buffer, f"parameters of unit '{self.name}'"))
         if target is self._scratch:  # this rank only takes part: it has the weights in use already, or never needs them
             for handle in pending:
                 handle.wait()
             self._scratch = None
-            return
+            return failure
         self._views = (
             self._home_views
             if target is self.home
@@ -232,6 +207,7 @@ class ShardedUnit(Unit):
         self.storage, self._pending, self._filled_at = target, pending, self.version
         target.owner = self
         self.machine.move(UnitState.INFLIGHT)
+        return failure
 
     def _take_storage(self) -> Slot:
         """The slot, given up by its last owner, or fresh memory where that is not possible."""

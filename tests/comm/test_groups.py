@@ -10,7 +10,7 @@ import torch
 from lightning_zero.comm import ControlGroup, Groups
 from lightning_zero.comm.groups import naming_failures
 from lightning_zero.engine.agreement import Agreement
-from lightning_zero.errors import CommunicationError, DivergenceError
+from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
 from tests.helpers.world import run_world
 
 
@@ -110,3 +110,21 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, naming_failures("the sum", 0):
         raise error
     assert caught.value is error
+
+
+def test_one_rank_s_failure_is_raised_on_every_rank_with_its_reason() -> None:
+    def run(control: ControlGroup) -> list[str]:
+        control.raise_together(None, "do nothing")
+        messages = []
+        for failing in ([1], [1, 2], [0]):
+            failure = OSError(f"disk of rank {control.rank}") if control.rank in failing else None
+            with pytest.raises(OffloadError) as caught:
+                control.raise_together(failure, "read its masters")
+            assert caught.value.__cause__ is failure
+            messages.append(str(caught.value))
+        return messages
+
+    for messages in in_world(3, run):
+        assert "Rank 1 could not read its masters: OSError: disk of rank 1" in messages[0]
+        assert "Rank 1 could not read its masters: OSError: disk of rank 1" in messages[1]
+        assert "Rank 0 could not" in messages[2]

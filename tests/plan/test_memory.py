@@ -194,7 +194,7 @@ def test_nvme_offload_keeps_gradients_and_one_pool_on_the_host(model: nn.Module)
 
 
 def test_an_accelerator_needs_buffers_for_what_travels(model: nn.Module) -> None:
-    """Two units' shards in bfloat16 on the device; on the host two gradient shards in float32, two casts to bfloat16."""
+    """Two units' shards in bfloat16 on the device; on the host two gradient shards in float32 and two casts."""
     plan = offloaded(model, HostOffload(parameters=True))
     assert plan.expected_memory(accelerator=True).slots == plan.expected_memory().slots + 2 * LAYER // 2 * 2
     assert plan.expected_host_memory().buffers == 0

@@ -119,6 +119,17 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def silent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without what FSDP and DCP warn of, which changes with every version of torch."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return function(*args, **kwargs)
+
+    return call
+
+
 def zero(stage: int, **options: Any) -> ZeroStrategy:
     """The strategy with the blocks of ``Stack`` as units."""
     return ZeroStrategy(stage=stage, **{"units": ["Block"], **options})  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from lightning_zero import ZeroStrategy, full_parameters
+from lightning_zero import HostOffload, ZeroStrategy, full_parameters
 from tests.helpers import launched
 from tests.helpers.training import quiet
 from tests.helpers.world import _reserved_port, run_world, subprocess_env
@@ -209,6 +209,9 @@ def test_names_are_registered_once_and_a_name_that_was_taken_stays_so() -> None:
     assert dict(StrategyRegistry) == before
     for stage in (1, 2, 3):
         assert StrategyRegistry.get(f"zero{stage}").placement == ZeroStrategy(stage=stage).placement
+        offloading = StrategyRegistry.get(f"zero{stage}_offload")
+        assert offloading.placement == ZeroStrategy(stage=stage).placement
+        assert offloading.offload == HostOffload(parameters=stage == 3)
     try:
         StrategyRegistry.register("zero2", ZeroStrategy, description="somebody's own", override=True, stage=1)
         lightning_zero.register_strategies()

@@ -12,8 +12,10 @@ Python can still see after a few steps, must belong to a category of the formula
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_zero import HostOffload, NvmeOffload
+from lightning_zero.config import Tier
+from lightning_zero.offload import RestingTensor
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
 from tests.helpers.models import ZOO, MixedDtypes, OddSizes
 from tests.helpers.probe import Probe, fit
@@ -67,7 +72,9 @@ def precision(name: str) -> Any:
 def storages(tensors: Iterable[Tensor | None]) -> Storages:
     found = {}
     for tensor in tensors:
-        if tensor is not None and tensor.layout is torch.strided and not tensor.is_meta:
+        if tensor is None or isinstance(tensor, RestingTensor):  # on disk
+            continue
+        if tensor.layout is torch.strided and not tensor.is_meta:
             storage = tensor.untyped_storage()
             if storage.nbytes():
                 found[storage._cdata] = storage.nbytes()
@@ -99,27 +106,46 @@ def alive_beside(known: Storages) -> Storages:
 
 
 def categories(strategy: Any, training: bool = True) -> dict[str, Storages]:
-    """What the engine, its collectives and the optimizers hold, in the words of the plan's formula."""
+    """What the engine, its collectives and the optimizers hold on the device, in the words of the plan's formula."""
     engine = strategy.engine
     flats = [flat for unit in engine.units for flat in unit.flats]
     parameters = storages(buffer for unit in engine.units for buffer in getattr(unit, "buffers", ()))
-    masters = storages(flat.master for flat in flats)
+    masters = storages(flat.master for flat in flats if flat.rest.master is Tier.DEVICE)
+    weights = storages(flat.weights for flat in flats if flat.rest.weights is Tier.DEVICE)
     slots = storages(unit.home.buffer for unit in engine.units if hasattr(unit, "home"))
     found = {
         "parameters": parameters,
+        "weights": weights,
         "masters": {key: size for key, size in masters.items() if key not in parameters},
         "slots": slots,
     }
     if not training:
         return found
     reducer = engine._reducer
+    moved = strategy.offload is not None and strategy.offload.optimizer
     state = [value for o in strategy.optimizers for values in o.state.values() for value in values.values()]
+    shards = [] if moved else [bucket.shard for bucket in reducer.buckets]
     return {
         **found,
-        "gradients": storages([t for bucket in reducer.buckets for t in (bucket.resident, bucket.shard)]),
-        "optimizer": storages(value for value in state if value.dim()),
+        "gradients": storages([*shards, *(bucket.resident for bucket in reducer.buckets)]),
+        "optimizer": {} if moved else storages(value for value in state if value.dim()),
         "gradient_slots": storages(slot.buffer for slot in reducer._slots if slot is not None),
         "transport": storages(getattr(engine.collectives, "_received", {}).values()),
+    }
+
+
+def on_host(strategy: Any) -> dict[str, Storages]:
+    """What rests in host memory because it is offloaded. Blocks of host memory come in whole pages: see ``used``."""
+    engine = strategy.engine
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    state = [value for o in strategy.optimizers for values in o.state.values() for value in values.values()]
+    store = engine.homes.store
+    return {
+        "weights": storages(flat.weights for flat in flats if flat.rest.weights is Tier.HOST),
+        "masters": storages(flat.master for flat in flats if flat.rest.master is Tier.HOST),
+        "gradients": storages(bucket.shard for bucket in engine._reducer.buckets),
+        "optimizer": storages(value for value in state if value.dim()),
+        "buffers": {0: store.host_nbytes + engine.homes.fetcher.reserved_nbytes} if store is not None else {},
     }
 
 
@@ -191,6 +217,63 @@ def test_memory_at_rest_is_the_plan_s_formula(world_size: int) -> None:
             assert small["placeholders"] in (4, 4 + 8), where  # one float32, one float64
             # Rows of one hash, three numbers of the phase and three masks of buckets; twice that at most.
             assert small["control plane"] <= (world_size + 1) * 8 * 16, where
+
+
+OFFLOADS = {
+    "host": (HostOffload(), (1, 2, 3)),
+    "host, parameters": (HostOffload(parameters=True), (3,)),
+    "files": (NvmeOffload(path="files", buffer_mib=1), (1, 2, 3)),
+    "files, parameters": (NvmeOffload(path="files", buffer_mib=1, parameters=True), (3,)),
+}
+
+
+def count_offloaded(rank: int, precision_name: str, stage: int, offload: HostOffload | NvmeOffload) -> dict[str, Any]:
+    """Bytes by category and tier, counted after a run and by formula, and everything else that came into being."""
+    forget_the_past()
+    probe = Probe(everything(wide=precision_name == "32-true"))
+    options = {"plugins": precision(precision_name)}
+    trainer = fit(probe, stage=stage, micro_steps=4, options=options, bucket_mib=0.004, offload=offload)
+    engine = trainer.strategy.engine
+    found, host, small = categories(trainer.strategy), on_host(trainer.strategy), small_things(trainer, probe)
+    store = engine.homes.store
+    if store is not None:
+        small["memory that checkpoints pass through"] = storages([store._staging._memory])  # the pool is gone by now
+        groups = [group for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups]
+        stand_ins = [p for group in groups for p in group["params"] if not any(p.stride())]
+        small["stand-ins"] = storages(stand_ins)
+    known = {**merged(found), **merged(host), **merged(small)}
+    new = alive_beside(known)
+    return {
+        "device": {category: sum(part.values()) for category, part in found.items()},
+        "expected device": dict(engine.plan.expected_memory(rank=rank).items()),
+        "host": {category: sum(part.values()) for category, part in host.items()},
+        "expected host": dict(engine.plan.expected_host_memory(rank=rank).items()),
+        "disk": 0 if store is None else store.nbytes_on_disk,
+        "expected disk": engine.plan.expected_disk(rank=rank).total,
+        "others": {key: size for key, size in new.items() if key not in known},
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_offloaded_bytes_rest_where_the_plan_says(world_size: int, tmp_path: Path) -> None:
+    def every(rank: int) -> dict[str, Any]:
+        os.chdir(tmp_path)
+        return {
+            f"{name}, {kind}, stage {stage}": count_offloaded(rank, name, stage, offload)
+            for name in ("32-true", "bf16-mixed")
+            for kind, (offload, stages) in OFFLOADS.items()
+            for stage in stages
+        }
+
+    (tmp_path / "files").mkdir()
+    for rank, runs in enumerate(run_world(world_size, every, timeout=150)):
+        for name, found in runs.items():
+            where = f"rank {rank} of {world_size}, {name}"
+            assert found["device"] == found["expected device"], where
+            assert found["host"] == found["expected host"], where
+            assert found["disk"] == found["expected disk"], where
+            assert not found["others"], f"{where}: storages of nobody"
+    assert not list((tmp_path / "files").iterdir())
 
 
 def test_the_sweep_sees_what_is_hidden_in_a_closure() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from lightning_zero import CheckpointPolicy
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.resumed import Everything, run
-from tests.strategy.runs import STAGES, _differences, batches, quiet, zero
+from tests.strategy.runs import STAGES, _differences, batches, quiet, silent, zero
 
 BOUND = 1e-5  # sums over the ranks in another order
 
@@ -43,17 +42,6 @@ class Portable(Everything):
             for block in self.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self, mesh=mesh)
-
-
-def silent(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without what FSDP and DCP warn of, which changes with every version of torch."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return function(*args, **kwargs)
-
-    return call
 
 
 def fsdp2() -> ModelParallelStrategy:

@@ -1,0 +1,140 @@
+"""The parameters of one layout at run time: the user's objects, this rank's master shard, and weights made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._torch import forbid_writes, untracked
+from lightning_zero.offload.resting import RestingTensor, fill_from
+from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, ShardSlice
+
+__all__ = ["FlatParameters", "ParameterShard", "cut", "views_of"]
+
+_PIECE_NUMEL = 2**20  # of a file that are looked at together
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterShard:
+    """This rank's part of one parameter.
+
+    Args:
+        spec: the whole parameter.
+        start: where the part begins in the flattened parameter, in elements.
+        data: 1-D part of the master shard, the parameter's own dtype; 0 elements where this rank owns nothing. On disk
+            a ``RestingTensor``.
+        parameter: the shard parameter that optimizers step on (shares ``data``; stands in for it if that is on disk),
+            ``None`` for a frozen parameter.
+    """
+
+    spec: ParameterSpec
+    start: int
+    data: Tensor
+    parameter: nn.Parameter | None
+
+
+def cut(shard: Tensor, pieces: Sequence[ShardSlice]) -> list[Tensor]:
+    """1-D views of the parts of a shard, one per parameter (0 elements where nothing is owned)."""
+    with untracked():
+        return [shard.narrow(0, piece.shard_start if piece.numel else 0, piece.numel) for piece in pieces]
+
+
+def views_of(buffer: Tensor, layout: FlatLayout) -> list[Tensor]:
+    """The parameters of a layout as views of a flat buffer, full shapes."""
+    with untracked():
+        return [
+            buffer.narrow(0, offset if spec.numel else 0, spec.numel).view(spec.shape)
+            for spec, offset in zip(layout.parameters, layout.offsets, strict=True)
+        ]
+
+
+class FlatParameters:
+    """The parameters of one layout: the user's objects and this rank's master shard.
+
+    Args:
+        layout: where each parameter lies.
+        parameters: the user's parameters, in the layout's order.
+        rank: this rank of the shard group.
+        master: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``; what the optimizer updates.
+        placeholders: what each parameter shows while its values are not there.
+        rest: where master, weights, gradients and state rest.
+        weights: 1-D, a copy of the master in ``layout.compute_dtype`` that is brought up to date after each step;
+            ``None`` where there is none.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        master: Tensor,
+        placeholders: Sequence[Tensor],
+        rest: Rest,
+        weights: Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.rest = rest
+        self.master = master
+        self.weights = weights
+        self.shown: Tensor | None = None
+        """The weights, where the user's parameters show them at any time in the master's dtype: what is written there
+        between steps counts, as on ordinary parameters, so the master has to take it over."""
+        self.placeholders = tuple(placeholders)
+        self.slices = layout.slices(rank)
+        parts = cut(master, self.slices)
+        self.shards = tuple(
+            ParameterShard(spec, piece.parameter_start, data, parameter)
+            for spec, piece, data, parameter in zip(
+                layout.parameters, self.slices, parts, _shard_parameters(parts, layout), strict=True
+            )
+        )
+
+    def refresh(self) -> None:
+        """Make the weights what the master is, now."""
+        if self.weights is not None:
+            with untracked():
+                fill_from(self.weights, self.master)
+
+    def take_over_shown(self) -> None:
+        """Make the master what the user's parameters show, if they can be written to at any time."""
+        if self.shown is None:
+            return
+        with untracked():
+            if not isinstance(self.master, RestingTensor):
+                self.master.copy_(self.shown)
+                return
+            for start in range(0, self.master.numel(), _PIECE_NUMEL):
+                numel = min(_PIECE_NUMEL, self.master.numel() - start)
+                part, shown = self.master.part(start, numel), self.shown.narrow(0, start, numel).cpu()
+                if not torch.equal(part.read().view(torch.uint8), shown.view(torch.uint8)):  # NaN equals itself
+                    part.write(shown)
+
+    def refresh_part(self, start: int, values: Tensor) -> None:
+        """Make a part of the weights what the master is about to be.
+
+        Args:
+            start: element of the shard.
+            values: 1-D in host memory, new elements of the master from there on. Read before this returns.
+        """
+        if self.weights is not None:
+            with untracked():
+                self.weights.narrow(0, start, values.numel()).copy_(values)
+
+
+def _shard_parameters(parts: Sequence[Tensor], layout: FlatLayout) -> list[nn.Parameter | None]:
+    """What optimizers know the parts of a master by.
+
+    For elements on disk something stands in: no memory, NaN to read, refuses writes.
+    """
+    if not layout.trainable:
+        return [None] * len(parts)
+    with torch.inference_mode(False):
+        if any(isinstance(part, RestingTensor) for part in parts):
+            sentinel = torch.full((), float("nan"), dtype=layout.dtype)
+            forbid_writes(sentinel)
+            parts = [sentinel.expand(part.numel()) for part in parts]
+        return [nn.Parameter(part.detach(), requires_grad=True) for part in parts]

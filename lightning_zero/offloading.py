@@ -1,0 +1,128 @@
+"""From an offload policy to what carries it out: memory by tier for the engine, steps on the host for optimizers."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import ControlGroup, Streams
+from lightning_zero.config import HostOffload, NvmeOffload, Offload
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.engine.flat import FlatParameters
+from lightning_zero.offload.files import FileSystem
+from lightning_zero.offload.homes import Homes
+from lightning_zero.offload.nvme import NvmeStore
+from lightning_zero.optim.offloaded import OffloadedSteps
+from lightning_zero.optim.owned import Flat
+from lightning_zero.plan import ZeroPlan
+
+__all__ = ["check_room", "make_homes", "offloaded_steps", "step_threads"]
+
+_MIB = 2**20
+
+
+def make_homes(
+    offload: Offload | None,
+    plan: ZeroPlan,
+    control: ControlGroup,
+    device: torch.device,
+    streams: Streams | None = None,
+    local_rank: int = 0,
+    system: FileSystem | None = None,
+) -> Homes:
+    """Memory for an engine, by tier.
+
+    Args:
+        offload: the policy.
+        plan: what is to rest where.
+        control: the ranks.
+        device: where the engine computes.
+        streams: of the device.
+        local_rank: of this process on its host. The first one reports what earlier runs have left behind.
+        system: how disks are used.
+
+    Raises:
+        OffloadError: on every rank, if the files of one cannot be made, or have no room for the masters.
+
+    Collective: every rank.
+    """
+    if not isinstance(offload, NvmeOffload):
+        pin = offload.pin_mib if isinstance(offload, HostOffload) else None
+        return Homes(device, streams, pin_nbytes=None if pin is None else int(pin * _MIB))
+    store, failure = None, None
+    try:
+        store = NvmeStore(
+            offload.path,
+            rank=control.rank,
+            world_size=control.world_size,
+            buffer_nbytes=int(offload.buffer_mib * _MIB),
+            io_threads=offload.io_threads,
+            device=device,
+            system=system,
+            report=local_rank == 0,
+        )
+    except Exception as error:
+        failure = error
+    try:
+        control.raise_together(failure, f"offload to '{offload.path}'")
+        check_room(store, plan.expected_disk(rank=control.rank, optimizer_tensors=0).total, control)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    return Homes(device, streams, store=store)
+
+
+def check_room(store: NvmeStore | None, nbytes: int, control: ControlGroup) -> None:
+    """Make sure that the disks have room for what is about to be put there.
+
+    Args:
+        store: this rank's files, if it has some.
+        nbytes: what it is about to put there, beyond what it has.
+
+    Raises:
+        OffloadError: on every rank, with the bytes needed and found, if one disk has not.
+
+    Collective: every rank.
+    """
+    if store is None:
+        return
+    disk = (platform.node(), os.stat(store.path).st_dev)
+    needs = control.gather_objects((disk, nbytes))
+    failure = None
+    try:
+        store.check_space(sum(need for other, need in needs if other == disk))  # ranks of one machine share its disk
+    except Exception as error:
+        failure = error
+    control.raise_together(failure, f"offload to '{store.path}'")
+
+
+def step_threads(offload: Offload, local_ranks: int) -> int:
+    """Threads a step on the host computes with: what the policy says, or this rank's share of the cores."""
+    if offload.threads is not None:
+        return offload.threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, local_ranks))
+
+
+def offloaded_steps(engine: ZeroEngine, local_ranks: int) -> OffloadedSteps | None:
+    """How optimizers step on an engine's shards; ``None`` if those rest on the device."""
+    offload = engine.plan.offload
+    if offload is None or not offload.optimizer:
+        return None
+
+    def window_stepped(flat: Flat, start: int, values: Tensor) -> tuple[()]:
+        return engine.part_stepped(cast("FlatParameters", flat), start, values)  # all that optimizers know are these
+
+    return OffloadedSteps(
+        unit_stepped=engine.unit_stepped,
+        window_stepped=window_stepped,
+        agree=engine.agree_stepped,
+        check_room=lambda nbytes: check_room(engine.homes.store, nbytes, engine.control),
+        store=engine.homes.store,
+        threads=step_threads(offload, local_ranks),
+    )
