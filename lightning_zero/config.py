@@ -120,7 +120,8 @@ class HostOffload:
         pin_mib: most host memory to page-lock, in MiB, for copies that overlap with compute; ``None``: all that is
             copied to or from the device (masters, gradients, parameters; optimizer state never is). Only matters on an
             accelerator.
-        threads: threads the step computes with on each rank; ``None``: the machine's cores, shared out among its ranks.
+        threads: threads the step computes with on each rank; ``None``: the machine's cores, shared out among its ranks,
+            and on a CPU no more than torch is set to.
 
     Raises:
         ValueError: naming the setting.
@@ -155,7 +156,8 @@ class NvmeOffload:
         parameters: the shards that units are gathered from rest in files too (stage 3 only); as for ``HostOffload``.
         buffer_mib: size of the pool of buffers on each rank, in MiB. Page-locked on an accelerator.
         io_threads: threads that read and write on each rank.
-        threads: threads the step computes with on each rank; ``None``: the machine's cores, shared out among its ranks.
+        threads: threads the step computes with on each rank; ``None``: the machine's cores, shared out among its ranks,
+            and on a CPU no more than torch is set to.
 
     Raises:
         ValueError: naming the setting.

@@ -101,12 +101,17 @@ def check_room(store: NvmeStore | None, nbytes: int, control: ControlGroup) -> N
     control.raise_together(failure, f"offload to '{store.path}'")
 
 
-def step_threads(offload: Offload, local_ranks: int) -> int:
-    """Threads a step on the host computes with: what the policy says, or this rank's share of the cores."""
+def step_threads(offload: Offload, local_ranks: int, device: torch.device) -> int:
+    """Threads a step on the host computes with: what the policy says, or this rank's share of the cores.
+
+    On a CPU not more than torch computes with there anyway: more could be against the user's will, and would hang in a
+    process that was forked from one which has used them (OpenMP does not survive a fork).
+    """
     if offload.threads is not None:
         return offload.threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, local_ranks))
+    share = max(1, cores // max(1, local_ranks))
+    return min(share, torch.get_num_threads()) if device.type == "cpu" else share
 
 
 def offloaded_steps(engine: ZeroEngine, local_ranks: int) -> OffloadedSteps | None:
@@ -124,5 +129,5 @@ def offloaded_steps(engine: ZeroEngine, local_ranks: int) -> OffloadedSteps | No
         agree=engine.agree_stepped,
         check_room=lambda nbytes: check_room(engine.homes.store, nbytes, engine.control),
         store=engine.homes.store,
-        threads=step_threads(offload, local_ranks),
+        threads=step_threads(offload, local_ranks, engine.device),
     )
