@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, ControlGroup
+from lightning_zero.config import Tier
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.deferred import InitRecord
 from lightning_zero.engine.flat import FlatParameters, ParameterShard, views_of
@@ -104,6 +105,12 @@ class UnitBuilder:
                         weights = self._homes.allocate(rest.weights, numel, layout.compute_dtype, what)
                     self._offloaded[layout] = master, weights
 
+    def _room(self, layout: FlatLayout) -> tuple[Tensor, Tensor | None]:
+        """Memory for a master, and for the weights made of it if they are a copy elsewhere."""
+        if layout in self._offloaded:
+            return self._offloaded[layout]
+        return self._homes.allocate(Tier.DEVICE, layout.shard_numel, layout.dtype, "a master"), None
+
     def _put(self, value: Tensor, shard: ParameterShard) -> None:
         """Keep this rank's part of a parameter. A disk that fails is reported when all ranks are through."""
         try:
@@ -121,12 +128,8 @@ class UnitBuilder:
             shared = layout.dtype == layout.compute_dtype and not rest.offloaded
             if shared:
                 flat = self._flat(layout, own)
-            elif rest.offloaded:
-                flat = self._flat(layout, self._offloaded[layout][0], own)
             else:
-                with untracked():
-                    master = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self._device)
-                flat = self._flat(layout, master, own)
+                flat = self._flat(layout, self._room(layout)[0], own)
             for value, view, shard in zip(self._values(layout), views_of(full, layout), flat.shards, strict=True):
                 with untracked():
                     view.copy_(value)
@@ -147,13 +150,7 @@ class UnitBuilder:
     def _sharded(self, plan: UnitPlan, slots: Sequence[Slot]) -> Unit:
         flats = []
         for layout in plan.layouts:
-            if layout in self._offloaded:
-                master, weights = self._offloaded[layout]
-            else:
-                with untracked():
-                    master = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self._device)
-                weights = None
-            flat = self._flat(layout, master, weights)
+            flat = self._flat(layout, *self._room(layout))
             values = self._values(layout)
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
                 self._put(next(values), shard)
@@ -291,9 +288,7 @@ def build_reducer(
             else:
                 shard = homes.allocate(flat.rest.gradients, layout.shard_numel, layout.dtype, name)
             collectives.reserve(layout.numel, layout.reduce_dtype, device)
-            transfers = None
-            if flat.rest.offloaded:
-                transfers = homes.transfers
+            transfers = homes.transfers if flat.rest.offloaded else None
             buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers))
             ring = unit.plan.gradient_slot
             slots.append(rings[ring] if ring is not None and resident is None else None)
