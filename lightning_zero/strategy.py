@@ -33,7 +33,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoints import Checkpoints
-from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, NativeCollectives, Streams
+from lightning_zero.comm import Groups, Streams, choose_collectives
 from lightning_zero.comm.groups import destroy_default_group_at_exit
 from lightning_zero.config import (
     ActivationPolicy,
@@ -300,7 +300,7 @@ class ZeroStrategy(ParallelStrategy):
         streams = Streams(self.root_device)
         homes = make_homes(self.offload, plan, groups.control, self.root_device, streams, self.local_rank)
         try:
-            collectives = self._collectives(groups, streams)
+            collectives = choose_collectives(groups, streams, self.root_device)
             self._engine = ZeroEngine(module, plan, collectives, groups.control, homes, self._recorder.record)
         except BaseException:
             homes.close()
@@ -322,12 +322,6 @@ class ZeroStrategy(ParallelStrategy):
             param_dtype=self.precision_plugin.param_dtype,
             reduce_dtype=self.precision_plugin.reduce_dtype,
         )
-
-    def _collectives(self, groups: Groups, streams: Streams) -> Collectives:
-        if groups.control.world_size == 1:
-            return LocalCollectives(streams)
-        kind = GlooCollectives if self.root_device.type == "cpu" else NativeCollectives
-        return kind(groups, streams)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """The wire: process groups, agreement between ranks, collectives, streams."""
 
+from lightning_zero.comm.choice import choose_collectives
 from lightning_zero.comm.collectives import (
     PATIENCE_SECONDS,
     CollectiveCall,
@@ -23,4 +24,5 @@ __all__ = [
     "NativeCollectives",
     "Pending",
     "Streams",
+    "choose_collectives",
 ]

@@ -11,8 +11,9 @@ from lightning_zero._torch import storage_key
 from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.recompute import Recomputation
+from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.saved import SavedOnHost
-from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit
+from lightning_zero.engine.unit import ShardedUnit
 from lightning_zero.plan.recomputed import find_recomputed
 
 __all__ = ["Activations"]

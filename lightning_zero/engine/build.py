@@ -19,8 +19,9 @@ from lightning_zero.engine.deferred import InitRecord
 from lightning_zero.engine.flat import FlatParameters, ParameterShard, views_of
 from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.reducer import GradientReducer
+from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.slots import Slot
-from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
+from lightning_zero.engine.unit import ShardedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, UnitPlan, ZeroPlan, staging_nbytes

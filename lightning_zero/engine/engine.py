@@ -38,8 +38,9 @@ from lightning_zero.engine.hooks import EngineHooks
 from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.reducer import GradientReducer, report_width
 from lightning_zero.engine.registry import forget, register
+from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.residency import Residency
-from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
+from lightning_zero.engine.unit import ShardedUnit, Unit
 from lightning_zero.engine.watch import ParameterWatch
 from lightning_zero.errors import OffloadError
 from lightning_zero.offload.homes import Homes

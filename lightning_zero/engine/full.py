@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_zero._torch import untracked
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.flat import FlatParameters, views_of
-from lightning_zero.engine.unit import ReplicatedUnit, Unit
+from lightning_zero.engine.replicated import ReplicatedUnit
+from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
 from lightning_zero.offload.resting import RestingTensor, fill_from
 

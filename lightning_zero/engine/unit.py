@@ -19,7 +19,7 @@ from lightning_zero.offload.fetch import Fetcher
 from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.plan import UnitPlan
 
-__all__ = ["ReplicatedUnit", "ShardedUnit", "Unit"]
+__all__ = ["ShardedUnit", "Unit"]
 
 
 class Unit:
@@ -43,7 +43,8 @@ class Unit:
     def name(self) -> str:
         return self.plan.name or "(root)"
 
-    def _show_placeholders(self) -> None:
+    def show_placeholders(self) -> None:
+        """Let the user's parameters stand for values that are not there."""
         for flat in self.flats:
             for parameter, placeholder in zip(flat.parameters, flat.placeholders, strict=True):
                 parameter.data = placeholder
@@ -73,44 +74,6 @@ class Unit:
         self.version += 1
         for flat in self.flats:
             torch.autograd.graph.increment_version(flat.parameters)
-
-
-class ReplicatedUnit(Unit):
-    """A bucket whose full parameters stay in memory.
-
-    Args:
-        plan: the bucket.
-        flats: its flat parameters; masters are views of ``buffers`` where the dtypes agree.
-        buffers: full flat buffer of each layout, in the compute dtype.
-    """
-
-    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], buffers: Sequence[Tensor]) -> None:
-        super().__init__(plan, flats)
-        self.buffers = tuple(buffers)
-        self._views = [views_of(buffer, flat.layout) for buffer, flat in zip(buffers, flats, strict=True)]
-        # Another compute dtype must not be seen from outside a step: there the parameter shows its own dtype (and NaN).
-        self.always_bound = all(flat.layout.dtype == flat.layout.compute_dtype for flat in flats)
-        for flat in self.flats:
-            if self.always_bound and flat.rest.offloaded:
-                flat.shown = flat.weights
-
-    def bind(self) -> None:
-        """Let the user's parameters be the full values."""
-        if self.held:
-            return
-        for flat, views in zip(self.flats, self._views, strict=True):
-            for parameter, view in zip(flat.parameters, views, strict=True):
-                parameter.data = view
-
-    def unbind(self) -> None:
-        """Let the user's parameters show placeholders, unless they can always show the truth."""
-        if not self.always_bound and not self.held:
-            self._show_placeholders()
-
-    def publish(self, collectives: Collectives) -> list[Pending]:
-        """Bring every rank's weights, which are up to date, into the full buffers. Collective: every rank."""
-        with untracked():
-            return [collectives.all_gather(buffer, f"parameters of '{self.name}'") for buffer in self.buffers]
 
 
 class ShardedUnit(Unit):
@@ -247,7 +210,7 @@ class ShardedUnit(Unit):
             return
         self.machine.move(UnitState.WARM)
         if not self.held:
-            self._show_placeholders()
+            self.show_placeholders()
         if self.storage is not None:
             self.storage.free = streams.mark()
 
@@ -297,7 +260,7 @@ class ShardedUnit(Unit):
     def abandon(self) -> None:
         """Forget every claim after an error in the middle of a step; values are gathered anew when next needed."""
         if not self.held:
-            self._show_placeholders()
+            self.show_placeholders()
         if self.storage is not None:
             self.storage.pins = 0
             self.storage.owner = None
