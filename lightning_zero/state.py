@@ -103,6 +103,7 @@ class ModuleState:
             for shard, value in copies:
                 read_slice(value, shard.start, shard.data)
 
+        self._engine.control.barrier()  # after an error another rank may still be reading weights in a forward
         try:
             collect(self._engine.control, "load the weights of the checkpoint", read)
         except CheckpointError:

@@ -5,12 +5,11 @@ from lightning_zero.comm.collectives import (
     PATIENCE_SECONDS,
     CollectiveCall,
     Collectives,
-    GlooCollectives,
     LocalCollectives,
-    NativeCollectives,
     Pending,
 )
 from lightning_zero.comm.groups import ControlGroup, Groups
+from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Streams
 
 __all__ = [

@@ -1,10 +1,4 @@
-"""The wire as a seam: what the engine asks for, and three ways to do it.
-
-``GlooCollectives`` does not use gloo's own reduce-scatter (emulated by a clone and an all-reduce: twice the bytes) nor
-its all-gather (2.7 times slower than the same bytes sent point to point). Its reduce-scatter is an all-to-all followed
-by a sum *in rank order*, so the bits of the result depend on nothing but the world size: not on how gradients are cut
-into buckets or units. That is what makes the three stages bit-identical to one another at every world size.
-"""
+"""The wire as a seam: what the engine asks for. A single rank's way is here, the others are files of their own."""
 
 from __future__ import annotations
 
@@ -15,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero._torch import all_gather_single, reduce_scatter_single
-from lightning_zero.comm.groups import Groups, naming_failures
+from lightning_zero._torch import untracked
+from lightning_zero.comm.groups import naming_failures
 from lightning_zero.comm.streams import Event, Streams
 
 # How long a backward waits for memory that a reduction still uses before it takes fresh memory instead. Waiting for
@@ -33,9 +26,7 @@ __all__ = [
     "PATIENCE_SECONDS",
     "CollectiveCall",
     "Collectives",
-    "GlooCollectives",
     "LocalCollectives",
-    "NativeCollectives",
     "Pending",
 ]
 
@@ -109,6 +100,14 @@ class Pending:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return True
 
+    def receive(self) -> None:
+        """``wait`` for the result only: this rank's own part may still be read by others until ``wait``.
+
+        Raises:
+            CommunicationError: as ``wait`` does.
+        """
+        self.wait()
+
     def wait(self) -> None:
         """Order everything issued from now on behind this collective. On CUDA the host does not wait.
 
@@ -123,7 +122,7 @@ class Pending:
         if self._streams is not None:
             self._streams.wait(self._event)
         if self._finish is not None:
-            with torch.inference_mode(False), torch.no_grad():
+            with untracked():
                 self._finish()
         self._done = True
         self._works, self._keep, self._finish = (), (), None
@@ -141,22 +140,38 @@ class Collectives(ABC):
         self.world_size = world_size
         self.observers: list[Callable[[CollectiveCall], None]] = []
         self.patience = PATIENCE_SECONDS
+        self.asks = False
+        """Whether gathers take announced shards as they are when the gather begins, at the cost of a copy, and not as
+        they are when another rank comes to read them. Set alike on every rank."""
 
-    def all_gather(self, buffer: Tensor, what: str, after: Event = None) -> Pending:
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """Memory that the wire keeps for itself."""
+        return ()
+
+    def all_gather(self, buffer: Tensor, what: str, after: Event = None, source: Tensor | None = None) -> Pending:
         """Complete a flat buffer in place from all ranks' shards.
 
         Args:
-            buffer: 1-D, a multiple of ``world_size`` elements; this rank's shard already stands in its own range.
-                Written.
-            what: what it carries, for people.
+            buffer: 1-D, a multiple of ``world_size`` elements; this rank's shard already stands in its own range,
+                unless there is a ``source``. Written.
+            what: what it carries, for people; the same on every rank.
             after: device-side event the transfer has to wait for; ``None``: everything issued so far.
+            source: 1-D, this rank's shard, where it is not in the buffer yet; of any dtype. May not change before the
+                wait has returned; if it was announced by ``share``, not before all ranks' waits have.
 
         Raises:
-            ValueError: if ``buffer`` cannot be cut evenly (on every rank alike).
+            ValueError: if the sizes do not match (on every rank alike).
         """
         self._check(buffer, what)
-        self._observe("all_gather", what, buffer)
-        return self._all_gather(buffer, what, after)
+        if source is not None and source.numel() * self.world_size != buffer.numel():
+            raise ValueError(
+                f"{what}: this rank's shard must hold {buffer.numel() // self.world_size} elements, got "
+                f"{source.numel()}."
+            )
+        if self.observers:
+            self._observe("all_gather", what, buffer)
+        return self._all_gather(buffer, what, after, source)
 
     def reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
         """Average a flat buffer over the ranks and keep this rank's range of the result.
@@ -178,7 +193,8 @@ class Collectives(ABC):
                 f"reduce_scatter of {what}: the shard must hold {bucket.numel() // self.world_size} elements of "
                 f"{bucket.dtype}, got {shard.numel()} of {shard.dtype}."
             )
-        self._observe("reduce_scatter", what, bucket)
+        if self.observers:
+            self._observe("reduce_scatter", what, bucket)
         return self._reduce_scatter(bucket, shard, what)
 
     def all_to_all(
@@ -200,6 +216,38 @@ class Collectives(ABC):
         """Overwrite ``tensor`` on every rank with the one of rank ``source``."""
         self._observe("broadcast", what, tensor)
         return self._broadcast(tensor, source, what)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what collectives read: 1-D, all zeros. Where it makes no difference, it is ordinary memory."""
+        with untracked():
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+    def share(self, shards: Sequence[Tensor]) -> None:  # noqa: B027 - most need not know before
+        """Announce shards that gathers will have as their source, and that are complete by now.
+
+        They may only be written after an agreement of all ranks that comes behind the last gather, and before
+        ``shards_changed``.
+
+        Args:
+            shards: 1-D, equally many and of equal sizes on every rank.
+
+        Collective: every rank.
+        """
+
+    def shares(self, shard: Tensor) -> bool:
+        """Whether ``shard`` was announced, and is read by the others without being sent."""
+        return False
+
+    def shards_changed(self, within: bool = False) -> None:  # noqa: B027
+        """Note that announced shards may hold new values, which later gathers have to see.
+
+        Also at the beginning of whatever gathers, because users write to their shards without a word.
+
+        Args:
+            within: whether that has begun before, and only goes on.
+
+        Collective: every rank.
+        """
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027 - most need nothing
         """Announce the largest bucket that will be reduced, so that nothing has to be allocated during a step."""
@@ -233,7 +281,7 @@ class Collectives(ABC):
                 observer(call)
 
     @abstractmethod
-    def _all_gather(self, buffer: Tensor, what: str, after: Event) -> Pending: ...
+    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending: ...
 
     @abstractmethod
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending: ...
@@ -257,8 +305,15 @@ class LocalCollectives(Collectives):
     def __init__(self, streams: Streams | None = None) -> None:
         super().__init__(rank=0, world_size=1)
         self._streams = streams
+        self._nothing = Pending("nothing", 0)  # the same for every call on the host: there is nothing to wait for
+        self._nothing.wait()
 
-    def _all_gather(self, buffer: Tensor, what: str, after: Event) -> Pending:
+    def own_range(self, buffer: Tensor) -> Tensor:
+        return buffer
+
+    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
+        if source is not None:
+            buffer.copy_(source)
         return self._done(what)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
@@ -277,113 +332,4 @@ class LocalCollectives(Collectives):
 
     def _done(self, what: str) -> Pending:
         event = None if self._streams is None else self._streams.mark()
-        return Pending(what, 0, event=event, streams=self._streams)
-
-
-class NativeCollectives(Collectives):
-    """The backend's own collectives (nccl), issued on side streams so that their order is ours.
-
-    Args:
-        groups: the engine's process groups.
-        streams: side streams of the device.
-    """
-
-    def __init__(self, groups: Groups, streams: Streams) -> None:
-        super().__init__(groups.control.rank, groups.control.world_size)
-        self.groups = groups
-        self.streams = streams
-
-    def abandon(self, transfers: Sequence[Pending]) -> None:
-        self.groups.abandoned += [transfer for transfer in transfers if not transfer.done]
-
-    def settle(self) -> None:
-        while self.groups.abandoned:
-            self.groups.abandoned.pop(0).wait()
-
-    def _all_gather(self, buffer: Tensor, what: str, after: Event) -> Pending:
-        with self.streams.gathering(after):
-            work = all_gather_single(buffer, self.own_range(buffer), self.groups.gather, async_op=True)
-            work.wait()
-            event = self.streams.mark()
-        return Pending(what, self.rank, event=event, streams=self.streams, keep=(buffer,))
-
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
-        with self.streams.reducing():
-            if bucket.dtype == torch.float16:
-                bucket.div_(self.world_size)
-            work = reduce_scatter_single(shard, bucket, self.groups.reduce, async_op=True)
-            work.wait()
-            if bucket.dtype != torch.float16:
-                shard.div_(self.world_size)
-            event = self.streams.mark()
-        return Pending(what, self.rank, event=event, streams=self.streams, keep=(bucket, shard))
-
-    def _all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
-    ) -> Pending:
-        work = dist.all_to_all_single(
-            output, input, output_splits, input_splits, group=self.groups.reduce, async_op=True
-        )
-        return Pending(what, self.rank, works=[work], keep=(output, input))
-
-    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        work = dist.broadcast(tensor, source, group=self.groups.gather, async_op=True)
-        return Pending(what, self.rank, works=[work], keep=(tensor,))
-
-
-class GlooCollectives(NativeCollectives):
-    """Collectives for CPU tensors over gloo: point-to-point gathers, and reductions summed in rank order."""
-
-    def __init__(self, groups: Groups, streams: Streams) -> None:
-        super().__init__(groups, streams)
-        self._received: dict[torch.dtype, Tensor] = {}
-        self._receiving: Pending | None = None  # the reduction that holds the receive buffer
-
-    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        received = self._received.get(dtype)
-        if received is None or received.numel() < numel:
-            with torch.inference_mode(False):
-                self._received[dtype] = torch.empty(numel, dtype=dtype, device=device)
-
-    def _all_gather(self, buffer: Tensor, what: str, after: Event) -> Pending:
-        size = buffer.numel() // self.world_size
-        mine = self.own_range(buffer)
-        works: list[Any] = []
-        # Every rank starts with its neighbour, so that no rank is asked for everything at once.
-        with naming_failures(what, self.rank):
-            for step in range(1, self.world_size):
-                source = (self.rank - step) % self.world_size
-                works.append(dist.irecv(buffer.narrow(0, source * size, size), source, group=self.groups.gather))
-            for step in range(1, self.world_size):
-                works.append(dist.isend(mine, (self.rank + step) % self.world_size, group=self.groups.gather))
-        return Pending(what, self.rank, works=works, keep=(buffer,))
-
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
-        received, lent = self._receive_buffer(bucket)
-        if bucket.dtype == torch.float16:
-            bucket.div_(self.world_size)
-        with naming_failures(what, self.rank):
-            work = dist.all_to_all_single(received, bucket, group=self.groups.reduce, async_op=True)
-
-        def sum_in_rank_order() -> None:
-            pieces = received.view(self.world_size, -1).unbind(0)
-            torch.add(pieces[0], pieces[1], out=shard)
-            for piece in pieces[2:]:
-                shard.add_(piece)
-            if bucket.dtype != torch.float16:
-                shard.div_(self.world_size)
-
-        pending = Pending(what, self.rank, works=[work], keep=(bucket, shard), finish=sum_in_rank_order)
-        if lent:
-            self._receiving = pending
-        return pending
-
-    def _receive_buffer(self, bucket: Tensor) -> tuple[Tensor, bool]:
-        """The one receive buffer, once the reduction before has left it; fresh memory if that takes too long."""
-        if self._receiving is not None:
-            if not self._receiving.ready_within(self.patience):
-                self.patience = 0.0
-                return torch.empty_like(bucket), False
-            self._receiving.wait()
-        self.reserve(bucket.numel(), bucket.dtype, bucket.device)
-        return self._received[bucket.dtype].narrow(0, 0, bucket.numel()), True
+        return self._nothing if event is None else Pending(what, 0, event=event, streams=self._streams)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import struct
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from lightning_zero.errors import CommunicationError, DivergenceError, OffloadEr
 
 if TYPE_CHECKING:
     from lightning_zero.comm.collectives import Pending
+    from lightning_zero.comm.transport import Transport
 
 __all__ = ["ControlGroup", "Groups", "destroy_default_group_at_exit", "naming_failures"]
 
@@ -70,6 +72,8 @@ class ControlGroup:
         self.process_group = process_group
         self.rank = rank
         self.world_size = world_size
+        self.transport: Transport | None = None
+        """What carries numbers faster where all ranks are on one host, and lets them serve each other meanwhile."""
         self._rows: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
@@ -85,6 +89,9 @@ class ControlGroup:
         """
         if self.world_size == 1:
             return [list(values)]
+        packed = self._exchange_bytes(struct.pack(f"<{len(values)}q", *values), "the agreement with the other ranks")
+        if packed is not None:
+            return [list(struct.unpack(f"<{len(values)}q", row)) for row in packed]
         if len(values) not in self._rows:
             with torch.inference_mode(False):
                 row = torch.zeros(len(values), dtype=torch.int64)
@@ -102,6 +109,10 @@ class ControlGroup:
         """
         if self.world_size == 1:
             return list(values)
+        packed = self._exchange_bytes(struct.pack(f"<{len(values)}d", *values), "the sum of a gradient norm")
+        if packed is not None:
+            ranks = [struct.unpack(f"<{len(values)}d", row) for row in packed]
+            return [float(sum(column[1:], column[0])) for column in zip(*ranks, strict=True)]
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.zeros_like(mine) for _ in range(self.world_size)]
         with naming_failures("the sum of a gradient norm", self.rank):
@@ -110,6 +121,12 @@ class ControlGroup:
         for row in rows[1:]:
             total = total + row
         return [float(v) for v in total.tolist()]
+
+    def _exchange_bytes(self, row: bytes, what: str) -> list[bytes] | None:
+        if self.transport is None:
+            return None
+        with naming_failures(what, self.rank):
+            return self.transport.exchange(row, what)
 
     def any_of(self, flags: torch.Tensor) -> torch.Tensor:
         """Which of many flags is set on at least one rank.
@@ -203,6 +220,7 @@ class Groups:
         abandoned: transfers that an error left under way. They belong to the groups and not to an engine: the ranks
             never fail at the same moment, and gloo's thread spins for ever, and serves nobody, when a peer sends into
             a receive that was let go of.
+        timeout: how long any of their calls may take; ``None``: torch's default.
 
     [Note: groups end before the interpreter does]
     A gloo group has threads, and a thread that lets go of the last tensor of a transfer needs the interpreter for it.
@@ -216,6 +234,7 @@ class Groups:
     control: ControlGroup
     checkpoint: ControlGroup
     abandoned: list[Pending] = field(default_factory=list)
+    timeout: timedelta | None = None
 
     @classmethod
     def create(cls, backend: str | None = None, timeout: timedelta | None = None) -> Groups:
@@ -232,21 +251,36 @@ class Groups:
         existing = _CREATED.setdefault(_default_group(), {}).get(key)
         if existing is not None and existing.control.process_group is not None:
             return existing
+        for groups in [groups for groups in _LIVE if groups._default() is not _default_group()]:
+            groups.destroy()  # their default group has ended, and nobody told them
         rank, world_size = dist.get_rank(), dist.get_world_size()
         gather = dist.new_group(backend=backend, timeout=timeout)
         reduce = dist.new_group(backend=backend, timeout=timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
         checkpoint = dist.new_group(backend="gloo", timeout=timeout)
         groups = cls(
-            gather, reduce, ControlGroup(control, rank, world_size), ControlGroup(checkpoint, rank, world_size)
+            gather,
+            reduce,
+            ControlGroup(control, rank, world_size),
+            ControlGroup(checkpoint, rank, world_size),
+            timeout=timeout,
         )
         groups._owner = os.getpid()
+        groups._default = weakref.ref(_default_group())
         atexit.register(groups._at_exit)
         _CREATED[_default_group()][key] = groups
+        _LIVE.append(groups)
         return groups
 
     def __post_init__(self) -> None:
+        self.transport: Transport | None = None
+        """What the ranks read each other's memory through, once they are connected."""
+        self.problem = ""
+        """Why they could not be connected."""
+        self.told = ""
+        """What the log says about it."""
         self._owner: int | None = None
+        self._default: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._attendances: Counter[str] = Counter()
         self._number = next(_NUMBERS)  # the store outlives the groups, so that its keys must not begin anew
 
@@ -265,8 +299,13 @@ class Groups:
         Collective: every rank.
         """
         atexit.unregister(self._at_exit)
+        if self in _LIVE:
+            _LIVE.remove(self)
         groups = [self.gather, self.reduce, self.control.process_group, self.checkpoint.process_group]
         self.abandoned.clear()
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = self.control.transport = None
         self.gather = self.reduce = self.control.process_group = self.checkpoint.process_group = None
         while groups:
             group = groups.pop()  # a group's threads end with the last reference to it
@@ -281,8 +320,12 @@ class Groups:
 
 _NUMBERS = itertools.count()  # alike on all ranks, because groups are created together
 
+_LIVE: list[Groups] = []  # not destroyed yet
+
 # Weak: groups end with the default group they were made from.
-_CREATED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | None, timedelta | None], Groups]] = WeakKeyDictionary()
+_CREATED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | None, timedelta | None], Groups]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _default_group() -> dist.ProcessGroup:

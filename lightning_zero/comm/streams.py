@@ -8,7 +8,7 @@ allocator while in use.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ import torch
 __all__ = ["Event", "Streams"]
 
 Event = Any  # torch.cuda.Event, or None where work is ordered by the host
+
+_NOTHING = nullcontext()
 
 
 class Streams:
@@ -31,23 +33,17 @@ class Streams:
         self._reduce = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._transfer = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextmanager
-    def gathering(self, after: Event = None) -> Iterator[None]:
+    def gathering(self, after: Event = None) -> AbstractContextManager[None]:
         """Issue the work inside on the gather stream, after ``after`` (default: all work issued so far)."""
-        with self._on(self._gather, after):
-            yield
+        return _NOTHING if self._gather is None else self._on(self._gather, after)
 
-    @contextmanager
-    def reducing(self) -> Iterator[None]:
+    def reducing(self) -> AbstractContextManager[None]:
         """Issue the work inside on the reduce stream, after all work of the current stream so far."""
-        with self._on(self._reduce, None):
-            yield
+        return _NOTHING if self._reduce is None else self._on(self._reduce, None)
 
-    @contextmanager
-    def transferring(self, after: Event = None) -> Iterator[None]:
+    def transferring(self, after: Event = None) -> AbstractContextManager[None]:
         """Issue the copies inside on the stream between host and device, after ``after`` (default: all work so far)."""
-        with self._on(self._transfer, after):
-            yield
+        return _NOTHING if self._transfer is None else self._on(self._transfer, after)
 
     def mark(self) -> Event:
         """An event behind all work issued so far on the current stream (``None`` on the CPU)."""
@@ -73,10 +69,7 @@ class Streams:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 
     @contextmanager
-    def _on(self, stream: torch.cuda.Stream | None, after: Event) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
+    def _on(self, stream: torch.cuda.Stream, after: Event) -> Iterator[None]:
         if after is not None:
             stream.wait_event(after)
         else:

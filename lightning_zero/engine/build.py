@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, ControlGroup
-from lightning_zero.config import Tier
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.deferred import InitRecord
 from lightning_zero.engine.flat import FlatParameters, ParameterShard, views_of
@@ -88,6 +87,8 @@ class UnitBuilder:
         else:
             slots = [Slot.allocate(slot.nbytes, self._device) for slot in self._plan.slots]
             units = [self._sharded(unit, slots) for unit in self._plan.units]
+            flats = [flat for unit in units for flat in unit.flats]
+            self._collectives.share([flat.master for flat in flats if not flat.rest.offloaded])
         if self._plan.offload is not None:
             self._control.raise_together(self._failure, "put the first weights where they rest")
         return units
@@ -110,7 +111,7 @@ class UnitBuilder:
         """Memory for a master, and for the weights made of it if they are a copy elsewhere."""
         if layout in self._offloaded:
             return self._offloaded[layout]
-        return self._homes.allocate(Tier.DEVICE, layout.shard_numel, layout.dtype, "a master"), None
+        return self._collectives.allocate(layout.shard_numel, layout.dtype, self._device), None
 
     def _put(self, value: Tensor, shard: ParameterShard) -> None:
         """Keep this rank's part of a parameter. A disk that fails is reported when all ranks are through."""
@@ -122,8 +123,7 @@ class UnitBuilder:
     def _replicated(self, plan: UnitPlan) -> Unit:
         buffers, flats = [], []
         for layout in plan.layouts:
-            with untracked():
-                full = torch.zeros(layout.numel, dtype=layout.compute_dtype, device=self._device)
+            full = self._collectives.allocate(layout.numel, layout.compute_dtype, self._device)
             own = self._collectives.own_range(full)
             rest = self._plan.rest_of(layout)
             shared = layout.dtype == layout.compute_dtype and not rest.offloaded
@@ -271,7 +271,7 @@ def build_reducer(
     """Memory for gradients, as the plan says where they rest, and the reducer over it."""
     device = homes.device
     homes.transfers.reserve(STAGING_BUFFERS, *staging_nbytes(plan))
-    rings = [Slot.allocate(slot.nbytes, device) for slot in plan.gradient_slots]
+    rings = [Slot(collectives.allocate(slot.nbytes, torch.uint8, device)) for slot in plan.gradient_slots]
     buckets: list[GradientBucket] = []
     slots: list[Slot | None] = []
     for unit in units:
@@ -280,9 +280,8 @@ def build_reducer(
             if not layout.trainable:
                 continue
             resident = None
-            with untracked():
-                if not plan.placement.shards_gradients:
-                    resident = torch.zeros(layout.numel, dtype=layout.reduce_dtype, device=device)
+            if not plan.placement.shards_gradients:
+                resident = collectives.allocate(layout.numel, layout.reduce_dtype, device)
             name = f"gradients of '{unit.name}'"
             if resident is not None and layout.reduce_dtype == layout.dtype and not flat.rest.offloaded:
                 shard = collectives.own_range(resident)

@@ -130,6 +130,11 @@ class Transfers:
             self._landing = [_Staging(make(out_nbytes, torch.uint8)) for _ in range(buffers)]
             self._sending = [_Staging(make(back_nbytes, torch.uint8)) for _ in range(buffers)]
 
+    @property
+    def reserved_nbytes(self) -> int:
+        """Host memory that ``reserve`` has taken."""
+        return sum(staging.buffer.nbytes for staging in (*self._landing, *self._sending))
+
     def out(self, copies: Sequence[Copy], ready: Ready | None = None) -> Transfer:
         """Start to bring device memory to the host.
 

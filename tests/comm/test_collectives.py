@@ -1,4 +1,4 @@
-"""``GlooCollectives`` next to plain arithmetic: every rank's buffer is known to every rank here."""
+"""Both wires of CPU ranks next to plain arithmetic: every rank's buffer is known to every rank here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import GlooCollectives, Groups, LocalCollectives, Streams
+from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Streams, choose_collectives
+from lightning_zero.comm.shared_memory import SharedMemoryCollectives
 from lightning_zero.errors import CommunicationError
 from tests.helpers.world import run_world
 
@@ -18,8 +19,24 @@ OTHERS = (torch.int64, torch.int32, torch.uint8)
 SIZE = 192  # elements per rank
 
 
-def wire() -> GlooCollectives:
-    return GlooCollectives(Groups.create("gloo"), Streams(CPU))
+WIRES = ("gloo", "shared memory", "shared memory, allocated")
+
+
+def wire(name: str = "gloo") -> Any:
+    groups = Groups.create("gloo")
+    if name == "gloo":
+        return GlooCollectives(groups, Streams(CPU))
+    comm = choose_collectives(groups, Streams(CPU), CPU)
+    assert isinstance(comm, SharedMemoryCollectives)
+    return comm
+
+
+def placed(comm: Collectives, name: str, tensor: Tensor) -> Tensor:
+    """The same elements where the other ranks can read them."""
+    if "allocated" not in name:
+        return tensor
+    place = comm.allocate(tensor.numel(), tensor.dtype, CPU)
+    return place.copy_(tensor)
 
 
 def buffer_of(rank: int, world_size: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
@@ -39,37 +56,41 @@ def average(world_size: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_against_the_reference_bit_for_bit(world_size: int) -> None:
+@pytest.mark.parametrize("name", WIRES)
+def test_against_the_reference_bit_for_bit(name: str, world_size: int) -> None:
     def run(rank: int) -> None:
-        comm = wire()
+        comm = wire(name)
         for dtype in (*FLOATING, *OTHERS):
-            full = torch.zeros(world_size * SIZE, dtype=dtype)
+            full = placed(comm, name, torch.zeros(world_size * SIZE, dtype=dtype))
             comm.own_range(full).copy_(comm.own_range(buffer_of(rank, world_size, dtype)))
             comm.all_gather(full, "gather").wait()
             rows = [buffer_of(source, world_size, dtype).chunk(world_size)[source] for source in range(world_size)]
             assert torch.equal(full, torch.cat(rows)), dtype
             for source in range(world_size):
-                value = buffer_of(rank, world_size, dtype)
+                value = placed(comm, name, buffer_of(rank, world_size, dtype))
                 comm.broadcast(value, source).wait()
                 assert torch.equal(value, buffer_of(source, world_size, dtype)), dtype
         for dtype in FLOATING:
             expected = comm.own_range(average(world_size, dtype))
-            bucket, shard = buffer_of(rank, world_size, dtype), torch.full((SIZE,), 7.0, dtype=dtype)
+            bucket = placed(comm, name, buffer_of(rank, world_size, dtype))
+            shard = torch.full((SIZE,), 7.0, dtype=dtype)
             comm.reduce_scatter(bucket, shard, "apart").wait()
             assert torch.equal(shard, expected), dtype
-            bucket = buffer_of(rank, world_size, dtype)
+            bucket = placed(comm, name, buffer_of(rank, world_size, dtype))
             comm.reduce_scatter(bucket, comm.own_range(bucket), "in place").wait()
             assert torch.equal(comm.own_range(bucket), expected), dtype
 
     run_world(world_size, run)
 
 
-def test_uneven_pieces() -> None:
+@pytest.mark.parametrize("name", WIRES)
+def test_uneven_pieces(name: str) -> None:
     def run(rank: int) -> None:
         splits = [[0, 2, 1], [3, 0, 0], [1, 1, 4]]  # from row to column
-        mine = torch.arange(sum(splits[rank])) + 10 * rank
+        comm = wire(name)
+        mine = placed(comm, name, torch.arange(sum(splits[rank])) + 10 * rank)
         received = torch.full((sum(row[rank] for row in splits),), -1)
-        wire().all_to_all(received, mine, [row[rank] for row in splits], splits[rank]).wait()
+        comm.all_to_all(received, mine, [row[rank] for row in splits], splits[rank]).wait()
         rows = [(torch.arange(sum(row)) + 10 * source).split(row)[rank] for source, row in enumerate(splits)]
         assert torch.equal(received, torch.cat(rows))
 
@@ -77,18 +98,20 @@ def test_uneven_pieces() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_many_at_once_never_share_a_buffer(world_size: int) -> None:
+@pytest.mark.parametrize("name", WIRES)
+def test_many_at_once_never_share_a_buffer(name: str, world_size: int) -> None:
     """Also of two dtypes and sizes, waited for in another order than begun, with gathers in between."""
 
     def run(rank: int) -> None:
-        comm = wire()
+        comm = wire(name)
         flying: list[tuple[Any, Tensor, Tensor]] = []
         for salt in range(6):
             dtype = (torch.float32, torch.float64)[salt % 2]
-            bucket, shard = buffer_of(rank, world_size, dtype, salt), torch.zeros(SIZE, dtype=dtype)
+            bucket = placed(comm, name, buffer_of(rank, world_size, dtype, salt))
+            shard = torch.zeros(SIZE, dtype=dtype)
             pending = comm.reduce_scatter(bucket, shard, f"bucket {salt}")
             flying.append((pending, shard, comm.own_range(average(world_size, dtype, salt))))
-            full = torch.zeros(world_size * SIZE)
+            full = placed(comm, name, torch.zeros(world_size * SIZE))
             comm.own_range(full).fill_(rank + salt)
             gathered = comm.all_gather(full, f"unit {salt}")
             flying.append((gathered, full, torch.arange(world_size).repeat_interleave(SIZE).float() + salt))
@@ -99,6 +122,27 @@ def test_many_at_once_never_share_a_buffer(world_size: int) -> None:
             assert torch.equal(result, expected)
 
     run_world(world_size, run)
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_a_gather_from_a_source(name: str) -> None:
+    """Of the same dtype and of another one; twice, with new values in between."""
+
+    def run(rank: int) -> None:
+        comm = wire(name)
+        source = placed(comm, name, torch.full((SIZE,), 1.0 + rank))
+        comm.share([source])
+        assert comm.shares(source) == ("allocated" in name)
+        for change in range(3):
+            for dtype in (torch.float32, torch.bfloat16):
+                full = torch.full((3 * SIZE,), 7, dtype=dtype)
+                comm.all_gather(full, "unit", source=source).wait()
+                assert torch.equal(full, torch.arange(1 + change, 4 + change).repeat_interleave(SIZE).to(dtype))
+            comm.groups.control.barrier()  # nobody writes before all have read
+            source.add_(1)
+            comm.shards_changed()
+
+    run_world(3, run)
 
 
 def test_without_patience_a_late_reduction_gets_memory_of_its_own() -> None:
@@ -123,9 +167,10 @@ def test_without_patience_a_late_reduction_gets_memory_of_its_own() -> None:
     run_world(2, run, timeout=30)
 
 
-def test_mistakes_are_named_before_anything_is_sent() -> None:
+@pytest.mark.parametrize("name", WIRES[:2])
+def test_mistakes_are_named_before_anything_is_sent(name: str) -> None:
     def run(rank: int) -> None:
-        comm = wire()
+        comm = wire(name)
         with pytest.raises(ValueError, match=r"unit x: a flat buffer must be 1-D .* multiple of 2 .*\(3,\)"):
             comm.all_gather(torch.zeros(3), "unit x")
         with pytest.raises(ValueError, match="1-D"):
@@ -134,13 +179,16 @@ def test_mistakes_are_named_before_anything_is_sent() -> None:
             comm.reduce_scatter(torch.zeros(4), torch.zeros(3), "bucket")
         with pytest.raises(ValueError, match=r"float64"):
             comm.reduce_scatter(torch.zeros(4), torch.zeros(2, dtype=torch.float64), "bucket")
+        with pytest.raises(ValueError, match=r"unit x: this rank's shard must hold 2 elements, got 3"):
+            comm.all_gather(torch.zeros(4), "unit x", source=torch.zeros(3))
 
     run_world(2, run)
 
 
-def test_observers_see_kind_size_and_purpose() -> None:
+@pytest.mark.parametrize("name", WIRES[:2])
+def test_observers_see_kind_size_and_purpose(name: str) -> None:
     def run(rank: int) -> list[tuple[str, str, int, int]]:
-        comm, seen = wire(), []
+        comm, seen = wire(name), []
         comm.observers.append(lambda call: seen.append((call.kind, call.what, call.numel, call.nbytes)))
         comm.all_gather(torch.zeros(4), "a").wait()
         comm.reduce_scatter(torch.zeros(6, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), "b").wait()
@@ -151,12 +199,13 @@ def test_observers_see_kind_size_and_purpose() -> None:
     assert run_world(2, run) == [expected, expected]
 
 
-def test_a_dead_peer_is_an_error_that_says_what_was_under_way() -> None:
+@pytest.mark.parametrize("name", WIRES[:2])
+def test_a_dead_peer_is_an_error_that_says_what_was_under_way(name: str) -> None:
     class Gone(Exception):
         pass
 
     def run(rank: int) -> None:
-        comm = wire()
+        comm = wire(name)
         comm.groups.control.barrier()
         if rank == 1:
             raise Gone

@@ -56,9 +56,12 @@ class Wire(pl.Callback):
             self.agreements[-1] = self._sequence(trainer) - self.agreements[-1]
 
     def _sequence(self, trainer: pl.Trainer) -> int:
-        """Torch's own count of the group's collectives: nothing can hide from it."""
-        group = trainer.strategy.engine.control.process_group
-        return group._get_sequence_number_for_group() if group is not None else 0
+        """Torch's own count of the group's collectives, and the transport's: nothing can hide from both."""
+        control = trainer.strategy.engine.control
+        if control.process_group is None:
+            return 0
+        passed_by = 0 if control.transport is None else control.transport.exchanges
+        return control.process_group._get_sequence_number_for_group() + passed_by
 
 
 def traffic(calls: list[Any]) -> Traffic:

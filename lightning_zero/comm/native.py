@@ -1,0 +1,140 @@
+"""Collectives through a process group: the backend's own on a device, better ones than its own on gloo.
+
+``GlooCollectives`` does not use gloo's own reduce-scatter (emulated by a clone and an all-reduce: twice the bytes) nor
+its all-gather (2.7 times slower than the same bytes sent point to point). Its reduce-scatter is an all-to-all followed
+by a sum *in rank order*, so the bits of the result depend on nothing but the world size: not on how gradients are cut
+into buckets or units. That is what makes the three stages bit-identical to one another at every world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero._torch import all_gather_single, reduce_scatter_single
+from lightning_zero.comm.collectives import Collectives, Pending
+from lightning_zero.comm.groups import Groups, naming_failures
+from lightning_zero.comm.streams import Event, Streams
+from lightning_zero.comm.sums import RankOrderSum
+
+__all__ = ["GlooCollectives", "NativeCollectives"]
+
+
+class NativeCollectives(Collectives):
+    """The backend's own collectives (nccl), issued on side streams so that their order is ours.
+
+    Args:
+        groups: the engine's process groups.
+        streams: side streams of the device.
+    """
+
+    def __init__(self, groups: Groups, streams: Streams) -> None:
+        super().__init__(groups.control.rank, groups.control.world_size)
+        self.groups = groups
+        self.streams = streams
+
+    def abandon(self, transfers: Sequence[Pending]) -> None:
+        self.groups.abandoned += [transfer for transfer in transfers if not transfer.done]
+
+    def settle(self) -> None:
+        while self.groups.abandoned:
+            self.groups.abandoned.pop(0).wait()
+
+    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
+        with self.streams.gathering(after):
+            own = self.own_range(buffer)
+            if source is not None and source.dtype != own.dtype:
+                own.copy_(source)
+                source = None
+            work = all_gather_single(buffer, own if source is None else source, self.groups.gather, async_op=True)
+            work.wait()
+            event = self.streams.mark()
+        return Pending(what, self.rank, event=event, streams=self.streams, keep=(buffer,))
+
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
+        with self.streams.reducing():
+            if bucket.dtype == torch.float16:
+                bucket.div_(self.world_size)
+            work = reduce_scatter_single(shard, bucket, self.groups.reduce, async_op=True)
+            work.wait()
+            if bucket.dtype != torch.float16:
+                shard.div_(self.world_size)
+            event = self.streams.mark()
+        return Pending(what, self.rank, event=event, streams=self.streams, keep=(bucket, shard))
+
+    def _all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
+    ) -> Pending:
+        work = dist.all_to_all_single(
+            output, input, output_splits, input_splits, group=self.groups.reduce, async_op=True
+        )
+        return Pending(what, self.rank, works=[work], keep=(output, input))
+
+    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        work = dist.broadcast(tensor, source, group=self.groups.gather, async_op=True)
+        return Pending(what, self.rank, works=[work], keep=(tensor,))
+
+
+class GlooCollectives(NativeCollectives):
+    """Collectives for CPU tensors over gloo: point-to-point gathers, and reductions summed in rank order."""
+
+    def __init__(self, groups: Groups, streams: Streams) -> None:
+        super().__init__(groups, streams)
+        self._sum = RankOrderSum(self.rank)
+        self._received: dict[torch.dtype, Tensor] = {}
+        self._receiving: Pending | None = None  # the reduction that holds the receive buffer
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return tuple(self._received.values())
+
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        received = self._received.get(dtype)
+        if received is None or received.numel() < numel:
+            with torch.inference_mode(False):
+                self._received[dtype] = torch.empty(numel, dtype=dtype, device=device)
+
+    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
+        size = buffer.numel() // self.world_size
+        mine = self.own_range(buffer)
+        if source is not None:
+            mine.copy_(source)
+        works: list[Any] = []
+        # Every rank starts with its neighbour, so that no rank is asked for everything at once.
+        with naming_failures(what, self.rank):
+            for step in range(1, self.world_size):
+                peer = (self.rank - step) % self.world_size
+                works.append(dist.irecv(buffer.narrow(0, peer * size, size), peer, group=self.groups.gather))
+            for step in range(1, self.world_size):
+                works.append(dist.isend(mine, (self.rank + step) % self.world_size, group=self.groups.gather))
+        return Pending(what, self.rank, works=works, keep=(buffer,))
+
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
+        received, lent = self._receive_buffer(bucket)
+        if bucket.dtype == torch.float16:
+            bucket.div_(self.world_size)
+        with naming_failures(what, self.rank):
+            work = dist.all_to_all_single(received, bucket, group=self.groups.reduce, async_op=True)
+
+        def sum_in_rank_order() -> None:
+            pieces = received.view(self.world_size, -1).unbind(0)
+            self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.world_size)
+
+        pending = Pending(what, self.rank, works=[work], keep=(bucket, shard), finish=sum_in_rank_order)
+        if lent:
+            self._receiving = pending
+        return pending
+
+    def _receive_buffer(self, bucket: Tensor) -> tuple[Tensor, bool]:
+        """The one receive buffer, once the reduction before has left it; fresh memory if that takes too long."""
+        if self._receiving is not None:
+            if not self._receiving.ready_within(self.patience):
+                self.patience = 0.0
+                return torch.empty_like(bucket), False
+            self._receiving.wait()
+        self.reserve(bucket.numel(), bucket.dtype, bucket.device)
+        return self._received[bucket.dtype].narrow(0, 0, bucket.numel()), True

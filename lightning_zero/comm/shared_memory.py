@@ -1,0 +1,224 @@
+"""Collectives between CPU ranks of one host: each reads what it needs straight out of the others' memory.
+
+Nothing is sent but the news of what may be read. The sums are those of ``GlooCollectives``, in the same order, so that
+no bit of a result tells which of the two was used.
+
+[Note: what is read where it lies]
+Memory from ``allocate`` is read in place, and is in use until the wait for the collective has returned on all ranks.
+Anything else is copied to such memory first and may be changed as soon as this rank's own result is there. Shards of
+weights that were announced by ``share`` are read without any word, once their owner has come to the phase that reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_zero._torch import untracked
+from lightning_zero.comm.collectives import Collectives, Pending
+from lightning_zero.comm.groups import Groups, naming_failures
+from lightning_zero.comm.streams import Event
+from lightning_zero.comm.sums import RankOrderSum
+from lightning_zero.comm.transport import Channel, Transfer, Transport
+
+__all__ = ["SharedMemoryCollectives"]
+
+
+class SharedPending(Pending):
+    """A collective through shared memory.
+
+    Args:
+        transport: what carries it.
+        transfer: it.
+        what: what is carried, for error messages.
+        whole: whether this rank's memory is in use until all others have read it.
+    """
+
+    def __init__(self, transport: Transport, transfer: Transfer, what: str, whole: bool) -> None:
+        super().__init__(what, transport.rank)
+        self._transport = transport
+        self._transfer = transfer
+        self._whole = whole
+
+    def ready_within(self, seconds: float) -> bool:
+        if self._done:
+            return True
+        with naming_failures(self._what, self._rank):
+            return self._transport.wait(self._transfer, self._whole, seconds)
+
+    def receive(self) -> None:
+        if not self._transfer.done:
+            with naming_failures(self._what, self._rank):
+                self._transport.wait(self._transfer, False)
+
+    def wait(self) -> None:
+        if not self._done:
+            with naming_failures(self._what, self._rank):
+                self._transport.wait(self._transfer, self._whole)
+            self._done = True
+
+
+class SharedMemoryCollectives(Collectives):
+    """Collectives for CPU ranks that all run on this host.
+
+    Args:
+        groups: the engine's process groups.
+        transport: to the memory of the other ranks.
+    """
+
+    def __init__(self, groups: Groups, transport: Transport) -> None:
+        super().__init__(transport.rank, transport.world_size)
+        self.groups = groups
+        self.transport = transport
+        self._shared: dict[tuple[int, int], tuple[dict[int, int], Tensor]] = {}  # kept: the address is the key
+        self._sum = RankOrderSum(self.rank)
+
+    # ------------------------------------------------------------------ memory
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return self._sum.buffers
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        try:
+            return self.transport.heap.allocate(numel, dtype)
+        except MemoryError:  # of addresses, not of memory: what lies elsewhere is copied before it is read
+            return super().allocate(numel, dtype, device)
+
+    def share(self, shards: Sequence[Tensor]) -> None:
+        offsets = [self.transport.heap.offset(shard) if shard.numel() else 0 for shard in shards]
+        with_others = self.groups.control.gather_objects(offsets)
+        for index, shard in enumerate(shards):
+            places = {rank: row[index] for rank, row in enumerate(with_others)}
+            known = {rank: place for rank, place in places.items() if place is not None}
+            if shard.numel() and len(known) == self.world_size:
+                self._shared[shard.data_ptr(), shard.numel()] = known, shard
+
+    def shares(self, shard: Tensor) -> bool:
+        return (shard.data_ptr(), shard.numel()) in self._shared
+
+    def shards_changed(self, within: bool = False) -> None:
+        if self._shared:
+            self.transport.new_generation(within)
+
+    # -------------------------------------------------------------- collectives
+
+    def abandon(self, transfers: Sequence[Pending]) -> None:
+        self.groups.abandoned += [transfer for transfer in transfers if not transfer.done]
+
+    def settle(self) -> None:
+        while self.groups.abandoned:
+            self.groups.abandoned.pop(0).wait()
+
+    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
+        own, size = self.own_range(buffer), buffer.numel() // self.world_size
+        ranges = {peer: buffer.narrow(0, peer * size, size) for peer in self.transport.peers}
+        if source is not None:
+            own.copy_(source)
+            shared = None if self.asks else self._shared.get((source.data_ptr(), source.numel()))
+            if size and shared is not None:
+                places, _ = shared
+                with naming_failures(what, self.rank):
+                    self.transport.await_generation()
+                for peer, target in ranges.items():
+                    self.transport.read(peer, places[peer], target, source.dtype)
+                return Pending(what, self.rank)
+
+        def collect(offsets: Mapping[int, int]) -> None:
+            for peer, offset in offsets.items():
+                self.transport.read(peer, offset, ranges[peer], buffer.dtype)
+
+        return self._transfer(Channel.GATHER, what, own, dict.fromkeys(ranges, (0, size)), ranges, collect, buffer)
+
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
+        if bucket.dtype == torch.float16:
+            bucket.div_(self.world_size)
+        divisor = 1 if bucket.dtype == torch.float16 else self.world_size
+        own, size = self.own_range(bucket), shard.numel()
+
+        def average(offsets: Mapping[int, int]) -> None:
+            views = {rank: self.transport.view(rank, offset, size, bucket.dtype) for rank, offset in offsets.items()}
+            views[self.rank] = own
+            self._sum.into(shard, [views[rank] for rank in range(self.world_size)], divisor)
+
+        given = {peer: (peer * size, size) for peer in self.transport.peers}
+        taken = dict.fromkeys(given, shard)
+        return self._transfer(Channel.REDUCE, what, bucket, given, taken, average, bucket, shard)
+
+    def _all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
+    ) -> Pending:
+        starts = [sum(input_splits[:rank]) for rank in range(self.world_size)]
+        received = output.split(output_splits)
+        received[self.rank].copy_(input.narrow(0, starts[self.rank], input_splits[self.rank]))
+        given = {peer: (starts[peer], input_splits[peer]) for peer in self.transport.peers if input_splits[peer]}
+        taken = {peer: received[peer] for peer in self.transport.peers if output_splits[peer]}
+
+        def collect(offsets: Mapping[int, int]) -> None:
+            for peer, offset in offsets.items():
+                self.transport.read(peer, offset, received[peer], output.dtype)
+
+        return self._transfer(Channel.SPREAD, what, input, given, taken, collect, output)
+
+    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        given = {peer: (0, tensor.numel()) for peer in self.transport.peers} if self.rank == source else {}
+        taken = {source: tensor} if self.rank != source else {}
+        if not tensor.numel():
+            given, taken = {}, {}
+
+        def collect(offsets: Mapping[int, int]) -> None:
+            for peer, offset in offsets.items():
+                self.transport.read(peer, offset, tensor.view(-1), tensor.dtype)
+
+        return self._transfer(Channel.SPREAD, what, tensor.view(-1), given, taken, collect, tensor)
+
+    # ----------------------------------------------------------------- private
+
+    def _transfer(
+        self,
+        channel: Channel,
+        what: str,
+        offered: Tensor,
+        given: Mapping[int, tuple[int, int]],
+        taken: Mapping[int, Tensor],
+        run: Callable[[Mapping[int, int]], None],
+        *keep: Tensor,
+    ) -> Pending:
+        """Offer elements of a tensor to the others, and read theirs.
+
+        Args:
+            channel: the kind of traffic.
+            what: what is carried.
+            offered: 1-D, what the others read of.
+            given: for each rank that reads: from which element, and how many.
+            taken: for each rank that is read from: a tensor of as many elements.
+            run: reads them, given where they begin.
+            keep: tensors that are written.
+        """
+        given = {rank: part for rank, part in given.items() if part[1]}
+        place, staged = self._place(offered, bool(given))
+        itemsize = offered.itemsize
+        owes = {rank: (place + start * itemsize, numel * itemsize) for rank, (start, numel) in given.items()}
+        needs = {rank: target.numel() * itemsize for rank, target in taken.items() if target.numel()}
+        kept = (*keep, offered if staged is None else staged)
+        with naming_failures(what, self.rank):
+            transfer = self.transport.begin(channel, what, owes, needs, run, kept)
+        return SharedPending(self.transport, transfer, what, staged is None)
+
+    def _place(self, tensor: Tensor, read: bool) -> tuple[int, Tensor | None]:
+        """Where the others find a tensor's elements, and the copy that is there, if one had to be made."""
+        if not read:
+            return 0, None
+        heap = self.transport.heap
+        offset = heap.offset(tensor)
+        if offset is not None:
+            return offset, None
+        with untracked():
+            staged = heap.allocate(tensor.numel(), tensor.dtype)
+            staged.copy_(tensor)
+        staged_offset = heap.offset(staged)
+        if staged_offset is None:
+            raise RuntimeError("Shared memory was not where it was allocated. This is an error in lightning_zero.")
+        return staged_offset, staged

@@ -1,0 +1,397 @@
+"""Reading the other ranks' memory at the right moment: who has filled what, and who has taken it.
+
+[Note: exchanges of memory]
+Every collective is the same game. Each rank says where its bytes are (FILLED), reads the others' once they have said
+so, and says that it is through (TAKEN); its own memory may be written again when all have. Nothing happens in between
+by itself, for there is no thread: a rank reads when it waits for anything here, or begins anything, *whatever* is due,
+so that two ranks that wait for different things never wait for each other. That is also why the agreements of the
+control group come this way (``exchange``): a rank that waits in one goes on serving those that are not there yet.
+
+[Note: generations]
+Memory that only changes at agreed moments (shards of weights, in the optimizer step) is read without asking: its owner
+says once, after each change, that a new generation begins, and who reads it waits for that. That the owner does not
+write while others still read follows from the agreement that comes before every change.
+
+Users write to their shards too, wherever they like between a step and the next forward. So a generation also begins
+with each stretch of program that reads, and again within it, before the first read that its beginning did not ask for:
+nobody reads before the owner has come as far. The first kind have even numbers and the second odd ones, so that ranks
+which an error stopped at different places of such a stretch agree again at the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from lightning_zero._torch import untracked
+from lightning_zero.comm.connect import Connections
+from lightning_zero.comm.links import LARGEST_PAYLOAD, Message
+
+__all__ = ["Channel", "Transfer", "Transport"]
+
+
+class Channel(IntEnum):
+    """Kinds of traffic, each with an order of its own."""
+
+    GATHER = 0
+    REDUCE = 1
+    SPREAD = 2
+
+
+class _Kind(IntEnum):
+    FILLED = 1
+    TAKEN = 2
+    EXCHANGE = 3
+    GENERATION = 4
+    GIVEN_UP = 5
+
+
+class Transfer:
+    """One collective under way on this rank. Made by ``Transport.begin``.
+
+    Attributes:
+        due: ranks that have not said yet where their bytes are.
+        owed: ranks that have not taken this rank's bytes yet.
+        done: whether the result is here.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        needs: Mapping[int, int],
+        owes: Iterable[int],
+        run: Callable[[Mapping[int, int]], None],
+        keep: Sequence[Tensor],
+    ) -> None:
+        self.check = zlib.crc32(what.encode())
+        self.needs = needs
+        self.due = set(needs)
+        self.owed = set(owes)
+        self.offsets: dict[int, int] = {}
+        self.run: Callable[[Mapping[int, int]], None] | None = run
+        self.keep = keep
+        self.done = False
+        self.failure = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether the result is here and nobody reads this rank's memory any more."""
+        return self.done and not self.owed
+
+
+class Transport:
+    """What a rank reads of the others, and when. One per world; every engine of the process uses it.
+
+    Args:
+        connections: to the other ranks.
+        rank: this one.
+        world_size: all of them.
+        timeout: seconds to wait for a rank that is alive.
+
+    Attributes:
+        moved: bytes read from other ranks' memory so far.
+        exchanges: agreements that came this way so far.
+        generation: of the memory that is read without asking; see [Note: generations].
+    """
+
+    def __init__(self, connections: Connections, rank: int, world_size: int, timeout: float) -> None:
+        self.heap = connections.heap
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self.moved = 0
+        self.exchanges = 0
+        self.generation = 0
+        self._peers = connections.peers
+        self._links = connections.links
+        self._lock = threading.RLock()
+        self._numbers: Counter[Channel] = Counter()
+        self._transfers: dict[tuple[int, int], Transfer] = {}
+        self._early: dict[tuple[int, int], list[Message]] = {}
+        self._ready: list[tuple[tuple[int, int], Transfer]] = []
+        self._rows: dict[int, dict[int, tuple[int, bytes]]] = {}  # of agreements to come: check and bytes by rank
+        self._generations = dict.fromkeys(self._peers, 0)
+        self._given_up: set[int] = set()  # ranks whose own wait has failed: they do nothing more
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, beginning with the next one, so that they are not all read from at once."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def read(self, peer: int, offset: int, target: Tensor, dtype: torch.dtype) -> None:
+        """Copy elements of ``dtype`` out of a rank's memory, cast to the target's."""
+        target.copy_(self.view(peer, offset, target.numel(), dtype))
+
+    def view(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A rank's memory, to be read once."""
+        self.moved += numel * dtype.itemsize
+        return self._peers[peer].view(offset, numel, dtype)
+
+    # --------------------------------------------------------------- transfers
+
+    def begin(
+        self,
+        channel: Channel,
+        what: str,
+        owes: Mapping[int, tuple[int, int]],
+        needs: Mapping[int, int],
+        run: Callable[[Mapping[int, int]], None],
+        keep: Sequence[Tensor] = (),
+    ) -> Transfer:
+        """Offer memory to other ranks, and read theirs as soon as they offer it.
+
+        Args:
+            channel: the kind of traffic; calls of one kind pair up by their order.
+            what: what is carried, equal on all ranks.
+            owes: for each rank that reads from this one: where, and how many bytes. Kept as they are until taken.
+            needs: for each rank that is read from: how many bytes.
+            run: reads them, given where they are for each rank. Called once, by any method of this class.
+            keep: tensors that may not go before the transfer is over.
+
+        Collective: every rank.
+        """
+        with self._lock:
+            key = (int(channel), self._numbers[channel])
+            self._numbers[channel] += 1
+            transfer = Transfer(what, needs, owes, run, keep)
+            self._transfers[key] = transfer
+            for peer, (offset, nbytes) in owes.items():
+                self._links.send(peer, _Kind.FILLED, *key, offset, nbytes, transfer.check)
+            for message in self._early.pop(key, ()):
+                self._filled(key, transfer, message)
+            if not needs:
+                self._ready.append((key, transfer))
+            self._progress()
+            return transfer
+
+    def progress(self) -> None:
+        """Read whatever may be read by now."""
+        with self._lock:
+            self._progress()
+
+    def wait(self, transfer: Transfer, whole: bool, seconds: float | None = None) -> bool:
+        """Wait for a transfer's result, and serve the other ranks meanwhile.
+
+        Args:
+            transfer: what to wait for.
+            whole: also wait until nobody reads this rank's memory any more.
+            seconds: the longest wait; ``None``: the timeout, and running into it is an error.
+
+        Returns:
+            Whether it is there.
+
+        Raises:
+            RuntimeError: if it will never be: a rank is gone, is somewhere else in the program, or does not come.
+        """
+        with self._lock:
+            return self._until(
+                lambda: transfer.over if whole else transfer.done,
+                lambda: transfer.due,
+                lambda: transfer.owed if whole else set(),
+                lambda: transfer.failure,
+                seconds,
+            )
+
+    # -------------------------------------------------------------- agreements
+
+    def exchange(self, row: bytes, what: str = "") -> list[bytes] | None:
+        """Give every rank's bytes to every rank.
+
+        Args:
+            row: equally many bytes on every rank.
+            what: what they are, the same on every rank.
+
+        Returns:
+            In rank order; ``None`` if they are too many to come this way.
+
+        Raises:
+            RuntimeError: if a rank is gone, tells another number of bytes, or does not come.
+
+        Collective: every rank.
+        """
+        if len(row) > LARGEST_PAYLOAD:
+            return None
+        with self._lock:
+            number, self.exchanges = self.exchanges, self.exchanges + 1
+            rows = self._rows.setdefault(number, {})
+            check = zlib.crc32(what.encode())
+            for peer in self.peers:
+                self._links.send(peer, _Kind.EXCHANGE, 0, number, check=check, payload=row)
+            self._until(lambda: len(rows) == len(self._peers), lambda: self._peers.keys() - rows.keys())
+            if self._given_up:  # a rank that has not waited for this one's row acts as if it had not agreed
+                raise RuntimeError(self._lost(self._given_up))
+            del self._rows[number]
+            rows[self.rank] = (check, row)
+            if any(known != check or len(other) != len(row) for known, other in rows.values()):
+                lengths = [len(rows[rank][1]) for rank in range(self.world_size)]
+                raise RuntimeError(
+                    f"the ranks are in different places of the program: they agree on different things, in {lengths} "
+                    "bytes"
+                )
+            return [rows[rank][1] for rank in range(self.world_size)]
+
+    # -------------------------------------------------------------- generations
+
+    def new_generation(self, within: bool = False) -> None:
+        """Note that this rank's memory that is read without asking holds what others may read from now on.
+
+        Args:
+            within: whether this goes on with the stretch of program that the generation before began with.
+
+        Collective: every rank.
+        """
+        with self._lock:
+            generation = self.generation | 1 if within else (self.generation | 1) + 1
+            if generation == self.generation:
+                return
+            self.generation = generation
+            for peer in self.peers:
+                self._links.send(peer, _Kind.GENERATION, number=generation)
+
+    def await_generation(self) -> None:
+        """Wait until that memory is of this rank's generation everywhere.
+
+        Raises:
+            RuntimeError: if a rank is gone, has left a change out, or does not come.
+        """
+        with self._lock:
+            if min(self._generations.values()) < self.generation:
+                self._until(lambda: not self._behind(), self._behind)
+
+    def _behind(self) -> set[int]:
+        return {peer for peer, generation in self._generations.items() if generation < self.generation}
+
+    def close(self) -> None:
+        """Leave the others. Memory that was handed out stays valid. May be called again."""
+        with self._lock:
+            self.heap.close()  # before the transfers let go of what a slower rank is still to read
+            self._links.close()
+            self._transfers.clear()
+            self._early.clear()
+            self._ready.clear()
+
+    # ----------------------------------------------------------------- private
+
+    def _until(
+        self,
+        over: Callable[[], bool],
+        missing: Callable[[], set[int]],
+        owed: Callable[[], set[int]] = set,
+        failure: Callable[[], str] = str,
+        seconds: float | None = None,
+    ) -> bool:
+        """Serve the other ranks until something is over.
+
+        Args:
+            over: whether it is.
+            missing: the ranks that have to do something first.
+            owed: the ranks that have only to serve.
+            failure: why it will never be over, if that is known.
+            seconds: the longest wait; ``None``: the timeout, which is an error.
+        """
+        limit = self.timeout if seconds is None else seconds
+        deadline = time.monotonic() + limit
+        self._progress()
+        while not over():
+            absent, late = missing(), owed()
+            # A rank in the agreement that is this rank's next one does nothing else before this rank comes there too.
+            stuck = absent & self._rows.get(self.exchanges, {}).keys()
+            left = deadline - time.monotonic()
+            reason = failure()
+            if gone := (absent | late) & (self._links.gone | self._given_up):
+                reason = reason or self._lost(gone)
+            if not reason and seconds is not None and (stuck or left <= 0):
+                return False
+            if stuck:
+                reason = reason or f"rank {min(stuck)} takes no part in it: it waits for this rank somewhere else"
+            if left <= 0:
+                names = ", ".join(map(str, sorted(absent | late)))
+                reason = reason or f"rank {names} did not come within the timeout of {limit:.0f} s"
+            if reason:
+                self._give_up()
+                raise RuntimeError(reason)
+            self._progress(left)
+        return True
+
+    def _give_up(self) -> None:
+        for peer in self.peers:
+            self._links.send(peer, _Kind.GIVEN_UP)
+
+    def _lost(self, ranks: set[int]) -> str:
+        rank = min(ranks)
+        if rank in self._given_up:
+            return f"rank {rank} has given up waiting for another rank"
+        return f"rank {rank} is gone: its process ended, or it left the process group"
+
+    def _progress(self, seconds: float = 0.0) -> None:
+        """Take in messages, waiting for the first at most ``seconds``, and read what may be read."""
+        messages = self._links.receive(0.0 if self._ready else seconds)
+        while messages or self._ready:
+            try:
+                for message in messages:
+                    self._take_in(message)
+                if self._ready:
+                    self._run(*self._ready.pop(0))
+            except BaseException:  # what was not taken in or read is lost: nobody may wait for good for what follows
+                self._give_up()
+                raise
+            messages = self._links.receive()
+
+    def _take_in(self, message: Message) -> None:
+        key = (message.channel, message.number)
+        if message.kind == _Kind.FILLED:
+            transfer = self._transfers.get(key)
+            if transfer is None:
+                self._early.setdefault(key, []).append(message)
+            else:
+                self._filled(key, transfer, message)
+        elif message.kind == _Kind.TAKEN:
+            transfer = self._transfers.get(key)
+            if transfer is not None:
+                transfer.owed.discard(message.peer)
+                self._forget_if_over(key, transfer)
+        elif message.kind == _Kind.EXCHANGE:
+            self._rows.setdefault(message.number, {})[message.peer] = (message.check, message.payload)
+        elif message.kind == _Kind.GENERATION:
+            self._generations[message.peer] = message.number
+        elif message.kind == _Kind.GIVEN_UP:
+            self._given_up.add(message.peer)
+
+    def _filled(self, key: tuple[int, int], transfer: Transfer, message: Message) -> None:
+        expected = transfer.needs.get(message.peer)
+        if message.check != transfer.check or message.nbytes != expected:
+            transfer.failure = (
+                f"rank {message.peer} is somewhere else in the program: it offers {message.nbytes} bytes for something "
+                f"else, or of another size, where this rank expects {expected}"
+            )
+            return
+        transfer.offsets[message.peer] = message.offset
+        transfer.due.discard(message.peer)
+        if not transfer.due:
+            self._ready.append((key, transfer))
+
+    def _run(self, key: tuple[int, int], transfer: Transfer) -> None:
+        run, transfer.run = transfer.run, None
+        if run is not None:
+            try:
+                with untracked():
+                    run(transfer.offsets)
+            except BaseException as error:  # raised out of whatever was waited for: the others must not wait for good
+                transfer.failure = f"reading the other ranks' memory failed: {error!r}"
+                raise
+        transfer.done = True
+        for peer in transfer.needs:
+            self._links.send(peer, _Kind.TAKEN, *key)
+        self._forget_if_over(key, transfer)
+
+    def _forget_if_over(self, key: tuple[int, int], transfer: Transfer) -> None:
+        if transfer.over:
+            transfer.keep = ()
+            self._transfers.pop(key, None)

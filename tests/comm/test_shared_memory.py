@@ -1,0 +1,384 @@
+"""Ranks that read one another's memory: when they may, what they leave behind, and what happens when one is gone."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
+from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.heap import Heap
+from lightning_zero.comm.shared_memory import SharedMemoryCollectives
+from lightning_zero.comm.sums import RankOrderSum
+from lightning_zero.errors import CommunicationError
+from tests.helpers.world import run_world
+
+CPU = torch.device("cpu")
+SIZE = 192
+SOON = 3.0  # seconds in which a rank has to notice that another one is gone
+
+
+def connected() -> SharedMemoryCollectives:
+    comm = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU)
+    assert isinstance(comm, SharedMemoryCollectives)
+    return comm
+
+
+def filled(comm: SharedMemoryCollectives, value: float, numel: int = SIZE) -> Tensor:
+    return comm.allocate(numel, torch.float32, CPU).fill_(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_memory_is_zero_apart_and_used_again() -> None:
+    heap = Heap(2, b"label")
+    tensors = [heap.allocate(numel, torch.float32) for numel in (1000, 1, 2048, 0)]
+    for value, tensor in enumerate(tensors, 1):
+        assert not tensor.any()
+        tensor.fill_(value)
+    assert [float(tensor[0]) for tensor in tensors[:3]] == [1, 2, 3]
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [4000, 4, 8192, 0]
+    offsets = [heap.offset(tensor) for tensor in tensors[:3]]
+    assert offsets == [4096, 8192, 12288]
+    assert heap.offset(torch.zeros(3)) is None
+    view = tensors[0].view(10, 100)[3]
+    del tensors[0], tensor
+    assert heap.used_nbytes == 16384, "a view keeps its memory"
+    del view
+    assert heap.used_nbytes == 12288
+    again = heap.allocate(1024, torch.int32)
+    assert heap.offset(again) == 4096
+    assert not again.any()
+    heap.close()
+
+
+def test_pages_go_back_to_the_system_with_the_last_tensor() -> None:
+    heap = Heap(2, b"label")
+    blocks = os.fstat(heap.file).st_blocks
+    tensor = heap.allocate(2**20, torch.uint8).fill_(1)
+    assert os.fstat(heap.file).st_blocks == blocks + 2**20 // 512
+    del tensor
+    assert os.fstat(heap.file).st_blocks == blocks
+    heap.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 77, 2**18 + 5])
+def test_sums_in_place_are_those_in_rank_order(dtype: torch.dtype, numel: int) -> None:
+    pieces = [(torch.randn(numel) * 10**rank).to(dtype) for rank in range(4)]
+    expected = ((pieces[0] + pieces[1]) + pieces[2] + pieces[3]) / 4
+    for rank in range(4):
+        mine = [piece.clone() for piece in pieces]
+        RankOrderSum(rank).into(mine[rank], mine, 4)
+        assert torch.equal(mine[rank], expected)
+        others = [piece for index, piece in enumerate(mine) if index != rank]
+        assert all(torch.equal(a, b) for a, b in zip(others, pieces[:rank] + pieces[rank + 1 :], strict=True))
+        apart = torch.empty(numel, dtype=dtype)
+        RankOrderSum(rank).into(apart, pieces, 4)
+        assert torch.equal(apart, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+
+def test_memory_is_in_use_until_all_others_have_read_it() -> None:
+    def run(rank: int) -> None:
+        comm = connected()
+        for salt in range(20):
+            bucket = filled(comm, rank + salt, 3 * SIZE)
+            pending = comm.reduce_scatter(bucket, comm.own_range(bucket), "bucket")
+            pending.wait()
+            bucket.fill_(float("nan"))  # as if the slot's next unit wrote there
+            full = filled(comm, rank + salt, 3 * SIZE)
+            gathered = comm.all_gather(full, "unit")
+            gathered.receive()
+            assert torch.equal(full, torch.arange(salt, salt + 3).repeat_interleave(SIZE).float())
+            gathered.wait()
+            full.fill_(float("nan"))
+        shard = torch.zeros(SIZE)
+        pending = comm.reduce_scatter(torch.full((3 * SIZE,), float(rank)), shard, "memory of another kind")
+        pending.wait()
+        assert shard.eq(1).all()
+
+    run_world(3, run)
+
+
+def test_what_is_read_without_asking_is_never_old() -> None:
+    """One rank is always late to change its shard; nobody may see it before."""
+
+    def run(rank: int) -> None:
+        comm = connected()
+        shard = filled(comm, 0)
+        comm.share([shard])
+        for step in range(1, 6):
+            comm.groups.control.barrier()
+            if rank == step % 3:
+                time.sleep(0.02)
+            shard.fill_(step)
+            comm.shards_changed()
+            full = torch.zeros(3 * SIZE)
+            comm.all_gather(full, "unit", source=shard).wait()
+            assert full.eq(step).all()
+        comm.groups.control.barrier()  # memory may go when nobody can read it any more
+
+    run_world(3, run)
+
+
+def test_ranks_that_wait_for_different_things_serve_each_other() -> None:
+    """Rank 0 waits until its bucket was read by rank 1, which waits in an agreement for rank 0."""
+
+    def run(rank: int) -> None:
+        comm = connected()
+        bucket = filled(comm, rank, 2 * SIZE)
+        pending = comm.reduce_scatter(bucket, comm.own_range(bucket), "bucket")
+        if rank == 0:
+            pending.wait()
+        comm.groups.control.barrier()
+        pending.wait()
+        assert comm.own_range(bucket).eq(0.5).all()
+
+    run_world(2, run, timeout=20)
+
+
+def test_more_messages_than_a_pipe_holds() -> None:
+    def run(rank: int) -> None:
+        comm = connected()
+        if rank == 0:
+            time.sleep(0.5)
+        shard = filled(comm, rank, 2)
+        flying = [comm.reduce_scatter(shard, shard[:1], f"bucket {index}") for index in range(10_000)]
+        for pending in flying:
+            pending.wait()
+
+    run_world(2, run)
+
+
+def test_a_rank_that_leaves_early_has_still_given_what_it_owed() -> None:
+    """Rank 0 has its own result and ends; what it staged, and what it let go of, is there for the slower rank."""
+
+    def run(rank: int) -> None:
+        comm = connected()
+        comm.groups.control.barrier()
+        if rank == 0:
+            comm.broadcast(torch.full((SIZE,), 7.0), 0).wait()
+            comm.groups.destroy()
+            return
+        while not comm.transport._links.gone:
+            comm.transport._links._read(0.1)
+        value = torch.zeros(SIZE)
+        comm.broadcast(value, 0).wait()
+        assert value.eq(7).all()
+
+    run_world(2, run)
+
+
+def test_what_was_read_is_counted() -> None:
+    def run(rank: int) -> tuple[int, ...]:
+        comm = connected()
+        found = [comm.transport.moved]
+        for action in (
+            lambda: comm.all_gather(filled(comm, 1, 4 * SIZE), "unit"),
+            lambda: comm.reduce_scatter(filled(comm, 1, 4 * SIZE), torch.zeros(SIZE), "bucket"),
+            lambda: comm.broadcast(torch.zeros(SIZE), 0),
+        ):
+            action().wait()
+            found.append(comm.transport.moved)
+        return tuple(b - a for a, b in itertools.pairwise(found))
+
+    # (N - 1) / N of the whole; a broadcast is read once by each of the others.
+    for rank, moved in enumerate(run_world(4, run)):
+        assert moved == (3 * SIZE * 4, 3 * SIZE * 4, SIZE * 4 if rank else 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def reduce(comm: SharedMemoryCollectives) -> None:
+    comm.reduce_scatter(filled(comm, 1, comm.world_size * SIZE), torch.zeros(SIZE), "bucket").wait()
+
+
+DEEDS: dict[str, Callable[[SharedMemoryCollectives], Any]] = {
+    "gather": lambda comm: comm.all_gather(filled(comm, 1, comm.world_size * SIZE), "unit").wait(),
+    "reduction": reduce,
+    "agreement": lambda comm: comm.groups.control.barrier(),
+}
+
+
+@pytest.mark.parametrize(("deed", "forks"), [("gather", False), ("reduction", True), ("agreement", False)])
+def test_a_killed_rank_is_an_error_on_the_others_at_once(deed: str, forks: bool) -> None:
+    """Also if a process that it forked lives on with copies of all that it had open."""
+
+    def run(rank: int) -> None:
+        comm = connected()
+        DEEDS[deed](comm)
+        if rank == 2:
+            if forks and os.fork() == 0:
+                time.sleep(SOON + 1)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(CommunicationError, match=r"rank [012] (is gone|has given up)"):
+            DEEDS[deed](comm)
+        assert time.monotonic() - began < SOON
+
+    failures = run_world(3, run, expect_failure=True, timeout=30)
+    assert {rank: failure.type for rank, failure in failures.items()} == {2: "SIGKILL"}
+
+
+def test_a_rank_killed_in_the_middle_of_a_collective() -> None:
+    """Rank 1 has offered its part and dies; rank 0 gets that, but never hears that its own was taken."""
+
+    def run(rank: int) -> None:
+        comm = connected()
+        while rank == 0 and not comm.transport._links.gone:
+            comm.transport.progress()
+        pending = comm.all_gather(filled(comm, rank, 2 * SIZE), "unit")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CommunicationError, match="Rank 0: unit did not complete: rank 1 is gone"):
+            pending.wait()
+
+    failures = run_world(2, run, expect_failure=True, timeout=30)
+    assert {rank: failure.type for rank, failure in failures.items()} == {1: "SIGKILL"}
+
+
+def test_ranks_in_different_places_are_an_error_and_no_garbage() -> None:
+    def run(rank: int) -> str:
+        comm = connected()
+        with pytest.raises(CommunicationError) as caught:
+            DEEDS["gather" if rank == 0 else "agreement"](comm)
+        return str(caught.value)
+
+    first, second = run_world(2, run, timeout=20)
+    assert "rank 1 takes no part in it: it waits for this rank somewhere else" in first
+    assert "rank 0 has given up" in second
+
+
+def test_agreements_on_different_things_are_an_error() -> None:
+    def run(rank: int) -> None:
+        control = connected().groups.control
+        with pytest.raises(CommunicationError, match=r"they agree on different things, in \[8, 8\] bytes"):
+            control.barrier() if rank else control.sum_float64([1.0])
+
+    run_world(2, run, timeout=20)
+
+
+@pytest.mark.parametrize("what", [("bucket", "another"), ("bucket", "bucket")])
+def test_collectives_that_do_not_fit_are_an_error(what: tuple[str, str]) -> None:
+    def run(rank: int) -> str:
+        comm = connected()
+        size = SIZE if what[0] != what[1] or rank == 0 else 2 * SIZE
+        with pytest.raises(CommunicationError, match="somewhere else in the program") as caught:
+            comm.reduce_scatter(filled(comm, 1, 2 * size), torch.zeros(size), what[rank]).wait()
+        return str(caught.value)
+
+    run_world(2, run, timeout=20)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The choice
+
+
+def test_engines_come_and_go_through_one_transport() -> None:
+    def run(rank: int) -> None:
+        def once() -> int:
+            comm = connected()
+            shard = filled(comm, rank)
+            comm.share([shard])
+            comm.all_gather(torch.zeros(2 * SIZE), "unit", source=shard).wait()
+            comm.all_gather(filled(comm, rank, 2 * SIZE), "unit").wait()
+            comm.groups.control.barrier()
+            del comm, shard
+            gc.collect()
+            return len(open_files())
+
+        before = open_files()
+        assert once() == once() == once() > len(before)
+        transport = Groups.create("gloo").transport
+        assert transport is not None
+        assert transport.heap.used_nbytes == 0
+        Groups.create("gloo").destroy()
+        del transport
+        gc.collect()
+        assert open_files() == before
+
+    run_world(2, run)
+
+
+def open_files() -> set[str]:
+    """Pipes and anonymous files."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    names = [os.readlink(link) for link in links if os.path.lexists(link)]
+    return {name for name in names if name.startswith(("pipe:", "/memfd:"))}
+
+
+def chosen_with_log(rank: int) -> tuple[str, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("lightning_zero")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    groups = Groups.create("gloo")
+    kinds = {type(choose_collectives(groups, Streams(CPU), CPU)) for _ in range(3)}
+    assert len(kinds) == 1
+    comm = choose_collectives(groups, Streams(CPU), CPU)
+    bucket, shard = torch.full((2 * SIZE,), float(rank)), torch.zeros(SIZE)
+    comm.reduce_scatter(bucket, shard, "bucket").wait()
+    assert shard.eq(0.5).all()
+    return type(comm).__name__, lines
+
+
+def refuse(*args: Any) -> int:
+    raise OSError(38, "Function not implemented")
+
+
+def break_on(rank: int, here: int, patch: Callable[[], None]) -> tuple[str, list[str]]:
+    if rank == here:
+        patch()
+    return chosen_with_log(rank)
+
+
+BREAKS: dict[str, tuple[Callable[[], None], str]] = {
+    "switched off": (lambda: os.environ.update({SWITCH: "0"}), f"{SWITCH}=0 on rank 1"),
+    "no anonymous files": (lambda: setattr(os, "memfd_create", refuse), "rank 1: OSError: .* not implemented"),
+    "another host": (
+        lambda: setattr(os, "readlink", lambda path: f"{path}:[somewhere else]"),
+        "the ranks do not all run on one host",
+    ),
+    "files are not handed over": (
+        lambda: setattr(__import__("socket"), "recv_fds", lambda *args: (b"", [], 0, None)),
+        "rank 1: EOFError: a rank ended, or the system does not hand files over",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_gloo_where_one_rank_can_not(what: str) -> None:
+    patch, reason = BREAKS[what]
+    (kind, lines), other = run_world(2, lambda rank: break_on(rank, 1, patch), timeout=30)
+    assert kind == other[0] == GlooCollectives.__name__
+    assert other[1] == []
+    (line,) = lines
+    assert re.search(f"^Ranks exchange weights and gradients over gloo: {reason}", line), line
+
+
+def test_shared_memory_is_taken_without_a_word() -> None:
+    for kind, lines in run_world(2, chosen_with_log):
+        assert kind == SharedMemoryCollectives.__name__
+        assert lines == []

@@ -1,0 +1,149 @@
+"""Bytes on the wire, as the kernel counts them for this process's sockets: what must travel, and hardly more."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
+from lightning_zero.comm.choice import SWITCH
+from tests.helpers.cases import Block, Stack, case, features
+from tests.helpers.probe import Probe, fit
+from tests.helpers.world import run_world
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads tcp_info of Linux")
+
+CPU = torch.device("cpu")
+NUMEL = 12 * 2**16  # 3 MiB in float32, a multiple of 2, 3 and 4
+_RECEIVED, _SENT, _AGAIN = 128, 200, 208  # in tcp_info: bytes, and how many of those sent were sent again
+
+
+def traffic() -> tuple[int, int]:
+    """Bytes sent and received by all TCP sockets of this process since they were opened, without headers."""
+    sent = received = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.family == socket.AF_UNIX or found.type != socket.SOCK_STREAM:
+                    continue
+                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+        except OSError:  # closed meanwhile, or none of these
+            continue
+        sent += struct.unpack_from("Q", info, _SENT)[0] - struct.unpack_from("Q", info, _AGAIN)[0]
+        received += struct.unpack_from("Q", info, _RECEIVED)[0]
+    return sent, received
+
+
+def during(comm: Any, action: Callable[[], Any]) -> tuple[int, int]:
+    """What an action sends and receives on this rank, once all ranks are through."""
+    comm.groups.control.barrier()
+    before = traffic()
+    action()
+    comm.groups.control.barrier()
+    after = traffic()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def collectives(world_size: int) -> dict[str, Callable[[Any], None]]:
+    def gather(comm: Any) -> None:
+        comm.all_gather(torch.ones(NUMEL), "unit").wait()
+
+    def reduce(comm: Any) -> None:
+        comm.reduce_scatter(torch.ones(NUMEL), torch.empty(NUMEL // world_size), "bucket").wait()
+
+    return {"all_gather": gather, "reduce_scatter": reduce}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_collective_over_gloo_moves_each_byte_once(world_size: int) -> None:
+    """(N - 1) / N of the whole, out and in: gloo's own reduce-scatter would move twice that."""
+
+    def run(rank: int) -> dict[str, tuple[int, int]]:
+        comm = GlooCollectives(Groups.create("gloo"), Streams(CPU))
+        actions = collectives(world_size)
+        for action in actions.values():
+            action(comm)  # connect
+        return {name: during(comm, lambda action=action: action(comm)) for name, action in actions.items()}
+
+    nbytes = 4 * NUMEL * (world_size - 1) // world_size
+    for found in run_world(world_size, run):
+        for name, counted in found.items():
+            assert all(0.99 * nbytes < count < 1.02 * nbytes for count in counted), f"{name}: {counted} of {nbytes}"
+
+
+def test_ranks_that_read_one_another_send_nothing() -> None:
+    def run(rank: int) -> dict[str, tuple[tuple[int, int], int]]:
+        comm: Any = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU)
+        found = {}
+        for name, action in collectives(3).items():
+            moved = comm.transport.moved
+            found[name] = during(comm, lambda action=action: action(comm)), comm.transport.moved - moved
+        return found
+
+    for found in run_world(3, run):
+        for name, (counted, moved) in found.items():
+            assert counted == (0, 0), name
+            assert moved == 4 * NUMEL * 2 // 3, name
+
+
+WIDTH, HIDDEN = 64, 2048
+
+
+class WireBytes(pl.Callback):
+    """What every step sends and receives."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self.moved: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        transport = getattr(trainer.strategy.engine.collectives, "transport", None)
+        trainer.strategy.engine.control.barrier()
+        self.steps.append(traffic())
+        self.moved.append(0 if transport is None else transport.moved)
+
+
+def wide() -> nn.Module:
+    model = Stack(*(Block(WIDTH, HIDDEN) for _ in range(4)))
+    model.stem, model.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8)
+    return model
+
+
+@pytest.mark.parametrize("wire", ["gloo", "shared memory"])
+def test_a_step_moves_what_the_plan_says(wire: str) -> None:
+    """Agreements and the sockets' own talk come on top: less than 2 % here."""
+
+    def run(rank: int) -> dict[int, tuple[list[tuple[int, int]], list[int], int]]:
+        os.environ[SWITCH] = str(int(wire != "gloo"))
+        model = case("wide", wide, batch=features(8))
+        found = {}
+        for stage in (1, 2, 3):
+            counter = WireBytes()
+            trainer = fit(Probe(model), stage=stage, micro_steps=4, callbacks=[counter], bucket_mib=0.5)
+            expected = trainer.strategy.engine.plan.expected_traffic().total.nbytes
+            sent = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(counter.steps[2:], counter.steps[3:], strict=False)]
+            moved = [b - a for a, b in zip(counter.moved[2:], counter.moved[3:], strict=False)]
+            found[stage] = (sent, moved, expected)
+        return found
+
+    for found in run_world(2, run, timeout=90):
+        for stage, (sent, moved, expected) in found.items():
+            must = expected // 2  # (N - 1) / N of the buffers
+            assert must > 2e6
+            if wire == "gloo":
+                assert all(0.99 * must < count < 1.02 * must for step in sent for count in step), (stage, sent, must)
+            else:
+                assert all(count < 1000 for step in sent for count in step), (stage, sent)
+                assert moved == [must] * len(moved), stage
