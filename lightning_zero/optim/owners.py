@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
+
+from lightning_zero.plan.owners import deal_out
 
 __all__ = ["ROUND_NBYTES", "Piece", "Round", "WholeEntry", "deal_out", "plan_rounds"]
 
@@ -78,17 +79,6 @@ class Round:
     entries: frozenset[int]
     held: tuple[tuple[Piece, ...], ...]
     owned: tuple[tuple[Piece, ...], ...]
-
-
-def deal_out(sizes: Sequence[int], world_size: int) -> list[int]:
-    """The owner of each size: the largest first, each to the rank with the least so far; ties: first, lowest."""
-    owners = [0] * len(sizes)
-    loads = [(0, rank) for rank in range(world_size)]
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        load, rank = heapq.heappop(loads)
-        owners[index] = rank
-        heapq.heappush(loads, (load + sizes[index], rank))
-    return owners
 
 
 def plan_rounds(entries: Sequence[WholeEntry], owners: Sequence[int], rank: int, limit: int) -> list[Round]:

@@ -4,7 +4,9 @@ Numbers only: works on meta tensors, needs no process group, and is equal on all
 """
 
 from lightning_zero.plan.buckets import make_buckets
+from lightning_zero.plan.comparison import Recommendation
 from lightning_zero.plan.dtypes import DtypeRules
+from lightning_zero.plan.estimate import MemoryEstimate, StageMemory, estimate_memory
 from lightning_zero.plan.flat import ALIGNMENT, FlatLayout, ParameterSpec, ShardSlice
 from lightning_zero.plan.memory import (
     FETCH_UNITS,
@@ -15,6 +17,7 @@ from lightning_zero.plan.memory import (
     fetch_nbytes,
     staging_nbytes,
 )
+from lightning_zero.plan.optimizers import ADAM, OptimizerCost
 from lightning_zero.plan.plan import ZeroPlan, build_plan
 from lightning_zero.plan.resting import Rest, rest_of
 from lightning_zero.plan.slots import SlotPlan
@@ -23,6 +26,7 @@ from lightning_zero.plan.unit_plan import UnitPlan
 from lightning_zero.plan.units import UnitSpec, find_units
 
 __all__ = [
+    "ADAM",
     "ALIGNMENT",
     "FETCH_UNITS",
     "STAGING_BUFFERS",
@@ -32,15 +36,20 @@ __all__ = [
     "FlatLayout",
     "HostBytes",
     "Memory",
+    "MemoryEstimate",
+    "OptimizerCost",
     "ParameterSpec",
+    "Recommendation",
     "Rest",
     "ShardSlice",
     "SlotPlan",
+    "StageMemory",
     "Traffic",
     "UnitPlan",
     "UnitSpec",
     "ZeroPlan",
     "build_plan",
+    "estimate_memory",
     "fetch_nbytes",
     "find_units",
     "gather_order",

@@ -1,15 +1,17 @@
 """What one rank holds at rest after a training step, computed from the plan: on its device, and with offloading in host
-memory and in files. Activations are not in it.
+memory and in files. Activations are not in it. What comes on top during a step: ``lightning_zero.plan.peak``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from lightning_zero.config import HostOffload, NvmeOffload, Tier
 from lightning_zero.plan.flat import FlatLayout, align_up
+from lightning_zero.plan.owners import deal_out
 
 if TYPE_CHECKING:
     from lightning_zero.plan.plan import ZeroPlan
@@ -25,7 +27,9 @@ __all__ = [
     "expected_host_memory",
     "expected_memory",
     "fetch_nbytes",
+    "fullest_rank",
     "staging_nbytes",
+    "whole_nbytes",
 ]
 
 PAGE_NBYTES = 4_096
@@ -69,6 +73,8 @@ class Memory(_Categories):
             their gather.
         gradient_slots: for gradients on their way to the reduce-scatter.
         transport: receive buffers of the reduce-scatter.
+        raw_gradients: gradients in memory of autograd's own, before they are copied; 0 at rest.
+        temporaries: what the optimizer's step computes with; 0 at rest.
     """
 
     parameters: int
@@ -76,9 +82,11 @@ class Memory(_Categories):
     masters: int
     gradients: int
     optimizer: int
-    slots: int
-    gradient_slots: int
-    transport: int
+    slots: int = 0
+    gradient_slots: int = 0
+    transport: int = 0
+    raw_gradients: int = 0
+    temporaries: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +132,7 @@ def expected_memory(
     training: bool,
     receive_buffer: bool,
     accelerator: bool = False,
+    whole: bool = False,
 ) -> Memory:
     """Memory of ``rank`` at rest, on its device.
 
@@ -134,11 +143,13 @@ def expected_memory(
         training: False: gradients, optimizer state and everything for reductions are absent.
         receive_buffer: whether the transport keeps a buffer as large as the largest bucket of each reduce dtype.
         accelerator: whether the device is not the host itself, so that copies between them go through buffers.
+        whole: whether the optimizer needs whole parameters: their owner then keeps a copy of each, with its state.
 
     Raises:
         ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
     """
     layouts, trained = _looked_up(plan, rank, optimizer_tensors, training)
+    stepped = [layout for layout in trained if plan.rest_of(layout).state is Tier.DEVICE]
     replicated = not plan.placement.shards_parameters
     return Memory(
         parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in layouts) if replicated else 0,
@@ -149,12 +160,57 @@ def expected_memory(
             if plan.rest_of(layout).master is Tier.DEVICE and not (replicated and layout.compute_dtype == layout.dtype)
         ),
         gradients=sum(_device_gradient_nbytes(plan, layout) for layout in trained),
-        optimizer=optimizer_tensors * _owned(plan, trained, Tier.DEVICE, rank),
+        optimizer=(1 + optimizer_tensors) * whole_nbytes(plan, stepped, rank)
+        if whole
+        else optimizer_tensors * _owned(plan, trained, Tier.DEVICE, rank),
         slots=sum(slot.nbytes for slot in plan.slots)
         + (FETCH_UNITS * fetch_nbytes(plan) if accelerator and isinstance(plan.offload, HostOffload) else 0),
         gradient_slots=sum(slot.nbytes for slot in plan.gradient_slots) if training else 0,
         transport=_transport_nbytes(trained) if receive_buffer and plan.world_size > 1 else 0,
     )
+
+
+def fullest_rank(plan: ZeroPlan, *, whole: bool) -> int:
+    """The rank with most optimizer state, the first of equals. Everything else is the same on all ranks.
+
+    Args:
+        plan: the plan.
+        whole: whether the optimizer needs whole parameters.
+    """
+    layouts = [layout for unit in plan.units for layout in unit.layouts if layout.trainable]
+    held = [0] * plan.world_size
+    if whole:
+        for owner, nbytes in _owners(plan, layouts):
+            held[owner] += nbytes
+        return held.index(max(held))
+    more = [0] * (plan.world_size + 1)  # than the rank before, by shards that one parameter fills
+    for layout in layouts:
+        shard, itemsize = layout.shard_numel, layout.dtype.itemsize
+        for spec, offset in zip(layout.parameters, layout.offsets, strict=True):
+            if not spec.numel:
+                continue
+            first, last = offset // shard, (offset + spec.numel - 1) // shard
+            held[first] += itemsize * (min(offset + spec.numel, (first + 1) * shard) - offset)
+            if last > first:
+                held[last] += itemsize * (offset + spec.numel - last * shard)
+                more[first + 1] += itemsize * shard
+                more[last] -= itemsize * shard
+    totals = [nbytes + filled for nbytes, filled in zip(held, accumulate(more), strict=False)]
+    return totals.index(max(totals))
+
+
+def whole_nbytes(plan: ZeroPlan, layouts: Sequence[FlatLayout], rank: int) -> int:
+    """Bytes of the whole parameters that ``rank`` owns, for an optimizer that needs them."""
+    return sum(nbytes for owner, nbytes in _owners(plan, layouts) if owner == rank)
+
+
+def _owners(plan: ZeroPlan, layouts: Sequence[FlatLayout]) -> list[tuple[int, int]]:
+    """Of each parameter the rank that owns it, and its bytes."""
+    held = [(spec.numel, layout.dtype.itemsize) for layout in layouts for spec in layout.parameters]
+    if not plan.placement.shards_parameters:
+        held.reverse()  # buckets are in backward order, and a tie goes to the first parameter
+    owners = deal_out([numel for numel, _ in held], plan.world_size)
+    return [(owner, numel * itemsize) for (numel, itemsize), owner in zip(held, owners, strict=True)]
 
 
 def fetch_nbytes(plan: ZeroPlan) -> int:

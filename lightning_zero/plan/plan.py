@@ -28,6 +28,8 @@ from lightning_zero.plan.memory import (
     expected_host_memory,
     expected_memory,
 )
+from lightning_zero.plan.optimizers import ADAM, OptimizerCost
+from lightning_zero.plan.peak import at_peak
 from lightning_zero.plan.report import describe, summary_lines
 from lightning_zero.plan.resting import Rest, rest_of
 from lightning_zero.plan.slots import SlotPlan, assign_pooled_slots, assign_ring_slots, pack
@@ -168,24 +170,39 @@ class ZeroPlan:
         self,
         *,
         rank: int = 0,
-        optimizer_tensors: int = 2,
+        optimizer: OptimizerCost = ADAM,
+        optimizer_tensors: int | None = None,
         training: bool = True,
         receive_buffer: bool = True,
         accelerator: bool = False,
+        peak: bool = False,
     ) -> Memory:
-        """What rests on one rank's device after a training step; see ``lightning_zero.plan.memory``.
+        """What is on one rank's device after a training step; see ``lightning_zero.plan.memory``.
+
+        Args:
+            rank: in the shard group.
+            optimizer: what it keeps and makes.
+            optimizer_tensors: how many tensors it keeps for a parameter, where that is known better.
+            training: False: gradients, optimizer state and everything for reductions are absent.
+            receive_buffer: whether the transport keeps one. Not within one host, nor on an accelerator.
+            accelerator: whether the device is one.
+            peak: at the worst moment of a step instead of after it; see ``lightning_zero.plan.peak``.
 
         Raises:
             ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
         """
-        return expected_memory(
+        rest = expected_memory(
             self,
             rank=rank,
-            optimizer_tensors=optimizer_tensors,
+            optimizer_tensors=optimizer.state if optimizer_tensors is None else optimizer_tensors,
             training=training,
             receive_buffer=receive_buffer,
             accelerator=accelerator,
+            whole=optimizer.whole,
         )
+        if not (peak and training):
+            return rest
+        return at_peak(self, rest, rank=rank, optimizer=optimizer, accelerator=accelerator)
 
     def expected_host_memory(
         self, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True, accelerator: bool = False
@@ -207,9 +224,9 @@ class ZeroPlan:
         """
         return expected_disk(self, rank=rank, optimizer_tensors=optimizer_tensors, training=training)
 
-    def describe(self) -> str:
-        """The plan as a table for people: units, totals, traffic and memory."""
-        return describe(self)
+    def describe(self, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False) -> str:
+        """The plan as a table for people: units, totals, traffic and memory with that optimizer, on such a device."""
+        return describe(self, optimizer, accelerator)
 
 
 def build_plan(

@@ -11,6 +11,7 @@ from lightning_zero.config import Tier
 if TYPE_CHECKING:
     from lightning_zero.config import Offload
     from lightning_zero.plan.memory import DiskBytes, HostBytes, Memory
+    from lightning_zero.plan.optimizers import OptimizerCost
     from lightning_zero.plan.plan import ZeroPlan
     from lightning_zero.plan.unit_plan import UnitPlan
 
@@ -62,7 +63,7 @@ def _offload_text(offload: Offload | None) -> str:
     return f"{offload.tier.value} (optimizer {offload.optimizer}, parameters {offload.parameters})"
 
 
-def describe(plan: ZeroPlan) -> str:
+def describe(plan: ZeroPlan, optimizer: OptimizerCost, accelerator: bool) -> str:
     """See ``ZeroPlan.describe``."""
     placement = plan.placement
     lines = [
@@ -70,7 +71,7 @@ def describe(plan: ZeroPlan) -> str:
         f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}",
         *([] if plan.offload is None else [f"Offloaded to the {plan.offload.tier.value}: {_offloaded(plan.offload)}"]),
         "",
-        *_table([_HEADER, *(_row(run) for run in _runs(plan.units)), _total_row(plan)], left=1),
+        *table_lines([_HEADER, *(_row(run) for run in _runs(plan.units)), _total_row(plan)], left=1),
         "",
     ]
     if plan.ignored:
@@ -79,7 +80,7 @@ def describe(plan: ZeroPlan) -> str:
             "",
         ]
     traffic = plan.expected_traffic()
-    lines += _table(
+    lines += table_lines(
         [
             ("traffic of a step", "calls", "elements", "size"),
             *(
@@ -93,7 +94,7 @@ def describe(plan: ZeroPlan) -> str:
         ],
         left=1,
     )
-    lines += ["", *_table(_memory_rows(plan), left=1)]
+    lines += ["", *table_lines(_memory_rows(plan, optimizer, accelerator), left=1)]
     return "\n".join(lines)
 
 
@@ -101,19 +102,23 @@ def _offloaded(offload: Offload) -> str:
     return " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
 
 
-def _memory_rows(plan: ZeroPlan) -> list[tuple[str, ...]]:
-    """A column for each place where something may rest."""
-    places: dict[str, Memory | HostBytes | DiskBytes] = {"size": plan.expected_memory()}
+def _memory_rows(plan: ZeroPlan, optimizer: OptimizerCost, accelerator: bool) -> list[tuple[str, ...]]:
+    """A column for each place where something may be: with a transport that keeps no receive buffer."""
+    rest, peak = (
+        plan.expected_memory(optimizer=optimizer, accelerator=accelerator, receive_buffer=False, peak=peak)
+        for peak in (False, True)
+    )
+    places: dict[str, Memory | HostBytes | DiskBytes] = {"at rest": rest}
     if plan.offload is not None:
-        places = {"device": places["size"], "host": plan.expected_host_memory()}
+        host = plan.expected_host_memory(optimizer_tensors=optimizer.state, accelerator=accelerator)
+        places = {"device": rest, "host": host}
         if plan.offload.tier is Tier.DISK:
-            places["disk"] = plan.expected_disk()
+            places["disk"] = plan.expected_disk(optimizer_tensors=optimizer.state)
+    places["device at peak" if plan.offload is not None else "at peak"] = peak
     columns = [dict(memory.items()) for memory in places.values()]
-    categories = list(dict.fromkeys(category for column in columns for category in column))
-    if plan.offload is None:
-        categories.remove("weights")
+    categories = dict.fromkeys(category for column in columns for category, nbytes in column.items() if nbytes)
     return [
-        ("memory at rest, rank 0, Adam", *places),
+        (f"memory of rank 0, {optimizer.name}", *places),
         *(
             (
                 category.replace("_", " "),
@@ -224,7 +229,7 @@ def _dtype_text(dtype: object, compute_dtype: object) -> str:
     return " as ".join(names)
 
 
-def _table(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+def table_lines(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
     """Aligned columns: the first ``left`` to the left, the others to the right; a rule under the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [

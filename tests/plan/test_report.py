@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
-from lightning_zero.plan import build_plan
+from lightning_zero.plan import OptimizerCost, build_plan
 from lightning_zero.plan.report import format_nbytes
 from tests.plan.models import Gpt, Llama70B, on_meta
 
@@ -42,7 +42,17 @@ def test_totals_traffic_and_memory(stage: int) -> None:
     text = plan.describe()
     assert f"{plan.numel:,}" in text
     assert f"{plan.expected_traffic().total.numel:,}" in text
-    assert format_nbytes(plan.expected_memory().total) in text
+    assert format_nbytes(plan.expected_memory(receive_buffer=False).total) in text
+    assert format_nbytes(plan.expected_memory(receive_buffer=False, peak=True).total) in text
+
+
+def test_memory_is_that_of_the_optimizer_and_the_device() -> None:
+    plan = build_plan(on_meta(Gpt), world_size=3)
+    sgd = OptimizerCost.of("SGD", momentum=0.9, weight_decay=0.1)
+    text = plan.describe(optimizer=sgd, accelerator=True)
+    assert "memory of rank 0, SGD" in text
+    peak = plan.expected_memory(receive_buffer=False, optimizer=sgd, accelerator=True, peak=True)
+    assert format_nbytes(peak.total) in text
 
 
 def columns(text: str, heading: str) -> dict[str, list[str]]:
@@ -58,20 +68,20 @@ def test_offloaded_bytes_have_a_column_for_each_place() -> None:
         plan = build_plan(on_meta(Gpt), world_size=3, param_dtype=torch.bfloat16, offload=offload)
         return columns(plan.describe(), heading)
 
-    heading = "memory at rest, rank 0, Adam"
+    heading = "memory of rank 0, AdamW"
     masters = format_nbytes(152_256 * 4)
-    assert memory(None)[heading] == ["size"]
+    assert memory(None)[heading] == ["at rest", "at peak"]
     assert "weights" not in memory(None)
     host = memory(HostOffload())
-    assert host[heading] == ["device", "host"]
-    assert host["masters"] == ["0 B", masters]
+    assert host[heading] == ["device", "host", "device at peak"]
+    assert host["masters"] == ["0 B", masters, "0 B"]
     assert host["slots"][1] == "-"
-    assert host["weights"] == [format_nbytes(152_256 * 2), "0 B"]
+    assert host["weights"] == [format_nbytes(152_256 * 2), "0 B", format_nbytes(152_256 * 2)]
     disk = memory(NvmeOffload(path="/never/looked/at", buffer_mib=8.0))
-    assert disk[heading] == ["device", "host", "disk"]
+    assert disk[heading] == ["device", "host", "disk", "device at peak"]
     # The root's region of 64 float32 is a page; those of two embeddings and four blocks are less than a page longer.
-    assert disk["masters"] == ["0 B", "0 B", format_nbytes(4096 + 2 * 42 * 4096 + 4 * 17 * 4096)]
-    assert disk["buffers"] == ["-", "8.00 MiB", "-"]
+    assert disk["masters"] == ["0 B", "0 B", format_nbytes(4096 + 2 * 42 * 4096 + 4 * 17 * 4096), "0 B"]
+    assert disk["buffers"] == ["-", "8.00 MiB", "-", "-"]
 
 
 @pytest.mark.parametrize(

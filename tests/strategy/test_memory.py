@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero import HostOffload, NvmeOffload
+from lightning_zero.comm import GlooCollectives
+from lightning_zero.comm.choice import SWITCH
 from lightning_zero.config import Tier
 from lightning_zero.offload import RestingTensor
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
@@ -33,6 +35,7 @@ from tests.helpers.probe import Probe, fit
 from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
+AT_PEAK = ("raw_gradients", "temporaries")  # see ``test_peak_memory``
 Storages = dict[int, int]  # the storage's identity (a placeholder's refuses to tell its address) -> bytes
 
 
@@ -105,6 +108,11 @@ def alive_beside(known: Storages) -> Storages:
         time.sleep(0.01)
 
 
+def keeps_receive_buffer(strategy: Any) -> bool:
+    """Whether reductions arrive in memory of the transport's own, as large as the largest bucket."""
+    return isinstance(strategy.engine.collectives, GlooCollectives)
+
+
 def categories(strategy: Any, training: bool = True) -> dict[str, Storages]:
     """What the engine, its collectives and the optimizers hold on the device, in the words of the plan's formula."""
     engine = strategy.engine
@@ -130,7 +138,7 @@ def categories(strategy: Any, training: bool = True) -> dict[str, Storages]:
         "gradients": storages([*shards, *(bucket.resident for bucket in reducer.buckets)]),
         "optimizer": {} if moved else storages(value for value in state if value.dim()),
         "gradient_slots": storages(slot.buffer for slot in reducer._slots if slot is not None),
-        "transport": storages(getattr(engine.collectives, "_received", {}).values()),
+        "transport": storages(engine.collectives.buffers) if keeps_receive_buffer(strategy) else {},
     }
 
 
@@ -169,6 +177,14 @@ def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
     engine, optimizers = trainer.strategy.engine, trainer.strategy.optimizers
     state = [value for o in optimizers for values in o.state.values() for value in values.values()]
     return {
+        "chunk to sum in": {} if keeps_receive_buffer(trainer.strategy) else storages(engine.collectives.buffers),
+        "counters of bundles": storages(
+            value
+            for adapter in trainer.strategy._adapters.values()
+            for bundle in (adapter._bundles._bundles if adapter._bundles is not None else ())
+            for value in bundle._state.values()
+            if isinstance(value, Tensor) and not value.dim()
+        ),
         "step counters": storages(value for value in state if not value.dim()),
         "control plane": storages(t for row, rows in engine.control._rows.values() for t in (row, *rows)),
         "placeholders": storages(engine.placeholders._sentinels.values()),
@@ -188,9 +204,11 @@ def count(rank: int, precision_name: str, stage: int) -> dict[str, Any]:
     found, small = categories(trainer.strategy), small_things(trainer, probe)
     known = {**merged(found), **merged(small)}
     new = alive_beside(known)
-    plan = trainer.strategy.engine.plan
+    plan, received = trainer.strategy.engine.plan, keeps_receive_buffer(trainer.strategy)
+    expected = plan.expected_memory(rank=rank, optimizer_tensors=2, receive_buffer=received)
     return {
-        "expected": dict(plan.expected_memory(rank=rank, optimizer_tensors=2).items()),
+        "wire": type(trainer.strategy.engine.collectives),
+        "expected": {category: nbytes for category, nbytes in expected.items() if category not in AT_PEAK},
         "counted": {category: sum(part.values()) for category, part in found.items()},
         "trainable": len([p for p in probe.parameters() if p.requires_grad]),
         "small": {category: sum(part.values()) for category, part in small.items()},
@@ -200,14 +218,27 @@ def count(rank: int, precision_name: str, stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_memory_at_rest_is_the_plan_s_formula(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "shared"),
+    [
+        (1, True),
+        (2, True),
+        (3, True),
+        (4, True),
+        pytest.param(3, False, id="3-gloo"),
+    ],
+)
+def test_memory_at_rest_is_the_plan_s_formula(world_size: int, shared: bool) -> None:
+    """Both with ranks that read one another's memory and over gloo, which has a receive buffer."""
+
     def every(rank: int) -> dict[str, Any]:
         return {f"{name}, stage {stage}": count(rank, name, stage) for name in PRECISIONS for stage in STAGES}
 
-    for rank, runs in enumerate(run_world(world_size, every, timeout=150)):
+    ranks = run_world(world_size, every, timeout=150, environment={} if shared else {SWITCH: "0"})
+    for rank, runs in enumerate(ranks):
         for name, found in runs.items():
             where = f"rank {rank} of {world_size}, {name}"
+            assert (found["wire"] is GlooCollectives) == (not shared), where
             assert found["counted"] == found["expected"], where
             assert not found["unseen"], f"{where}: the sweep misses storages that the engine holds"
             assert not found["others"], f"{where}: storages of nobody"
@@ -245,7 +276,13 @@ def count_offloaded(rank: int, precision_name: str, stage: int, offload: HostOff
     new = alive_beside(known)
     return {
         "device": {category: sum(part.values()) for category, part in found.items()},
-        "expected device": dict(engine.plan.expected_memory(rank=rank).items()),
+        "expected device": {
+            category: nbytes
+            for category, nbytes in engine.plan.expected_memory(
+                rank=rank, receive_buffer=keeps_receive_buffer(trainer.strategy)
+            ).items()
+            if category not in AT_PEAK
+        },
         "host": {category: sum(part.values()) for category, part in host.items()},
         "expected host": dict(engine.plan.expected_host_memory(rank=rank).items()),
         "disk": 0 if store is None else store.nbytes_on_disk,
@@ -334,7 +371,9 @@ def test_an_exception_leaves_no_memory_behind(stage: int) -> None:
         new = alive_beside({**merged(found), **merged(small)})
         units = trainer.strategy.engine.units
         return {
-            "expected": trainer.strategy.engine.plan.expected_memory(rank=rank).total,
+            "expected": trainer.strategy.engine.plan.expected_memory(
+                rank=rank, receive_buffer=keeps_receive_buffer(trainer.strategy)
+            ).total,
             "counted": sum(sum(part.values()) for part in found.values()),
             "moved": [part != merged(found) for part in rest.found],
             "others": {key: size for key, size in new.items() if key not in {**merged(found), **merged(small)}},

@@ -1,0 +1,526 @@
+"""``lightning-zero plan``: whose model, which settings, what every stage takes, which one to choose."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+
+from lightning_zero.cli import main
+from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
+from lightning_zero.planning import PlanCLI
+from tests.helpers.script import ROOT
+
+MODEL = "--model=examples.language_model.ByteGPT"
+SMALL = (MODEL, "--model.dim=32", "--model.layers=2")
+
+
+def plan_cli(*arguments: str) -> PlanCLI:
+    return PlanCLI(args=list(arguments), run=False, seed_everything_default=False, load_from_checkpoint_support=False)
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *SMALL, "--world-size=4"])
+
+    printed = capsys.readouterr().out
+    assert "blocks" in printed
+    assert "bytes of one process" in printed
+    assert printed == plan_cli(*SMALL, "--world-size=4").describe() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stage", "world_size"),
+    [
+        (["--world_size=8"], 3, 8),
+        (["--world-size=8", "--stage=2"], 2, 8),
+        (["--trainer.devices=4", "--trainer.num_nodes=3", "--trainer.strategy=zero1"], 1, 12),
+        (["--trainer.devices=[0,1,5]"], 3, 3),
+        (["--trainer.devices=4", "--world_size=5"], 3, 5),
+        (["--trainer.strategy=zero1", "--stage=3", "--world_size=1"], 3, 1),
+        (["--trainer.strategy=ddp", "--stage=2", "--world_size=2"], 2, 2),
+        ([f"--config={ROOT / 'configs' / 'zero1.yaml'}"], 1, 2),
+        ([f"--config={ROOT / 'configs' / 'zero2.yaml'}"], 2, 2),
+        ([f"--config={ROOT / 'configs' / 'zero3.yaml'}"], 3, 2),
+        ([f"--config={ROOT / 'configs' / 'zero2_offload.yaml'}"], 2, 2),
+    ],
+)
+def test_plan_takes_its_settings_from_the_trainer(arguments: list[str], stage: int, world_size: int) -> None:
+    plan = plan_cli(MODEL, *arguments).plan()
+
+    assert plan.placement == Placement.from_stage(stage)
+    assert plan.world_size == world_size
+
+
+def test_plan_takes_the_arguments_of_the_strategy() -> None:
+    """Buckets of 0.25 MiB of float32 hold 65,536 elements unless they are one larger parameter."""
+    strategy = ("--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.stage=2")
+
+    large = plan_cli(MODEL, "--world_size=2", *strategy).plan()
+    small = plan_cli(MODEL, "--world_size=2", *strategy, "--trainer.strategy.bucket_mib=0.25").plan()
+    override = plan_cli(MODEL, "--world_size=2", *strategy, "--bucket_mib=0.25").plan()
+
+    assert len(large.units) == 1
+    assert len(small.units) > 10
+    assert small.fingerprint() == override.fingerprint()
+
+
+def by_class(*arguments: str) -> list[str]:
+    """The strategy by its class, with ``offload`` settings."""
+    options = [f"--trainer.strategy.offload.{argument}" for argument in arguments]
+    return ["--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.stage=3", *options]
+
+
+HERE = NvmeOffload(path=".", parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "offload"),
+    [
+        ([], None),
+        (["--offload=host", "--stage=2"], HostOffload()),
+        (["--offload=host"], HostOffload(parameters=True)),
+        (["--offload=nvme"], HERE),
+        (["--offload=nvme", "--stage=1"], NvmeOffload(path=".")),
+        (["--trainer.strategy=zero1_offload"], HostOffload()),
+        (["--trainer.strategy=zero2_offload"], HostOffload()),
+        (["--trainer.strategy=zero3_offload"], HostOffload(parameters=True)),
+        (["--trainer.strategy=zero3_offload", "--offload=none"], None),
+        (["--trainer.strategy=zero3_offload", "--offload=nvme"], HERE),
+        (by_class(), None),
+        (by_class("parameters=true"), HostOffload(parameters=True)),
+        (by_class("path=/data", "buffer_mib=32"), NvmeOffload(path="/data", buffer_mib=32.0)),
+        # Of the kind that is configured already: its settings count.
+        ([*by_class("path=/data", "buffer_mib=32"), "--offload=nvme"], NvmeOffload(path="/data", buffer_mib=32.0)),
+        ([*by_class("path=/data", "buffer_mib=32"), "--offload=host"], HostOffload(parameters=True)),
+    ],
+)
+def test_plan_takes_what_is_offloaded(arguments: list[str], offload: Offload | None) -> None:
+    assert plan_cli(*SMALL, "--world_size=2", *arguments).plan().offload == offload
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [
+        ("zero1_offload", HostOffload()),
+        ("zero2_offload", HostOffload(threads=1, pin_mib=4096)),
+        ("zero3_offload", HostOffload(parameters=True)),
+        ("zero3_nvme", NvmeOffload(path="/var/tmp", parameters=True, buffer_mib=16.0)),
+    ],
+)
+def test_plan_of_a_configuration_with_offload(name: str, offload: Offload) -> None:
+    config = ROOT / "configs" / f"{name}.yaml"
+    plan = plan_cli(MODEL, f"--config={config}").plan()
+
+    assert plan.offload == offload
+    assert f"Offloaded to the {offload.tier.value}: optimizer" in plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("precision", "stored", "computed"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+        ("bf16-mixed", torch.float32, torch.bfloat16),
+        ("16-mixed", torch.float32, torch.float16),
+        ("64", torch.float64, torch.float64),
+    ],
+)
+def test_plan_follows_the_precision(precision: str, stored: torch.dtype, computed: torch.dtype) -> None:
+    plan = plan_cli(*SMALL, "--world_size=2", f"--trainer.precision={precision}").plan()
+
+    layouts = [layout for unit in plan.units for layout in unit.layouts]
+    assert {layout.dtype for layout in layouts} == {stored}
+    assert {layout.compute_dtype for layout in layouts} == {computed}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_plan_of_a_model_larger_than_any_memory() -> None:
+    cli = plan_cli(MODEL, "--model.dim=65536", "--model.layers=20", "--model.heads=512", "--world_size=1024")
+    plan = cli.plan()
+
+    assert all(parameter.is_meta for parameter in cli.model.parameters())
+    # 12 dim^2 per block in its four matrices alone
+    assert sum(unit.numel for unit in plan.units) > 20 * 12 * 65536**2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stage=3"], r"--world_size is needed: trainer\.devices is 'auto'"),
+        (["--trainer.devices=-1"], r"--world_size is needed: trainer\.devices is -1"),
+        (["--trainer.strategy=ddp", "--world_size=2"], r"--stage is needed: trainer\.strategy is 'ddp'"),
+        (["--world_size=2", "--units=[Missing]"], "Missing"),
+        (
+            ["--world_size=2", "--trainer.strategy=zero3_offload", "--stage=2"],
+            r"HostOffload\.parameters is for stage 3 only",
+        ),
+        (["--world_size=2", "--trainer.precision=transformer-engine"], "got precision='transformer-engine'"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said_in_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message) as stopped:
+        main(["plan", *SMALL, *arguments])
+
+    assert str(stopped.value).startswith("lightning-zero plan: error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world_size=2", "--stage=4"], "stage"),
+        (["--world_size=0"], "world_size"),
+        (["--world_size=2", "--nonsense=1"], "nonsense"),
+        (["--world_size=2", "--offload=cloud"], "offload"),
+    ],
+)
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *SMALL, *arguments])
+
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.partition("error:")[2]
+
+
+def test_plan_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--world_size=2"])
+
+    assert "model" in capsys.readouterr().err.partition("error:")[2]
+
+
+# ----------------------------------------------------------------------------------------------- configurations of runs
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_s_configuration_is_planned_as_it_is(config: Path) -> None:
+    """With its ``data`` block, of a class that only the script knows."""
+    model = "examples.fine_tune.FineTunedGPT" if config.stem == "fine_tune" else "examples.language_model.ByteGPT"
+    cli = plan_cli(f"--model={model}", f"--config={config}")
+
+    assert cli.plan().world_size == 2
+    assert cli.optimizer.name == "AdamW"
+    assert "at peak" in cli.describe()
+
+
+RUN = """
+seed_everything: 7
+trainer:
+  strategy: zero2
+  devices: 4
+  precision: bf16-mixed
+model:
+  class_path: lightning.pytorch.demos.boring_classes.BoringModel
+data:
+  class_path: nowhere.to.be.Found
+  init_args: {anything: [1, 2]}
+optimizer:
+  class_path: torch.optim.SGD
+  init_args: {lr: 0.1, momentum: 0.9}
+ckpt_path: null
+"""
+
+
+def test_the_model_and_the_optimizer_of_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    cli = plan_cli(f"--config={tmp_path / 'run.yaml'}")
+
+    assert (cli.plan().world_size, cli.plan().placement) == (4, Placement.from_stage(2))
+    assert (cli.optimizer.name, cli.optimizer.state) == ("SGD", 1)
+    assert cli.estimate().numel == 32 * 2 + 2
+
+
+OF_A_SCRIPT = """
+trainer:
+  devices: 2
+model:
+  dim: 32
+  layers: 1
+"""
+
+
+@pytest.mark.parametrize("model_last", [False, True])
+def test_the_model_s_class_may_come_before_and_after_the_configuration(tmp_path: Path, model_last: bool) -> None:
+    """That of a script which fixes the class has nothing but its arguments."""
+    (tmp_path / "run.yaml").write_text(OF_A_SCRIPT)
+    arguments = [MODEL, f"--config={tmp_path / 'run.yaml'}"]
+    cli = plan_cli(*(reversed(arguments) if model_last else arguments), "--model.layers=2")
+
+    assert cli.plan().numel == plan_cli(*SMALL, "--world-size=2").plan().numel
+
+
+def test_the_last_class_wins(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+
+    assert plan_cli(f"--config={tmp_path / 'run.yaml'}", *SMALL).estimate().numel > 10_000
+    assert plan_cli("--model", MODEL.partition("=")[2], f"--config={tmp_path / 'run.yaml'}").estimate().numel == 66
+
+
+def test_a_class_that_is_not_said_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(OF_A_SCRIPT)
+    with pytest.raises(SystemExit):
+        plan_cli(f"--config={tmp_path / 'run.yaml'}")
+
+    assert "give it, as in --model my_module.MyModel" in capsys.readouterr().err
+
+
+class Adam(torch.optim.Optimizer):
+    """Not torch's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+def test_an_optimizer_is_known_by_its_class_and_not_by_its_name() -> None:
+    own, torch_s = (
+        plan_cli(*SMALL, "--world-size=2", f"--optimizer={path}").optimizer
+        for path in ("tests.test_planning.Adam", "torch.optim.Adam")
+    )
+    assert (own.name, own.whole) == ("Adam", True)
+    assert (torch_s.name, torch_s.whole) == ("Adam", False)
+
+
+class Sized(BoringModel):
+    """Asks its Trainer when it is built."""
+
+    def configure_model(self) -> None:
+        self.layer = nn.Linear(10 * self.trainer.world_size, 2, bias=False)
+
+
+class Lazy(BoringModel):
+    """Has a parameter without a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(2)
+
+
+def test_a_model_that_asks_for_the_world_is_answered() -> None:
+    assert plan_cli("--model=tests.test_planning.Sized", "--world-size=3").estimate().numel == 60
+
+
+def test_a_model_without_shapes_is_refused_in_one_line() -> None:
+    with pytest.raises(SystemExit, match=r"lightning-zero plan: error: .*uninitialized parameter"):
+        plan_cli("--model=tests.test_planning.Lazy", "--world-size=3")
+
+
+class Scheduled(BoringModel):
+    """Asks its Trainer for something."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0 / getattr(self.trainer, self.what), momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "state"), [("estimated_stepping_batches", "SGD", 1), ("something_of_a_run", "AdamW", 2)]
+)
+def test_the_optimizer_is_the_one_that_the_model_makes(what: str, name: str, state: int) -> None:
+    """Unless it needs a run for that."""
+    cli = plan_cli("--model=tests.test_planning.Scheduled", f"--model.what={what}", "--world-size=2")
+
+    assert (cli.optimizer.name, cli.optimizer.state) == (name, state)
+    assert ("AdamW is assumed" in cli.describe()) == (name == "AdamW")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (("devices: 4", "devices: 4\n  max_stepps: 3"), "max_stepps"),
+        (("seed_everything", "seed_everythin"), "seed_everythin"),
+        (("BoringModel", "BoringModel\n  init_args: {widht: 3}"), "widht"),
+        (("init_args: {lr: 0.1", "init_args: {lrr: 0.1"), "lrr"),
+    ],
+)
+def test_a_wrong_key_of_a_configuration_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str], named: str
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN.replace(*change))
+    with pytest.raises(SystemExit):
+        plan_cli(f"--config={tmp_path / 'run.yaml'}")
+
+    assert f"'{named}" in capsys.readouterr().err.partition("error:")[2]
+
+
+def test_the_precision_may_be_a_plugin(tmp_path: Path) -> None:
+    plugin = """
+  plugins:
+    class_path: lightning_zero.ZeroPrecision
+    init_args: {precision: bf16-mixed, reduce_dtype: bfloat16}"""
+    (tmp_path / "run.yaml").write_text(RUN.replace("\n  precision: bf16-mixed", plugin))
+    layouts = [layout for unit in plan_cli(f"--config={tmp_path / 'run.yaml'}").plan().units for layout in unit.layouts]
+
+    assert {(layout.compute_dtype, layout.reduce_dtype) for layout in layouts} == {(torch.bfloat16, torch.bfloat16)}
+
+
+# ------------------------------------------------------------------------------------------------ stages, and which one
+
+
+def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--parameters=7.5B", "--world-size=64", "--trainer.precision=16-mixed", "--device-memory=40GB"])
+
+    printed = capsys.readouterr().out
+    assert printed.startswith("7,500,000,000 parameters, AdamW, 64 processes\n")
+    assert "Recommended: zero2. zero2 needs " in printed
+    assert "none needs 150 GB; zero1 needs 46.9 GB" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "recommended"),
+    [
+        (["--device-memory=1GB"], "none"),
+        (["--device-memory=1GB", "--activations=800MB"], "zero1"),
+        (["--device-memory=150MB"], "zero3"),
+        (["--device-memory=75MB"], "zero3_offload"),
+        (["--device-memory=75MB", "--host-memory=1MB"], "nothing"),
+    ],
+)
+def test_the_stage_that_fits_is_recommended(arguments: list[str], recommended: str) -> None:
+    text = plan_cli(MODEL, "--model.dim=512", "--world-size=8", *arguments).describe()
+
+    assert f"\n\nRecommended: {recommended}. " in text
+    assert ("zero3_offload" in text.partition("Recommended")[0]) == (recommended in ("zero3_offload", "nothing"))
+
+
+def test_steps_on_accelerators_take_more() -> None:
+    """Which a Trainer's ``accelerator`` says: "auto" stands for one, as a plan is made for another machine."""
+    loop, foreach = (
+        plan_cli(MODEL, "--model.dim=512", "--world-size=2", f"--trainer.accelerator={name}")
+        .estimate()
+        .stages["zero1"]
+        .peak.total
+        for name in ("cpu", "auto")
+    )
+    assert loop < foreach
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device-memory=80XB", "--parameters=1B"], "--device-memory: a size in bytes"),
+        (["--activations=-3", "--parameters=1B"], "--activations: a size in bytes"),
+        (["--parameters=many"], "written as 7.5B"),
+        (["--hf-config=missing"], "neither. Nothing is downloaded"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_or_the_model_is_said_in_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message) as stopped:
+        main(["plan", "--world-size=2", *arguments])
+
+    assert str(stopped.value).startswith("lightning-zero plan: error: ")
+
+
+def test_one_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--world-size=2", "--parameters=1B", *SMALL])
+
+    assert "not model and parameters" in capsys.readouterr().err.partition("error:")[2]
+
+
+# --------------------------------------------------------------------------------------------------------- Hugging Face
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
+# Embedding and head, and a norm; in each layer queries and outputs, keys and values, three matrices, two norms.
+LLAMA_NUMEL = 2 * 1000 * 256 + 256 + 4 * (2 * 256**2 + 2 * 256 * 64 + 3 * 256 * 688 + 2 * 256)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_a_real_hugging_face_configuration(llama: Path) -> None:
+    cli = plan_cli(f"--hf-config={llama}", "--world-size=8", "--trainer.precision=bf16-mixed")
+
+    assert cli.plan().numel == LLAMA_NUMEL
+    assert sum("layers" in unit.name for unit in cli.plan().units) == 4
+
+
+def library(built: list[Any]) -> ModuleType:
+    """As much of transformers as is used."""
+
+    class AutoConfig:
+        @staticmethod
+        def for_model(model_type: str, **settings: Any) -> dict[str, Any]:
+            if model_type != "llama":
+                raise ValueError(f"Unrecognized model identifier: {model_type}.\nMore lines.")
+            return settings
+
+    class LlamaForCausalLM(nn.Module):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__()
+            built.append(config)
+            layer = [nn.Linear(config["hidden_size"], config["hidden_size"]) for _ in range(4)]
+            self.layers = nn.ModuleList(layer)
+
+    class AutoModelForCausalLM:
+        from_config = LlamaForCausalLM
+
+    module = ModuleType("transformers")
+    vars(module).update(
+        AutoConfig=AutoConfig, LlamaForCausalLM=LlamaForCausalLM, AutoModelForCausalLM=AutoModelForCausalLM
+    )
+    return module
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["Unheard"], None])
+def test_hugging_face_models_are_built_on_the_meta_device(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, architectures: list[str] | None
+) -> None:
+    built: list[Any] = []
+    monkeypatch.setitem(sys.modules, "transformers", library(built))
+    (llama / "config.json").write_text(json.dumps({**LLAMA, "architectures": architectures}))
+    cli = plan_cli(f"--hf-config={llama / 'config.json'}", "--world-size=2")
+
+    assert cli.model is not None
+    assert all(parameter.is_meta for parameter in cli.model.parameters())
+    assert cli.plan().numel == 4 * (256**2 + 256)
+    assert built[0]["num_hidden_layers"] == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "has no 'model_type'"),
+        ('{"model_type": "unheard"}', "ValueError: Unrecognized model identifier: unheard.$"),
+    ],
+)
+def test_what_is_wrong_with_a_hugging_face_configuration(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", library([]))
+    (llama / "config.json").write_text(content)
+    with pytest.raises(SystemExit, match=message):
+        plan_cli(f"--hf-config={llama}", "--world-size=2")
+
+
+def test_without_transformers_the_error_says_what_to_install(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match="pip install transformers"):
+        plan_cli(f"--hf-config={llama}", "--world-size=2")
