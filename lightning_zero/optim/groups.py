@@ -26,10 +26,16 @@ class ParamGroups:
         self._label = label
         self._owned = owned
         self._known: dict[nn.Parameter, OwnedParameter] = {}
+        # As long as groups hold the same objects, which are kept alive here, they are not looked through again.
+        self._seen: list[list[nn.Parameter]] = []
+        self._ids: list[list[int]] = []
+        self._current: list[list[OwnedParameter]] | None = None
+        self._asked: tuple[list[list[OwnedParameter]] | None, list[int]] = (None, [])
 
     def know(self, members: Iterable[tuple[nn.Parameter, OwnedParameter]]) -> None:
         """Note what stands in the groups in place of the user's parameters."""
         self._known.update(members)
+        self._current = None
 
     def fresh(self) -> list[dict[nn.Parameter, OwnedParameter]]:
         """Of each group the parameters that are still the user's own.
@@ -37,17 +43,21 @@ class ParamGroups:
         Raises:
             ValueError: if one is not the model's.
         """
+        if self._current is not None and self._as_seen():
+            return [{} for _ in self._ids]
         return [
             {p: self._lookup(index, p) for p in group["params"] if p not in self._known}
             for index, group in enumerate(self._optimizer.param_groups)
         ]
 
     def current(self) -> list[list[OwnedParameter]]:
-        """The parameters of each group.
+        """The parameters of each group: the same object as long as they are the same.
 
         Raises:
             ValueError: if one is not the model's, or is in a group already.
         """
+        if self._current is not None and self._as_seen():
+            return self._current
         places: dict[int, int] = {}
         found: list[list[OwnedParameter]] = []
         for index, group in enumerate(self._optimizer.param_groups):
@@ -61,7 +71,21 @@ class ParamGroups:
                     )
                 places[id(entry)] = index
                 found[-1].append(entry)
+        self._seen = [list(group["params"]) for group in self._optimizer.param_groups]
+        self._ids = [list(map(id, parameters)) for parameters in self._seen]
+        # What is still the user's own has to be found again, to be replaced.
+        self._current = found if all(p in self._known for parameters in self._seen for p in parameters) else None
         return found
+
+    def units_of(self, groups: list[list[OwnedParameter]]) -> list[int]:
+        """Units with trainable parameters in ``groups``, ascending. The same object means the same parameters."""
+        if groups is not self._asked[0]:
+            units = {entry.unit for group in groups for entry in group if entry.shard.parameter is not None}
+            self._asked = (groups, sorted(units))
+        return self._asked[1]
+
+    def _as_seen(self) -> bool:
+        return [list(map(id, group["params"])) for group in self._optimizer.param_groups] == self._ids
 
     def _lookup(self, group: int, parameter: nn.Parameter) -> OwnedParameter:
         owned = self._owned.get(parameter)

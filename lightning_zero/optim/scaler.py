@@ -57,10 +57,12 @@ class LossScaler:
 
         Collective: every rank.
         """
-        overflow = False
+        finite: dict[torch.device, list[Tensor]] = {}
         for gradient in gradients:
             gradient.mul_(1.0 / self._in_use)
-            overflow = overflow or not bool(torch.isfinite(gradient).all())
+            finite.setdefault(gradient.device, []).append(torch.isfinite(gradient).all())
+        # The host waits for the device here, once: whether the step is taken at all is decided by the host.
+        overflow = not all(bool(torch.stack(flags).all()) for flags in finite.values())
         return control.agree_any(overflow)
 
     def update(self, overflow: bool) -> None:

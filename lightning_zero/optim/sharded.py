@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Collectives
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
+from lightning_zero.optim.bundles import Bundles
 from lightning_zero.optim.groups import ParamGroups
 from lightning_zero.optim.homes import StateHomes
 from lightning_zero.optim.innermost import InnermostHooks
@@ -32,7 +33,7 @@ from lightning_zero.optim.outermost import OutermostStep
 from lightning_zero.optim.owned import Flat, OwnedParameter, Shard
 from lightning_zero.optim.regions import StateRegions
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule
-from lightning_zero.optim.slices import SCALARS, covers
+from lightning_zero.optim.slices import SCALARS, copied, covers
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
 from lightning_zero.optim.written import WrittenMasters
 
@@ -94,6 +95,8 @@ class ShardedOptimizer:
             self._regions = StateRegions(optimizer, label, offload.store, offload.check_room)
         self.homes = StateHomes(self._regions)
         self._update = None if offload is None else OffloadedUpdate(optimizer, offload, self._regions)
+        together = offload is None and self.rule == "elementwise" and Bundles.serves(optimizer)
+        self._bundles = Bundles(optimizer) if together else None
         self._written = WrittenMasters() if offload is None else offload.written
         if offload is not None:
             self._written.watch(owned.values())
@@ -117,7 +120,7 @@ class ShardedOptimizer:
     @property
     def units(self) -> list[int]:
         """Units with parameters that this optimizer may change, the same list on every rank."""
-        return sorted({entry.unit for entry in self.entries if entry.shard.parameter is not None})
+        return self._members.units_of(self.groups)
 
     def gradients(self) -> list[Tensor]:
         """This rank's gradient slices, 1-D, of the parameters that have a gradient."""
@@ -180,6 +183,8 @@ class ShardedOptimizer:
         elif self._update is not None:
             self._update.run(self.groups)
             self._hide_gradients()
+        elif self._bundles is not None:
+            self._hide(self._bundles.run(self.groups))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._steps.ends():
@@ -215,7 +220,10 @@ class ShardedOptimizer:
         self._written.note(self.units)
 
     def _hide_gradients(self) -> None:
-        self._hidden = [(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None]
+        self._hide([(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None])
+
+    def _hide(self, gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+        self._hidden = gradients
         for parameter, _ in self._hidden:
             parameter.grad = None
 
@@ -278,7 +286,7 @@ class ShardedOptimizer:
                     kept.append(whole)
                     ours.append(self._owned[parameter])
                     if state:
-                        self.optimizer.state[whole] = {k: _densify(v) for k, v in state.items()}
+                        self.optimizer.state[whole] = {k: copied(v) for k, v in state.items()}
                 index += 1
             group["params"] = kept
             self._members.know(zip(kept, ours, strict=True))
@@ -368,6 +376,8 @@ class ShardedOptimizer:
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in self._own_options})
         self.optimizer.state.clear()
+        if self._bundles is not None:
+            self._bundles.forget()
         if self._whole is not None:
             self._whole.load()
             self._whole_is_stale = False
@@ -387,7 +397,3 @@ class ShardedOptimizer:
 def _gradient(entry: OwnedParameter) -> Tensor | None:
     parameter = entry.shard.parameter
     return None if parameter is None else parameter.grad
-
-
-def _densify(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

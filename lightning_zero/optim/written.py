@@ -35,7 +35,9 @@ class WrittenMasters:
 
     def __init__(self) -> None:
         self._units: dict[int, list[OwnedParameter]] = {}
-        self._versions: dict[nn.Parameter, int] = {}
+        self._parameters: dict[int, list[nn.Parameter]] = {}  # of each unit
+        self._versions: dict[int, list[int]] = {}
+        self._watched: set[nn.Parameter] = set()
 
     def watch(self, entries: Iterable[OwnedParameter]) -> None:
         """Look after these parameters too. What was written to them before does not count.
@@ -45,38 +47,42 @@ class WrittenMasters:
         """
         for entry in entries:
             parameter = entry.shard.parameter
-            if parameter is None or entry.flat.rest.master is Tier.DISK or parameter in self._versions:
+            if parameter is None or entry.flat.rest.master is Tier.DISK or parameter in self._watched:
                 continue
             _count_alone(parameter)
+            self._watched.add(parameter)
             self._units.setdefault(entry.unit, []).append(entry)
-            self._versions[parameter] = parameter._version
+            self._parameters.setdefault(entry.unit, []).append(parameter)
+            self._versions.setdefault(entry.unit, []).append(parameter._version)
 
     def pending(self, units: Iterable[int]) -> bool:
         """Whether a parameter of these units was written to since ``note``."""
-        return any(self._is_written(entry) for unit in units for entry in self._units.get(unit, ()))
+        return any(
+            [parameter._version for parameter in self._parameters[unit]] != self._versions[unit]
+            for unit in units
+            if unit in self._parameters
+        )
 
     def note(self, units: Iterable[int]) -> None:
         """All weights of these units are what their masters are."""
         for unit in units:
-            for entry in self._units.get(unit, ()):
-                if entry.shard.parameter is not None:
-                    self._versions[entry.shard.parameter] = entry.shard.parameter._version
+            if unit in self._parameters:
+                self._versions[unit] = [parameter._version for parameter in self._parameters[unit]]
 
     def take_over(self, units: Iterable[int]) -> None:
         """Make masters in memory, and what the module shows of them, what the user wrote to either. Local."""
         with untracked():
-            for entries in (self._units.get(unit, ()) for unit in units):
-                for entry in entries:
+            for unit in units:
+                entries = self._units.get(unit, ())
+                for entry, version in zip(entries, self._versions.get(unit, ()), strict=True):
                     shown, piece = entry.flat.shown, entry.slice
-                    if shown is not None and piece.numel and self._is_written(entry):
+                    parameter = entry.shard.parameter
+                    written = parameter is not None and parameter._version != version
+                    if shown is not None and piece.numel and written:
                         shown.narrow(0, piece.shard_start, piece.numel).copy_(entry.shard.data)
                 for flat in {id(entry.flat): entry.flat for entry in entries}.values():
                     if flat.shown is not None:
                         flat.master.copy_(flat.shown)
-
-    def _is_written(self, entry: OwnedParameter) -> bool:
-        parameter = entry.shard.parameter
-        return parameter is not None and self._versions[parameter] != parameter._version
 
 
 def _count_alone(parameter: nn.Parameter) -> None:
