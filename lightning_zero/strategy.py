@@ -289,18 +289,19 @@ class ZeroStrategy(ParallelStrategy):
         if existing is not None:
             fits = existing.device == self.root_device and not self.precision_plugin.would_cast(module)
             fits = fits and self.offload == existing.plan.offload
-            if fits and self._plan(module).fingerprint() == existing.plan.fingerprint():
+            plan = self._plan(module) if fits else None
+            if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
                 self._engine = existing  # sharded by an earlier fit, or by another Trainer, just as it is wanted now
                 existing.homes.wake()
                 return
             torn = existing.updating
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
         self.precision_plugin.convert_module(module)
-        plan = self._plan(module)
         streams = Streams(self.root_device)
+        collectives = choose_collectives(groups, streams, self.root_device)
+        plan = self._plan(module)
         homes = make_homes(self.offload, plan, groups.control, self.root_device, streams, self.local_rank)
         try:
-            collectives = choose_collectives(groups, streams, self.root_device)
             self._engine = ZeroEngine(module, plan, collectives, groups.control, homes, self._recorder.record)
         except BaseException:
             homes.close()
@@ -479,6 +480,7 @@ class ZeroStrategy(ParallelStrategy):
             self._activations.detach()
             self._activations = None
         if self._engine is not None:
+            self._engine.weights.settle()
             self._engine.homes.rest()
 
     # -------------------------------------------------------------- collectives

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 
 from lightning_zero.comm import ControlGroup
+from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.errors import DivergenceError
 
 __all__ = ["Agreement"]
@@ -21,11 +22,13 @@ class Agreement:
     Args:
         control: the control plane.
         width: numbers a message can hold besides its place.
+        spans: told how long the others are waited for.
     """
 
-    def __init__(self, control: ControlGroup, width: int) -> None:
+    def __init__(self, control: ControlGroup, width: int, spans: Spans | None = None) -> None:
         self.control = control
         self.width = width
+        self._spans = spans or Spans()
 
     @property
     def world_size(self) -> int:
@@ -48,7 +51,8 @@ class Agreement:
         """
         message = [zlib.crc32(place.encode()), *values]
         message += [0] * (self.width + 1 - len(message))
-        rows = self.control.exchange(message)
+        with self._spans.of(Phase.AGREE, place):
+            rows = self.control.exchange(message)
         if any(row[0] != rows[0][0] for row in rows):
             places = self.control.gather_objects(place)
             doing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(places))

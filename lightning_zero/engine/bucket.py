@@ -26,6 +26,8 @@ from lightning_zero.plan import FlatLayout
 
 __all__ = ["GradientBucket"]
 
+_STRIDED = torch.strided
+
 
 class GradientBucket:
     """Gradients of one trainable layout.
@@ -59,6 +61,10 @@ class GradientBucket:
         self.flat = flat
         self.shard = shard
         self.resident = resident
+        self.layout: FlatLayout = flat.layout
+        self.nbytes = flat.layout.numel * flat.layout.reduce_dtype.itemsize
+        self.in_place = resident is not None and transfers is None and flat.layout.reduce_dtype == flat.layout.dtype
+        """Whether the shard is this rank's range of the resident buffer."""
         self.shard_views = cut(shard, flat.slices)
         self._collectives = collectives
         self._transfers = transfers
@@ -71,29 +77,32 @@ class GradientBucket:
         self.launched = False  # a reduction was started in the running backward
         self.dirty = False  # gradients arrived that no reduction has taken yet
         self._views = views_of(resident, flat.layout) if resident is not None else None
+        self._gaps = _gaps_of(resident, flat.layout) if resident is not None else []
+        self._known: tuple[Tensor, list[Tensor], list[Tensor]] | None = (
+            None  # the buffer that is given again, and views of it
+        )
+        self._plain = False  # in this round gradients only have to be copied: nothing is added to anything
+        self.missing = count  # gradients of the running round, while it is plain
+        self._shard_parameters = [shard.parameter for shard in flat.shards]
         self._pending: Pending | None = None
+        self._what = f"gradients of '{unit.name}'"
+        self._direct = False  # the reduction under way writes the shard itself
+        # Where nothing has to be added to the shard, a reduction's result can be the shard as it is: it lies elsewhere
+        # than the full buffer, and no one has to convert it.
+        self._is_apart = not self.in_place and transfers is None and flat.layout.reduce_dtype == shard.dtype
         # In place, new gradients overwrite the reduced ones of earlier backwards; those wait here to be added again.
         self._carry: Tensor | None = None
         self._carried = [False] * count
 
     @property
-    def layout(self) -> FlatLayout:
-        return self.flat.layout
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the shard is this rank's range of the resident buffer."""
-        return self.resident is not None and self.layout.reduce_dtype == self.layout.dtype and self._transfers is None
-
-    @property
     def touched(self) -> bool:
         """Whether any gradient arrived in the running backward or is left from earlier micro-steps."""
-        return any(self.arrived) or any(self.used) or any(self.local)
+        return True in self.arrived or True in self.used or True in self.local
 
     @property
     def complete(self) -> bool:
         """Whether every gradient arrived in the running round; those of earlier micro-steps do not count."""
-        return all(self.arrived)
+        return False not in self.arrived
 
     def drainable(self, seconds: float) -> bool:
         """Whether ``drain`` would return within ``seconds``."""
@@ -108,11 +117,30 @@ class GradientBucket:
         """Whether this rank had a gradient for a parameter since the gradients were last cleared and published."""
         return self.arrived[position] or self.used[position] or self._still_local(position)
 
-    def give_buffer(self, full: Tensor | None) -> None:
-        """Collect into ``full`` from now on: 1-D, ``layout.numel`` elements of the reduce dtype, any content."""
-        self._empty_buffer()
-        self.full = full
-        self._views = views_of(full, self.layout) if full is not None else None
+    @property
+    def has_gradients(self) -> bool:
+        """Whether that is so for all of them."""
+        return self.complete or all(self.has_gradient(position) for position in range(len(self.arrived)))
+
+    def give_buffer(self, full: Tensor | None, lasting: bool = False) -> None:
+        """Collect into ``full`` from now on.
+
+        Args:
+            full: 1-D, ``layout.numel`` elements of the reduce dtype, any content.
+            lasting: whether it may be kept alive, because it will be given again.
+        """
+        if self._leaving is not None:
+            self._empty_buffer()
+        self.full, self._plain = full, False
+        if full is None:
+            self._views, self._gaps = None, []
+            return
+        if self._known is not None and self._known[0] is full:
+            _, self._views, self._gaps = self._known
+            return
+        self._views, self._gaps = views_of(full, self.layout), _gaps_of(full, self.layout)
+        if lasting:
+            self._known = (full, self._views, self._gaps)
 
     def add(self, position: int, gradient: Tensor) -> None:
         """Take over one parameter's gradient.
@@ -125,11 +153,11 @@ class GradientBucket:
             raise RuntimeError(f"A gradient of unit '{self.unit.name}' arrived before memory for it was claimed.")
         if not self.dirty and self.in_place:
             self._save_reduced()
-        again = self.arrived[position] or self._still_local(position)
-        if not again and not self._has_grad(position) and not self.used[position]:
+        again = self.arrived[position] or (self.local[position] and self._has_grad(position))
+        if not again and not self.used[position] and not self._has_grad(position):
             self._carried[position] = False
         with untracked():
-            if gradient.layout is not torch.strided:
+            if gradient.layout is not _STRIDED:
                 gradient = gradient.to_dense()
             if again:
                 self._views[position].add_(gradient)
@@ -137,11 +165,31 @@ class GradientBucket:
                 self._views[position].copy_(gradient)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
+        self._plain = (
+            self._carry is None
+            and True not in self.local
+            and not torch.is_grad_enabled()
+            and False not in [parameter.requires_grad for parameter in self._shard_parameters if parameter is not None]
+        )
+        self.missing = self.arrived.count(False)
+
+    def copy_in(self, position: int, gradient: Tensor) -> bool:
+        """``add`` where that is nothing but a copy, which is nearly always. Returns whether it was done.
+
+        Afterwards ``missing`` says how many gradients of the round are left.
+        """
+        if not self._plain or self.arrived[position] or gradient.layout is not _STRIDED or self._views is None:
+            return False
+        self._views[position].copy_(gradient)
+        self.arrived[position] = True
+        self.missing -= 1
+        return True
 
     def start_round(self) -> None:
         """Make room for gradients that arrive after this backward's reduction was launched."""
         self.drain()
         self._empty_buffer()
+        self._plain = False
         self.used = [a or b or c for a, b, c in zip(self.used, self.arrived, self.local, strict=True)]
         self.arrived = [False] * len(self.arrived)
         self.local = [False] * len(self.local)
@@ -154,19 +202,22 @@ class GradientBucket:
         full, views = self.full, self._views
         if full is None or views is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
-        if not self.dirty and self.in_place and not any(self.local):
+        if not self.dirty and self.in_place and True not in self.local:
             self._save_reduced()
         # What was cleared by zero_grad since it was put aside does not come back.
-        self._carried = [kept and (self._has_grad(i) or self.used[i]) for i, kept in enumerate(self._carried)]
+        if self._carry is not None:
+            self._carried = [kept and (self._has_grad(i) or self.used[i]) for i, kept in enumerate(self._carried)]
         with untracked():
-            for position, view in enumerate(views):
-                if not (self.arrived[position] or self._still_local(position)):
-                    view.zero_()
-            for start, end in self.layout.gaps():
-                full.narrow(0, start, end - start).zero_()
-            own = self._collectives.own_range(full)
-            self._pending = self._collectives.reduce_scatter(full, own, f"gradients of '{self.unit.name}'")
-        self.launched, self.dirty = True, False
+            empty = self._gaps
+            if not self.complete:
+                missing = [i for i, a in enumerate(self.arrived) if not a and not self._still_local(i)]
+                empty = [*(views[position] for position in missing), *empty]
+            if empty:
+                torch._foreach_zero_(empty)
+            self._direct = self._is_apart and True not in self._keeps()
+            target = self.shard if self._direct else self._collectives.own_range(full)
+            self._pending = self._collectives.reduce_scatter(full, target, self._what)
+        self.launched, self.dirty, self._plain = True, False, False
 
     def drain(self) -> None:
         """Wait for the reduction and add its result to the shard.
@@ -182,6 +233,8 @@ class GradientBucket:
             return
         self._pending.wait()
         self._pending = None
+        if self._direct:
+            return
         with untracked():
             if self.in_place:
                 self._restore_reduced()
@@ -218,15 +271,16 @@ class GradientBucket:
                 so that the optimizer skips a parameter that nobody used.
         """
         self.settle()
-        for position, (shard, view) in enumerate(zip(self.flat.shards, self.shard_views, strict=True)):
-            if used[position] and shard.parameter is not None:
-                shard.parameter.grad = view
+        for parameter, view, had in zip(self._shard_parameters, self.shard_views, used, strict=True):
+            if had and parameter is not None and parameter.grad is not view:
+                parameter.grad = view
         self.reset()
 
     def keep_local(self) -> None:
         """End a micro-step without a reduction: full gradients stay, the optimizer sees this rank's part."""
         if self.full is None:
             return
+        self._plain = False
         with untracked():
             own = cut(self._collectives.own_range(self.full), self.flat.slices)
         if self._transfers is not None:
@@ -245,13 +299,13 @@ class GradientBucket:
         """Forget the backward, not the gradients."""
         count = len(self.arrived)
         self.arrived, self.local, self.used = [False] * count, [False] * count, [False] * count
-        self.launched, self.dirty = False, False
+        self.launched, self.dirty, self._plain = False, False, False
         self._pending, self._carry, self._leaving = None, None, None
         if self.resident is None:
             self.give_buffer(None)
 
     def _has_grad(self, position: int) -> bool:
-        parameter = self.flat.shards[position].parameter
+        parameter = self._shard_parameters[position]
         return parameter is not None and parameter.grad is not None
 
     def _still_local(self, position: int) -> bool:
@@ -279,10 +333,22 @@ class GradientBucket:
         if self._leaving is not None:
             self._leaving.order()
 
+    def _keeps(self) -> list[bool]:
+        """For each parameter, whether the shard holds something that a reduction's result is added to."""
+        return [
+            used or (parameter is not None and not local and parameter.grad is not None)
+            for used, local, parameter in zip(self.used, self.local, self._shard_parameters, strict=True)
+        ]
+
     def _additions(self, result: Tensor) -> list[Copy]:
         """How a reduction's result gets into the shard: added to what is there, or instead of it."""
-        keeps = [self.used[i] or (self._has_grad(i) and not self.local[i]) for i in range(len(self.shard_views))]
+        keeps = self._keeps()
         if all(keeps) or not any(keeps):
             return [Copy(result, self.shard, all(keeps))]
         pieces = cut(result, self.flat.slices)
         return [Copy(piece, view, kept) for kept, view, piece in zip(keeps, self.shard_views, pieces, strict=True)]
+
+
+def _gaps_of(buffer: Tensor, layout: FlatLayout) -> list[Tensor]:
+    with untracked():
+        return [buffer.narrow(0, start, end - start) for start, end in layout.gaps()]

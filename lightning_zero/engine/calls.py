@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero._torch import sequence_number
+from lightning_zero.engine.events import Span
 from lightning_zero.engine.unit import ShardedUnit
 
-__all__ = ["ForwardCall", "hook_outputs"]
+__all__ = ["ForwardCall", "hook_outputs", "refuse_double_backward"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ForwardCall:
     """One forward of a unit.
 
@@ -27,6 +29,7 @@ class ForwardCall:
         implicit: whether it opened a scope of its own, being called outside of any.
         recomputed: whether it runs inside a backward (activation checkpointing).
         counted: whether its backward is still to come and its unit waits for it.
+        span: what listeners were told of it.
     """
 
     unit: ShardedUnit
@@ -36,6 +39,7 @@ class ForwardCall:
     implicit: bool
     recomputed: bool
     counted: bool = False
+    span: Span | None = None
 
 
 def hook_outputs(output: Any, call: ForwardCall, before_backward: Callable[[ForwardCall], None]) -> bool:
@@ -52,7 +56,7 @@ def hook_outputs(output: Any, call: ForwardCall, before_backward: Callable[[Forw
         before_backward(call)
 
     hooked = False
-    for tensor in tree_leaves(output):
+    for tensor in (output,) if type(output) is Tensor else tree_leaves(output):
         if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
             continue
         if sequence_number(tensor.grad_fn) >= call.first_node:
@@ -63,3 +67,16 @@ def hook_outputs(output: Any, call: ForwardCall, before_backward: Callable[[Forw
             base.grad_fn.register_prehook(hook)
             hooked = True
     return hooked
+
+
+def refuse_double_backward() -> None:
+    """Raise in the hooks of a backward that makes a graph of its own; only there gradients are enabled.
+
+    Raises:
+        RuntimeError: saying what to do instead.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True) is not supported: the second backward would need weights that are gone by "
+            "then. Compute the penalty from a finite difference, or keep that part of the model in plain DDP."
+        )

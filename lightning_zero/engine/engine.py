@@ -1,7 +1,6 @@
 """The verbs of a training step.
 
-Forward: ``enter`` (a Lightning step method, or a call of the model from anywhere) -> for each unit
-    ``before_unit_forward``,
+Forward: ``enter`` (a Lightning step method, or any call of the model) -> for each unit ``before_unit_forward``,
 ``after_unit_forward`` -> ``leave``. Backward: ``begin_backward`` -> for each unit ``before_unit_backward``, for each
 gradient ``gradient_arrived`` -> ``end_backward``. Step: ``before_optimizer_step`` -> ``after_optimizer_step``.
 
@@ -26,16 +25,18 @@ from lightning_zero._torch import (
     queue_backward_callback,
     take_gradient,
 )
-from lightning_zero.comm import Collectives, ControlGroup, Pending
+from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, synchronise_buffers
-from lightning_zero.engine.calls import ForwardCall, hook_outputs
+from lightning_zero.engine.calls import ForwardCall, hook_outputs, refuse_double_backward
 from lightning_zero.engine.deferred import InitRecord
+from lightning_zero.engine.events import Phase, Span, Spans
 from lightning_zero.engine.flat import FlatParameters, ParameterShard
 from lightning_zero.engine.hooks import EngineHooks
 from lightning_zero.engine.placeholder import Placeholders
+from lightning_zero.engine.publishing import PublishedWeights
 from lightning_zero.engine.reducer import GradientReducer, report_width
 from lightning_zero.engine.registry import forget, register
 from lightning_zero.engine.replicated import ReplicatedUnit
@@ -91,6 +92,7 @@ class ZeroEngine:
         self.homes = homes
         self.device = homes.device
         self.streams = homes.streams
+        self.spans = Spans()
         placeholders = Placeholders()
         self.units: list[Unit] = UnitBuilder(module, plan, collectives, control, homes, placeholders, record).build()
         synchronise_buffers(module, collectives, homes.device, record)
@@ -102,6 +104,7 @@ class ZeroEngine:
         }
         self.shards: dict[str, ParameterShard] = {shard.spec.name: shard for flat in flats for shard in flat.shards}
         self.reduce_gradients = True
+        self._always_reduces = plan.placement.shards_gradients
         self.updating = False  # between the beginning and the end of an optimizer step: masters may be half updated
         self.listeners: list[Callable[[], None]] = []  # told when masters were written from outside
         self._reducer: GradientReducer | None = None
@@ -110,11 +113,12 @@ class ZeroEngine:
         self._watch = ParameterWatch(module, self.names, frozen, placeholders)
         self._replicated = [u for u in self.units if isinstance(u, ReplicatedUnit) and not u.always_bound]
         width = 4 + report_width(sum(flat.layout.trainable for flat in flats))
-        self._agreement = Agreement(control, width)
+        self._agreement = Agreement(control, width, self.spans)
         self._residency = self._make_residency()
-        self._published: list[Pending] = []  # gathers of units that the running optimizer step is done with
+        self.weights = PublishedWeights(self._replicated, collectives, self.spans)
         self._stepped: Unit | None = None  # whose masters are on their way back from the host
         self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
+        self._running: dict[str, Span | None] = {}  # stretches of time that begin and end in different calls
         self._depth = 0
         self._scope = ""
         self._segment = 0
@@ -127,7 +131,7 @@ class ZeroEngine:
         if self._sharded or self._replicated:
             root = self._residency.root
             scoped = [*self._replicated, *([root] if root is not None else [])]
-            self._hooks.watch_forwards(module, self._sharded, [s for u in scoped for s in u.plan.parameters])
+            self._hooks.watch_forwards(module, self._sharded, scoped)
         register(module.modules(), self)
 
     @property
@@ -141,6 +145,7 @@ class ZeroEngine:
         """
         if self._reducer is None:
             self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.homes)
+            self._reducer.spans = self.spans
             self._hooks.watch_gradients(self._reducer.buckets)
 
     # ----------------------------------------------------------------- forward
@@ -154,29 +159,33 @@ class ZeroEngine:
 
         Collective: every rank, with the same names in the same order.
         """
+        used = None
         if self._depth == 0:
             if self.updating and self.plan.offload is not None:
                 raise RuntimeError(_TORN.format(doing=f"{name} cannot run"))
             self._watch.check_trainable()
             for unit in self._sharded:
                 unit.outstanding = 0
+            used = self.weights.look_at(name, self._watch.would_watch(name))
         self.enter(name)
         try:
-            with self.watching(name):
+            with self.watching(name, used):
                 yield
         except BaseException:
             self.abandon()
             raise
+        if used is not None:
+            self.weights.looked_at(name)
         self.leave(failed=False)
 
     @contextmanager
-    def watching(self, name: str) -> Iterator[None]:
+    def watching(self, name: str, used: Callable[[nn.Parameter, bool], None] | None = None) -> Iterator[None]:
         """The first time for a ``name``, raise at any use of what is not there: placeholders, and reduced gradients.
 
         Raises:
             ParameterAccessError: naming the parameter.
         """
-        with self._watch.first_time(name, lambda: self._backwards > 0 and not self._in_backward):
+        with self._watch.first_time(name, lambda: self._backwards > 0 and not self._in_backward, used):
             yield
 
     def enter(self, name: str) -> None:
@@ -188,8 +197,10 @@ class ZeroEngine:
         self.collectives.settle()
         self._scope = name
         self._segment = 0
-        self._bind_replicated()
+        self.weights.bind(name)
         self._open_forward()
+        if not self._sharded:
+            self._running["forward"] = self.spans.begin(Phase.FORWARD, name)
 
     def leave(self, failed: bool) -> None:
         """End a scope.
@@ -205,8 +216,9 @@ class ZeroEngine:
                 self.abandon()
             return
         if self._depth == 0 and not self._in_backward:
+            self._end_span("forward")
             self._close_forward()
-            self._unbind_replicated()
+            self.weights.unbind()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -243,6 +255,7 @@ class ZeroEngine:
         self._residency.acquire(unit)
         guarded = torch.is_grad_enabled()
         call = ForwardCall(unit, unit.version, next_sequence_number(), guarded, implicit, self._in_backward)
+        call.span = self.spans.begin(Phase.FORWARD, unit.name, unit.nbytes)
         self._calls.append(call)
         if guarded:
             self._residency.guard.push()
@@ -252,6 +265,7 @@ class ZeroEngine:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # abandoned in between
         call = self._calls.pop()
+        self.spans.end(call.span)
         if call.guarded:
             self._residency.guard.pop()
             if not failed and hook_outputs(output, call, self.before_unit_backward) and not call.recomputed:
@@ -289,23 +303,25 @@ class ZeroEngine:
             self._close_forward()
         else:
             self._segment = 0
-        self._bind_replicated()
+        self.weights.bind()
         self._in_backward = True
         self._backwards += 1
         if self._reduces_now or self._sharded:
             # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
             self._agreement.round(f"begin of backward {self._backwards} (of {self._scope})")
+            self.collectives.settle()  # what a backward before this one was doing when an error stopped it
         if not self._explicit and current_graph_task() != -1:
             queue_backward_callback(self._end_implicit_backward)
         name = f"backward {self._segment} of {self._scope}"
+        if not self._sharded:
+            self._running["backward"] = self.spans.begin(Phase.BACKWARD, self._scope)
         self._residency.open(name, f"backward {self._backwards} (of {self._scope})")
         if self._reducer is not None:
             self._reducer.open(name, self._residency.uniform)
 
     def before_unit_backward(self, call: ForwardCall) -> None:
         """Make a unit available for its backward, and let those go whose backward is over."""
-        if torch.is_grad_enabled():
-            self._refuse_double_backward()
+        refuse_double_backward()
         unit = call.unit
         if call.version != unit.version:
             raise RuntimeError(
@@ -316,12 +332,13 @@ class ZeroEngine:
         if call.counted:
             call.counted = False
             unit.outstanding = max(0, unit.outstanding - 1)
-        keep = {unit.index, *unit.plan.ancestors}
-        for other in [u for u in self._active if u.index not in keep]:
+        for other in [u for u in self._active if u.index not in unit.kin]:
             self._finish(other)
         if unit not in self._active:
             self._residency.acquire(unit)
             self._active.append(unit)
+            unit.in_backward = True
+            unit.span = self.spans.begin(Phase.BACKWARD, unit.name, unit.nbytes)
 
     def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None:
         """Take one finished gradient over from autograd."""
@@ -329,9 +346,10 @@ class ZeroEngine:
         if gradient is None or self._reducer is None:
             return
         if torch.is_grad_enabled():
-            self._refuse_double_backward()
-        self.begin_backward()
-        self._reducer.arrive(bucket, position, gradient.detach(), self._reduces_now)
+            refuse_double_backward()
+        if not self._in_backward:
+            self.begin_backward()
+        self._reducer.arrive(bucket, position, gradient, self.reduce_gradients or self._always_reduces)
 
     def end_backward(self) -> None:
         """Reduce what is left, agree with the other ranks that the backward is over, and show gradients to optimizers.
@@ -342,6 +360,7 @@ class ZeroEngine:
             return
         for unit in list(self._active):
             self._finish(unit)
+        self._end_span("backward")
         report = self._reducer.report() if self._reducer is not None and self._reduces_now else []
         rows: list[list[int]] = [report]
         if self._sharded:
@@ -359,7 +378,7 @@ class ZeroEngine:
         if self._depth > 0:
             self._open_forward()
         else:
-            self._unbind_replicated()
+            self.weights.unbind()
 
     def _end_implicit_backward(self) -> None:
         if self._in_backward and not self._explicit:
@@ -367,13 +386,7 @@ class ZeroEngine:
 
     @property
     def _reduces_now(self) -> bool:
-        return self.reduce_gradients or self.plan.placement.shards_gradients
-
-    def _refuse_double_backward(self) -> None:
-        raise RuntimeError(
-            "backward(create_graph=True) is not supported: the second backward would need weights that are gone by "
-            "then. Compute the penalty from a finite difference, or keep that part of the model in plain DDP."
-        )
+        return self.reduce_gradients or self._always_reduces
 
     # -------------------------------------------------------------------- step
 
@@ -397,13 +410,16 @@ class ZeroEngine:
         if self._depth > 0 and not self._in_backward:
             self._close_forward()
         if self.plan.offload is not None:
-            self.homes.settle()  # copies of what is about to be written
+            with self.spans.of(Phase.OFFLOAD, label):
+                self.homes.settle()  # copies of what is about to be written
+        self.weights.settle()  # other ranks may still be reading what is about to be written
         self._returned.clear()
         self._steps += 1
         self._agreement.round(
             f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
         )
         self.updating = True
+        self._running["step"] = self.spans.begin(Phase.STEP, label)
 
     def after_optimizer_step(self, units: Sequence[int]) -> None:
         """Bring updated masters to the compute copies.
@@ -413,6 +429,7 @@ class ZeroEngine:
 
         Collective: every rank.
         """
+        self._end_span("step")
         failure: OffloadError | None = None
         for index in units:
             unit = self.units[index]
@@ -427,8 +444,7 @@ class ZeroEngine:
         if self.plan.offload is not None and not self._returned.issuperset(units):
             self.control.raise_together(failure, "bring weights back that were changed", _RESUME)
         self._returned.clear()
-        while self._published:
-            self._published.pop(0).wait()
+        self.weights.after_step(self._depth > 0 or self._in_backward or self.plan.offload is not None)
         self.updating = False
         self._residency.masters_changed(units)
         self.placeholders.check_intact()
@@ -491,6 +507,7 @@ class ZeroEngine:
         Collective: every rank.
         """
         torn, self.updating = self.updating, False
+        self.weights.settle()
         if self.plan.offload is not None:
             self.homes.settle()
             self._returned.clear()
@@ -503,22 +520,24 @@ class ZeroEngine:
 
     def abandon(self) -> None:
         """Forget the running step after an error: no collective, no gradients, nothing pinned or bound."""
+        self.spans.abandon()
         self._calls.clear()
         self._active.clear()
         self._residency.abandon()
         self.homes.abandon()
         if self._reducer is not None:
             self.collectives.abandon(self._reducer.abandon())
-        self.collectives.abandon(self._published)
-        self._published, self._stepped = [], None
+        self.weights.abandon()
+        self._stepped = None
         self._returned.clear()
         for unit in self.units:
             unit.forget_sent()
         self._depth, self._in_backward, self._segment = 0, False, 0
-        self._unbind_replicated()
+        self.weights.unbind()
 
     def detach(self) -> None:
         """Take the hooks off the module. Its parameters stay as they are."""
+        self.weights.settle()
         self._hooks.remove()
         forget(self.module.modules())
 
@@ -534,6 +553,7 @@ class ZeroEngine:
             self._agreement,
             self._memory_for_backward,
             self.homes.fetcher if self.plan.offload is not None else None,
+            self.spans,
         )
 
     def _recover(self) -> None:
@@ -541,9 +561,14 @@ class ZeroEngine:
         if self._in_backward and not self._explicit and current_graph_task() == -1:
             self.abandon()
 
+    def _end_span(self, name: str) -> None:
+        if self._running:
+            self.spans.end(self._running.pop(name, None))
+
     def _open_forward(self) -> None:
         self._forwards += 1
-        self._residency.open(f"forward {self._segment} of {self._scope}", f"forward {self._forwards} ({self._scope})")
+        name, place = f"forward {self._segment} of {self._scope}", f"forward {self._forwards} ({self._scope})"
+        self._residency.open(name, place, amid=self._segment > 0)
 
     def _close_forward(self) -> None:
         if self._residency.is_open:
@@ -551,13 +576,14 @@ class ZeroEngine:
 
     def _finish(self, unit: ShardedUnit) -> None:
         self._active.remove(unit)
+        unit.in_backward = False
+        self.spans.end(unit.span)
         self._residency.release(unit)
         if self._reducer is not None and self._reduces_now and unit.outstanding == 0:
             self._reducer.finish(unit.index)
 
     def _memory_for_backward(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
-        if torch.is_grad_enabled():
-            self._refuse_double_backward()
+        refuse_double_backward()
         self.begin_backward()
         return self._residency.memory_of(unit)
 
@@ -569,12 +595,4 @@ class ZeroEngine:
 
     def _publish(self, unit: Unit) -> None:
         if isinstance(unit, ReplicatedUnit):
-            self._published += unit.publish(self.collectives)
-
-    def _bind_replicated(self) -> None:
-        for unit in self._replicated:
-            unit.bind()
-
-    def _unbind_replicated(self) -> None:
-        for unit in self._replicated:
-            unit.unbind()
+            self.weights.publish(unit)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,15 +36,23 @@ from lightning_zero.engine.version_check import check_version
 
 __all__ = ["SavedTensorGuard"]
 
+_STRIDED = torch.strided
+_new = tuple.__new__
+_makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with create_graph
 
-@dataclass(frozen=True)
-class _SlotView:
+
+class _SlotView(NamedTuple):
+    """A saved view of a unit's weights.
+
+    Args:
+        unit: whose.
+        version: the weights it showed.
+        view: of the unit's home slot, without a graph. Its values are the unit's whenever that is there.
+    """
+
     unit: ShardedUnit
     version: int
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
+    view: Tensor
 
 
 @dataclass(frozen=True)
@@ -105,26 +113,39 @@ class SavedTensorGuard:
         pop_saved_tensor_hooks()
 
     def _pack(self, tensor: Tensor) -> Any:
-        slot = self._slots.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+        # Some ten times in every unit's forward: what is not called, or not made, counts.
+        slot = self._slots.get(storage_key(tensor)) if tensor.layout is _STRIDED else None
         if slot is not None and isinstance(slot.owner, ShardedUnit):
             unit = slot.owner
-            return _SlotView(
-                unit, unit.version, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-            )
+            if slot is unit.home:
+                return _new(_SlotView, (unit, unit.version, tensor.detach()))
+            # Memory that is borrowed for once is not kept alive: the same view of the home slot says where to look.
+            with torch.no_grad():
+                view = unit.home.buffer.view(tensor.dtype).as_strided(
+                    tensor.shape, tensor.stride(), tensor.storage_offset()
+                )
+            return _SlotView(unit, unit.version, view)
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
             return _Handed(outer[0](tensor), outer[1])
-        return tensor, tensor._version
+        version = tensor._version
+        return (tensor, version) if version else tensor  # no tuple where nothing was changed: less for the collector
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _SlotView):
+        kind = type(packed)
+        tensor: Tensor
+        if kind is _SlotView:
+            unit, version, tensor = packed
+            if unit.in_backward and unit.storage is unit.home and unit.version == version and not _makes_graph():
+                return tensor  # its backward is running, as nearly always
             return self._unpack_view(packed)
-        if isinstance(packed, _Handed):
-            return packed.unpack(packed.packed)
-        tensor, version = packed
-        check_version(tensor, version, tensor.dtype, tensor.shape)
-        result: Tensor = tensor
-        return result
+        if kind is _Handed:
+            tensor = packed.unpack(packed.packed)
+            return tensor
+        tensor, version = packed if kind is tuple else (packed, 0)
+        if tensor._version != version:
+            check_version(tensor, version, tensor.dtype, tensor.shape)
+        return tensor
 
     def _unpack_view(self, view: _SlotView) -> Tensor:
         if view.unit.version != view.version:
@@ -133,8 +154,11 @@ class SavedTensorGuard:
                 "its backward, so the gradients would be wrong. Run forward again after the step, or step later."
             )
         buffer, stays = self._restore(view.unit)
+        if stays and buffer is view.unit.home.buffer:
+            return view.view
         with torch.no_grad():
-            weights = buffer.view(view.dtype).as_strided(view.shape, view.stride, view.offset)
+            shown = view.view
+            weights = buffer.view(shown.dtype).as_strided(shown.shape, shown.stride(), shown.storage_offset())
             if stays:
                 return weights
             copy = weights.clone()

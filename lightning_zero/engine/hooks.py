@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import disable_dynamo
 from lightning_zero.engine.bucket import GradientBucket
-from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.engine.replicated import ReplicatedUnit
+from lightning_zero.engine.unit import ShardedUnit, Unit
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.plan import ParameterSpec
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
@@ -32,28 +32,32 @@ class EngineHooks:
         self._engine = engine
         self._handles: list[Any] = []
 
-    def watch_forwards(
-        self, module: nn.Module, units: Sequence[ShardedUnit], ungathered: Sequence[ParameterSpec]
-    ) -> None:
+    def watch_forwards(self, module: nn.Module, units: Sequence[ShardedUnit], scoped: Sequence[Unit]) -> None:
         """Watch every unit's module, and every module around units or with parameters that no unit's forward brings.
 
         Args:
             module: the root.
             units: sharded units.
-            ungathered: parameters that are in place in a scope, not by a unit: the root's, or replicated 16-bit copies.
+            scoped: units whose parameters are in place in a scope: the root, or replicated units of 16-bit copies.
         """
         by_module = {unit.plan.module: unit for unit in units if unit.plan.module}
         scopes = {""}
         for name in by_module:
             scopes.update(_enclosing(name))
-        for spec in ungathered:
-            scopes.update(name.rpartition(".")[0] for name in (spec.name, *spec.aliases))
+        brought: dict[str, dict[ReplicatedUnit, None]] = {}
+        for owner in scoped:
+            for spec in owner.plan.parameters:
+                names = [name.rpartition(".")[0] for name in (spec.name, *spec.aliases)]
+                scopes.update(names)
+                if isinstance(owner, ReplicatedUnit):
+                    for name in names:
+                        brought.setdefault(name, {})[owner] = None
         for name, child in module.named_modules():
             unit = by_module.get(name)
             if unit is not None:
                 self.watch_unit(child, unit)
             elif name in scopes:
-                self.watch_scope(child, name or type(child).__name__)
+                self.watch_scope(child, name or type(child).__name__, tuple(brought.get(name, ())))
 
     def watch_unit(self, module: nn.Module, unit: ShardedUnit) -> None:
         """Gather ``unit`` around every forward of ``module``, before the user's own hooks see it."""
@@ -67,12 +71,21 @@ class EngineHooks:
 
         self._around(module, before, after)
 
-    def watch_scope(self, module: nn.Module, name: str) -> None:
-        """Keep the root's parameters in place around every forward of a module that is not a unit itself."""
+    def watch_scope(self, module: nn.Module, name: str, units: Sequence[ReplicatedUnit] = ()) -> None:
+        """Keep the root's parameters in place around every forward of a module that is not a unit itself.
+
+        Args:
+            module: which.
+            name: what to call it.
+            units: replicated ones that own parameters of it; their new weights are there when it begins.
+        """
         engine = self._engine
+        scope = f"forward of '{name}'"
 
         def before(module: nn.Module, args: Any) -> None:
-            engine.enter(f"forward of '{name}'")
+            engine.enter(scope)
+            if units:
+                engine.weights.bring(units)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             engine.leave(failed=output is None and sys.exc_info()[1] is not None)

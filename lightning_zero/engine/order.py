@@ -87,16 +87,13 @@ class UnitOrder:
         self._recorded: dict[str, tuple[tuple[int, ...], int]] = {}
         self._changes: dict[str, int] = {}
         self._phase: _Phase | None = None
+        self.recording = False
+        """Whether the running phase has no order yet (the same on every rank)."""
 
     @property
     def is_open(self) -> bool:
         """Whether a phase is running."""
         return self._phase is not None
-
-    @property
-    def recording(self) -> bool:
-        """Whether the running phase has no order yet (the same on every rank)."""
-        return self._phase is not None and self._phase.uses is None
 
     def open(self, name: str, place: str) -> None:
         """Begin a phase.
@@ -107,19 +104,22 @@ class UnitOrder:
         """
         uses, prefetch = self._recorded.get(name, (None, 0))
         self._phase = _Phase(name, place, uses, prefetch)
+        self.recording = uses is None
 
     def need(self, unit: int) -> None:
         """Make sure a unit's gather has been issued, and look ahead.
 
         Collective: only if the unit is not resident; then in step with the other ranks' phases.
         """
-        phase = self._require_phase()
+        phase = self._phase or self._require_phase()
         phase.seen.append(unit)
-        if phase.uses is None:
+        uses = phase.uses
+        if uses is None:
             if not self._resident(unit):
                 self._ask(unit, None)
             return
-        position = self._find(phase, unit)
+        cursor = phase.cursor
+        position = cursor if cursor < len(uses) and uses[cursor] == unit else self._find(phase, unit)
         if position is None or (position != phase.cursor and self._resident(unit)):
             # Not offered (any more), or offered later but still here: a use the order does not know.
             if not self._resident(unit):
@@ -131,9 +131,10 @@ class UnitOrder:
             self._leave_order(unit)
             return
         phase.cursor = position + 1
-        self._look_ahead(phase)
+        if phase.prefetch:
+            self._look_ahead(phase)
         if self._announce is not None:
-            left = (phase.uses or ())[phase.issued :]
+            left = uses[phase.issued :]
             coming = next((index for index in left if self._ledger.get(self._slots[index]) != index), None)
             if coming is not None:
                 self._announce(coming)
@@ -161,7 +162,7 @@ class UnitOrder:
             rows = self._agreement.round(phase.place, [0, 0, signature, *values])
             if not self._serve(phase, rows):
                 break
-        self._phase = None
+        self._phase, self.recording = None, False
         change = phase.change
         agreed = all(row[2] == signature for row in rows)
         self._remember(phase, agreed)
@@ -174,7 +175,7 @@ class UnitOrder:
 
     def abandon(self) -> None:
         """Drop the phase after an error; recorded orders stay."""
-        self._phase = None
+        self._phase, self.recording = None, False
         self._ledger.clear()
 
     def _require_phase(self) -> _Phase:
@@ -197,8 +198,10 @@ class UnitOrder:
     def _issue_next(self, phase: _Phase) -> None:
         unit = (phase.uses or ())[phase.issued]
         phase.issued += 1
-        if self._ledger.get(self._slots[unit]) != unit:
-            self._issue(unit)
+        slot = self._slots[unit]
+        if self._ledger.get(slot) != unit:
+            self._ledger[slot] = unit
+            self._issue_gather(unit)
 
     def _issue(self, unit: int) -> None:
         self._ledger[self._slots[unit]] = unit

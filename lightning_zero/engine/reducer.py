@@ -16,8 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_zero._torch import untracked
 from lightning_zero.comm import PATIENCE_SECONDS, Collectives, ControlGroup, Pending
 from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.slots import Slot, carve
 
 __all__ = ["GradientReducer", "report_width"]
@@ -52,19 +54,21 @@ class GradientReducer:
         forwards: bool = False,
     ) -> None:
         self.buckets = tuple(buckets)
+        self.spans = Spans()  # told of reductions, and of waiting for them
         self._collectives = collectives
         self._slots = tuple(slots)
         self._control = control
         self._order: dict[str, tuple[int, ...]] = {}
         self._plan_order = tuple(reversed(range(len(self.buckets))) if forwards else range(len(self.buckets)))
         self._phase = ""
+        self._queue = self._plan_order  # the order of the running backward
         self._next = 0
         self._ready: set[int] = set()
         self._ready_order: list[int] = []
         self._siblings: dict[int, list[GradientBucket]] = {}
         for bucket in self.buckets:
             self._siblings.setdefault(bucket.unit.index, []).append(bucket)
-        self._temporary: dict[int, Tensor] = {}
+        self._carved: dict[int, list[Tensor]] = {}  # by unit: its part of its slot, which never changes
         self._reducing: list[GradientBucket] = []  # launched, and to be brought to the host as soon as they are reduced
         self._local = False  # some micro-step ended without a reduction
 
@@ -83,6 +87,7 @@ class GradientReducer:
         """
         self._collectives.patience = PATIENCE_SECONDS if uniform else 0.0
         self._phase = name
+        self._queue = self._order.get(name, self._plan_order)
         self._next = 0
         self._ready.clear()
         self._ready_order.clear()
@@ -97,6 +102,10 @@ class GradientReducer:
             gradient: full shape. Read once.
             reduce: whether this micro-step reduces at all.
         """
+        if bucket.copy_in(position, gradient):
+            if reduce and not bucket.missing and bucket.unit.outstanding == 0:
+                self.finish(bucket.unit.index)
+            return
         shard_parameter = bucket.flat.shards[position].parameter
         if shard_parameter is not None and not shard_parameter.requires_grad:
             return  # switched off, for example by LightningModule.toggle_optimizer
@@ -110,23 +119,26 @@ class GradientReducer:
 
     def finish(self, unit: int) -> None:
         """Note that a unit gets no more gradients in this backward, as far as can be told, and launch what may go."""
+        found = False
         for bucket in self._siblings.get(unit, ()):
             if bucket.dirty and not bucket.launched and bucket.index not in self._ready:
                 self._ready.add(bucket.index)
                 self._ready_order.append(bucket.index)
-        order = self._current_order()
-        while self._next < len(order) and order[self._next] in self._ready:
+                found = True
+        order = self._queue
+        while found and self._next < len(order) and order[self._next] in self._ready:
             bucket = self.buckets[order[self._next]]
-            bucket.launch()
+            self._launch(bucket)
             self._next += 1
             if bucket.leaves:
                 self._reducing.append(bucket)
-        self._reducing = [bucket for bucket in self._reducing if not bucket.drain_if_ready()]
+        if self._reducing:
+            self._reducing = [bucket for bucket in self._reducing if not bucket.drain_if_ready()]
 
     def report(self) -> list[int]:
         """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits."""
         touched = [bucket.touched for bucket in self.buckets]
-        complete = [all(bucket.has_gradient(i) for i in range(len(bucket.arrived))) for bucket in self.buckets]
+        complete = [bucket.has_gradients for bucket in self.buckets]
         late = [bucket.launched and bucket.dirty for bucket in self.buckets]
         return [word for flags in (touched, complete, late) for word in _pack(flags)]
 
@@ -143,7 +155,7 @@ class GradientReducer:
         touched = _unpack(merged[:words], count)
         complete = _unpack(merged[words : 2 * words], count)
         late = _unpack(merged[2 * words :], count)
-        order = self._current_order()
+        order = self._queue
         for index in order[self._next :]:
             if touched[index]:
                 self._launch_now(self.buckets[index])
@@ -154,7 +166,7 @@ class GradientReducer:
                     bucket.start_round()
                 self._launch_now(bucket)
         for bucket in self.buckets:
-            bucket.drain()
+            self._drain(bucket)
         used = self._agree_used(touched, complete)
         self._remember_order(touched)
         for bucket in self.buckets:
@@ -193,7 +205,23 @@ class GradientReducer:
     def _launch_now(self, bucket: GradientBucket) -> None:
         if bucket.full is None:
             self._claim(bucket)
-        bucket.launch()
+        self._launch(bucket)
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        if not self.spans.heard:
+            bucket.launch()
+            return
+        with self.spans.of(Phase.REDUCE, bucket.unit.name, bucket.nbytes):
+            bucket.launch()
+
+    def _drain(self, bucket: GradientBucket) -> None:
+        if bucket.pending is None:
+            return
+        if not self.spans.heard:
+            bucket.drain()
+            return
+        with self.spans.of(Phase.WAIT_REDUCE, bucket.unit.name, bucket.nbytes):
+            bucket.drain()
 
     def _claim(self, bucket: GradientBucket) -> None:
         """Give a unit's buckets memory: their slot, or fresh memory while another unit still collects there."""
@@ -203,13 +231,12 @@ class GradientReducer:
         slot = self._slots[bucket.index]
         if slot is None:
             raise RuntimeError(f"Unit '{bucket.unit.name}' has no gradient memory in the plan.")
-        layouts = [member.layout for member in group]
-        dtypes = [layout.reduce_dtype for layout in layouts]
         if slot.owner is not None and slot.owner != bucket.unit.index:
             holders = self._siblings[slot.owner]
-            if all(not h.dirty and (h.launched or not h.touched) for h in holders) and self._drainable(holders):
+            busy = [holder for holder in holders if holder.dirty or not (holder.launched or not holder.touched)]
+            if not busy and self._drainable(holders):
                 for holder in holders:
-                    holder.drain()
+                    self._drain(holder)
                     holder.give_buffer(None)
                 slot.owner = None
         if slot.owner is None or slot.owner == bucket.unit.index:
@@ -217,15 +244,24 @@ class GradientReducer:
             buffer = slot.buffer
         else:
             buffer = Slot.allocate(slot.buffer.numel(), slot.buffer.device).buffer
-        for member, full in zip(group, carve(buffer, layouts, dtypes), strict=True):
+        if buffer is slot.buffer:
+            if bucket.unit.index not in self._carved:
+                self._carved[bucket.unit.index] = _carve(buffer, group)
+            parts = self._carved[bucket.unit.index]
+        else:
+            parts = _carve(buffer, group)
+        for member, full in zip(group, parts, strict=True):
             if member.full is None or not member.dirty:
                 member.drain()
-                member.give_buffer(full)
+                member.give_buffer(full, lasting=buffer is slot.buffer)
 
     def _drainable(self, holders: Sequence[GradientBucket]) -> bool:
         """Whether reductions are done soon. If not, other ranks may be waiting for this one: then take other memory."""
-        if all(holder.drainable(self._collectives.patience) for holder in holders):
+        if False not in [holder.drainable(0.0) for holder in holders]:
             return True
+        with self.spans.of(Phase.WAIT_REDUCE, holders[0].unit.name, sum(holder.nbytes for holder in holders)):
+            if all(holder.drainable(self._collectives.patience) for holder in holders):
+                return True
         self._collectives.patience = 0.0
         return False
 
@@ -233,9 +269,6 @@ class GradientReducer:
         for slot in self._slots:
             if slot is not None:
                 slot.owner = None
-
-    def _current_order(self) -> tuple[int, ...]:
-        return self._order.get(self._phase, self._plan_order)
 
     def _agree_used(self, touched: list[bool], complete: list[bool]) -> list[list[bool]]:
         """For each bucket, which parameters had a gradient on some rank. A second round only if that is in doubt."""
@@ -257,6 +290,13 @@ class GradientReducer:
         order += [i for i in self._plan_order if touched[i] and i not in order]
         order += [i for i in self._plan_order if not touched[i]]
         self._order[self._phase] = tuple(order)
+
+
+def _carve(buffer: Tensor, group: Sequence[GradientBucket]) -> list[Tensor]:
+    """The full buffers of a unit's buckets in a slot's memory."""
+    layouts = [bucket.layout for bucket in group]
+    with untracked():
+        return carve(buffer, layouts, [layout.reduce_dtype for layout in layouts])
 
 
 def _pack(flags: Sequence[bool]) -> list[int]:

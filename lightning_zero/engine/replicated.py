@@ -27,6 +27,7 @@ class ReplicatedUnit(Unit):
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], buffers: Sequence[Tensor]) -> None:
         super().__init__(plan, flats)
         self.buffers = tuple(buffers)
+        self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self._views = [views_of(buffer, flat.layout) for buffer, flat in zip(buffers, flats, strict=True)]
         # Another compute dtype must not be seen from outside a step: there the parameter shows its own dtype (and NaN).
         self.always_bound = all(flat.layout.dtype == flat.layout.compute_dtype for flat in flats)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_zero.comm import Collectives, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.order import OrderChange, UnitOrder
 from lightning_zero.engine.unit import ShardedUnit, Unit
@@ -37,6 +38,7 @@ class Residency:
         agreement: rounds between the hosts.
         restore: what the saved-tensor guard asks for a unit's memory during backward.
         fetcher: brings shards from where they rest; ``None``: they rest on the device.
+        spans: told of gathers, and of waiting for them.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Residency:
         agreement: Agreement,
         restore: Callable[[ShardedUnit], tuple[Tensor, bool]],
         fetcher: Fetcher | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self._units = units
+        self._spans = spans or Spans()
         self._agreement = agreement
         self._fetcher = fetcher
         self._failure: OffloadError | None = None  # a shard that could not be fetched: its unit computes with NaN
@@ -58,19 +62,22 @@ class Residency:
         self._masters: Event = None
         self.sharded = tuple(unit for unit in units if isinstance(unit, ShardedUnit))
         self.root = next((unit for unit in self.sharded if unit.index == plan.root), None)
+        self._gathered = False  # something beside the root, in the running phase
+        self._amid = False
         self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
         self.guard = SavedTensorGuard(restore, self.was_read)
         for unit in self.sharded:
             self.guard.know(unit.home)
+        self._at = {unit.index: unit for unit in self.sharded}
         self._permanent = {unit.home.key for unit in self.sharded}
         self._order = UnitOrder(
             agreement,
             [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units],
             self._issue,
-            lambda index: self._by_index(index).resident,
+            lambda index: self._at[index].resident,
             self._may_take,
             plan.prefetch,
-            None if fetcher is None else lambda index: fetcher.ahead(self._by_index(index).sources),
+            None if fetcher is None else lambda index: fetcher.ahead(self._at[index].sources),
         )
 
     @property
@@ -78,17 +85,21 @@ class Residency:
         """Whether a phase is running."""
         return self._order.is_open
 
-    def open(self, name: str, place: str) -> None:
+    def open(self, name: str, place: str, amid: bool = False) -> None:
         """Begin a phase (a stretch of forward, or a backward) and make the root whole for all of it.
 
         Args:
             name: phases of one name share an order of units.
             place: this very occurrence, in words that mean the same on every rank.
+            amid: whether code of the user's goes on at once, which may write to its shards (weight clipping behind a
+                step of manual optimization) before a slower rank has read what belongs to the root.
 
         Collective: every rank.
         """
         if self.sharded:
             self._order.open(name, place)
+            self._gathered, self._amid = False, amid
+            self._collectives.shards_changed()
             if self.root is not None:
                 self.acquire(self.root)
 
@@ -129,6 +140,9 @@ class Residency:
     def acquire(self, unit: ShardedUnit) -> None:
         """Make a unit whole, show its values in the user's parameters, and keep them there until ``release``."""
         self._order.need(unit.index)
+        if unit.pending:
+            with self._spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes):
+                unit.wait()
         unit.bind()
         unit.pin()
 
@@ -147,6 +161,9 @@ class Residency:
         """The bytes a unit's full parameters lie in, gathered if need be, and whether they stay until it is let go."""
         if not unit.resident:
             self._order.need(unit.index)
+        if unit.pending:
+            with self._spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes):
+                unit.wait()
         unit.wait()
         if unit.storage is None:
             raise RuntimeError(
@@ -162,6 +179,7 @@ class Residency:
     def masters_changed(self, units: Sequence[int]) -> None:
         """Note that the full values of some units are void. The same call on every rank."""
         self._masters = self._streams.mark()
+        self._collectives.shards_changed()
         if self._fetcher is not None:
             self._fetcher.forget()
         self._order.forget(units)
@@ -177,21 +195,23 @@ class Residency:
         self._order.abandon()
 
     def _issue(self, index: int) -> None:
-        unit = self._by_index(index)
-        failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher)
+        unit = self._at[index]
+        if unit is not self.root and not self._gathered:  # what was written since the phase began counts
+            self._gathered = True
+            self._collectives.shards_changed(within=True)
+        self._collectives.asks = self._amid and unit is self.root
+        if self._spans.heard:
+            with self._spans.of(Phase.GATHER, unit.name, unit.nbytes):
+                failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher)
+        else:
+            failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher)
         self._failure = self._failure or failure
         if unit.storage is not None and unit.storage is not unit.home:
             self.guard.know(unit.storage)
 
     def _may_take(self, index: int) -> bool:
-        unit = self._by_index(index)
+        unit = self._at[index]
         return unit.pins == 0 and unit.home.pins == 0
-
-    def _by_index(self, index: int) -> ShardedUnit:
-        unit = self._units[index]
-        if not isinstance(unit, ShardedUnit):
-            raise RuntimeError(f"Unit '{unit.name}' is not sharded. This is an error in lightning_zero itself.")
-        return unit
 
     def _warn(self, change: OrderChange) -> None:
         expected = "nothing more" if change.expected is None else f"unit '{self._units[change.expected].name}'"

@@ -20,11 +20,12 @@ class UnitState(Enum):
     BOUND = "its slot, full and valid, parameters are views of it"
 
 
+# Tuples: they compare by identity first, while an enum's hash is computed in Python.
 _LEGAL = {
-    UnitState.COLD: {UnitState.INFLIGHT},
-    UnitState.INFLIGHT: {UnitState.WARM},
-    UnitState.WARM: {UnitState.BOUND, UnitState.COLD},
-    UnitState.BOUND: {UnitState.WARM},
+    "COLD": (UnitState.INFLIGHT,),
+    "INFLIGHT": (UnitState.WARM,),
+    "WARM": (UnitState.BOUND, UnitState.COLD),
+    "BOUND": (UnitState.WARM,),
 }
 
 
@@ -47,8 +48,8 @@ class UnitStateMachine:
         Raises:
             RuntimeError: if the life cycle has no such move.
         """
-        if target not in _LEGAL[self.state]:
-            legal = ", ".join(sorted(state.name for state in _LEGAL[self.state]))
+        if target not in _LEGAL[self.state._name_]:
+            legal = ", ".join(sorted(state.name for state in _LEGAL[self.state._name_]))
             raise RuntimeError(
                 f"Unit '{self._name}' cannot go from {self.state.name} to {target.name}; legal from here: {legal}. "
                 "This is an error in lightning_zero itself; please report it with the model that shows it."

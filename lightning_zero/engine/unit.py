@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.config import Tier
+from lightning_zero.engine.events import Span
 from lightning_zero.engine.flat import FlatParameters, views_of
 from lightning_zero.engine.slots import Slot, carve
 from lightning_zero.engine.states import UnitState, UnitStateMachine
@@ -27,7 +28,12 @@ class Unit:
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
         self.plan = plan
+        self.index = plan.index
+        self.name = plan.name or "(root)"
         self.flats = tuple(flats)
+        parameters = [(flat.parameters, flat.placeholders) for flat in flats]
+        self._placeholders = [pair for known in parameters for pair in zip(*known, strict=True)]
+        self._parameters = [parameter for parameter, _ in self._placeholders]
         self.version = 0
         # Forward calls of the running step whose backward has not started: their gradients are still to come.
         self.outstanding = 0
@@ -35,19 +41,10 @@ class Unit:
         self.held = False
         self._returning: Transfer | None = None
 
-    @property
-    def index(self) -> int:
-        return self.plan.index
-
-    @property
-    def name(self) -> str:
-        return self.plan.name or "(root)"
-
     def show_placeholders(self) -> None:
         """Let the user's parameters stand for values that are not there."""
-        for flat in self.flats:
-            for parameter, placeholder in zip(flat.parameters, flat.placeholders, strict=True):
-                parameter.data = placeholder
+        for parameter, placeholder in self._placeholders:
+            parameter.data = placeholder
 
     def send_back(self, transfers: Transfers) -> None:
         """Start to bring updated masters from the host to the weights; those on disk went there piece by piece."""
@@ -72,8 +69,7 @@ class Unit:
     def parameters_changed(self) -> None:
         """Note that weights changed, so that a graph of the old weights is refused as plain torch refuses it."""
         self.version += 1
-        for flat in self.flats:
-            torch.autograd.graph.increment_version(flat.parameters)
+        torch.autograd.graph.increment_version(self._parameters)
 
 
 class ShardedUnit(Unit):
@@ -88,15 +84,22 @@ class ShardedUnit(Unit):
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], slot: Slot) -> None:
         super().__init__(plan, flats)
         self.home = slot
+        self.nbytes = sum(flat.layout.numel * flat.layout.compute_dtype.itemsize for flat in flats)
+        self.in_backward = False  # acquired for its running backward
+        self.span: Span | None = None  # of that, if somebody listens
         self.machine = UnitStateMachine(self.name)
         self.storage: Slot | None = None  # where the full parameters are: home, or memory for this once
         self.pins = 0
-        self._pending: list[Pending] = []
+        self.kin = frozenset((self.index, *plan.ancestors))
+        """Units that stay while this one is in backward: itself, and those around it."""
+        self.pending: list[Pending] = []
+        """Transfers that still write into the storage."""
+        self.sources = [flat.master if flat.weights is None else flat.weights for flat in flats]
+        """What the full parameters are gathered from, of each layout: 1-D, wherever it rests."""
         self._home_buffers = self._carve(slot)
-        self._home_views = [
-            views_of(buffer, flat.layout) for buffer, flat in zip(self._home_buffers, flats, strict=True)
-        ]
+        self._home_views = self._bindings(self._home_buffers)
         self._views = self._home_views
+        self._what = f"parameters of unit '{self.name}'"
         self._filled_at = -1  # version of the weights in storage
         self._scratch: Slot | None = None
 
@@ -105,24 +108,22 @@ class ShardedUnit(Unit):
         with untracked():
             return carve(slot.buffer, layouts, [layout.compute_dtype for layout in layouts])
 
+    def _bindings(self, buffers: Sequence[Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each of the user's parameters, and the view of ``buffers`` that holds its full value."""
+        return [
+            pair
+            for buffer, flat in zip(buffers, self.flats, strict=True)
+            for pair in zip(flat.parameters, views_of(buffer, flat.layout), strict=True)
+        ]
+
     @property
     def state(self) -> UnitState:
         return self.machine.state
 
     @property
-    def pending(self) -> list[Pending]:
-        """Transfers that still write into the storage."""
-        return self._pending
-
-    @property
     def resident(self) -> bool:
         """Whether the full, current weights are here or on their way."""
-        return self.state is not UnitState.COLD and self._filled_at == self.version
-
-    @property
-    def sources(self) -> list[Tensor]:
-        """What the full parameters are gathered from, of each layout: 1-D, wherever it rests."""
-        return [flat.master if flat.weights is None else flat.weights for flat in self.flats]
+        return self.machine.state is not UnitState.COLD and self._filled_at == self.version
 
     def launch(
         self, collectives: Collectives, streams: Streams, masters: Event, fetcher: Fetcher | None
@@ -142,32 +143,34 @@ class ShardedUnit(Unit):
         """
         failure: OffloadError | None = None
         target = self._take_storage()
-        buffers = self._home_buffers if target is self.home else self._carve(target)
+        at_home = target is self.home
+        buffers = self._home_buffers if at_home else self._carve(target)
         pending = []
         with untracked(), streams.gathering(target.free):
             streams.wait(masters)
-            for source, buffer in zip(self.sources, buffers, strict=True):
+            for flat, source, buffer in zip(self.flats, self.sources, buffers, strict=True):
+                what = self._what
+                if fetcher is None or not flat.rest.offloaded:
+                    pending.append(collectives.all_gather(buffer, what, source=source))
+                    continue
                 own = collectives.own_range(buffer)
                 try:
-                    if fetcher is not None and source.dtype == own.dtype:
+                    if source.dtype == own.dtype:
                         fetcher.fetch(source, own)
                     else:
                         own.copy_(source)
                 except OffloadError as error:  # this rank's part of the gather must come all the same
                     failure = error
                     own.fill_(float("nan") if own.dtype.is_floating_point else 0)
-                pending.append(collectives.all_gather(buffer, f"parameters of unit '{self.name}'"))
+                pending.append(collectives.all_gather(buffer, what))
         if target is self._scratch:  # this rank only takes part: it has the weights in use already, or never needs them
             for handle in pending:
                 handle.wait()
             self._scratch = None
             return failure
-        self._views = (
-            self._home_views
-            if target is self.home
-            else [views_of(buffer, flat.layout) for buffer, flat in zip(buffers, self.flats, strict=True)]
-        )
-        self.storage, self._pending, self._filled_at = target, pending, self.version
+        self._views = self._home_views if at_home else self._bindings(buffers)
+        self.storage, self._filled_at = target, self.version
+        self.pending = [handle for handle in pending if not handle.done]
         target.owner = self
         self.machine.move(UnitState.INFLIGHT)
         return failure
@@ -177,36 +180,37 @@ class ShardedUnit(Unit):
         if self.pins:
             self._scratch = Slot.allocate(self.home.buffer.numel(), self.home.buffer.device)
             return self._scratch
-        self.release()
-        if self.home.pins:
-            return Slot.allocate(self.home.buffer.numel(), self.home.buffer.device)
-        if self.home.owner is not None and self.home.owner is not self:
-            self.home.owner.release()
-        return self.home
+        if self.machine.state is not UnitState.COLD:
+            self.release()
+        home = self.home
+        if home.pins:
+            return Slot.allocate(home.buffer.numel(), home.buffer.device)
+        if home.owner is not None and home.owner is not self:
+            home.owner.release()
+        return home
 
     def wait(self) -> None:
         """Order everything from now on behind the gather."""
-        if self.state is UnitState.INFLIGHT:
-            for handle in self._pending:
+        if self.machine.state is UnitState.INFLIGHT:
+            for handle in self.pending:
                 handle.wait()
-            self._pending = []
+            self.pending = []
             self.machine.move(UnitState.WARM)
 
     def bind(self) -> None:
         """Let the user's parameters be views of the full values."""
+        machine = self.machine
+        if machine.state is UnitState.BOUND:
+            return
         self.wait()
-        if self.state is UnitState.BOUND:
-            return
-        self.machine.move(UnitState.BOUND)
-        if self.held:
-            return
-        for flat, views in zip(self.flats, self._views, strict=True):
-            for parameter, view in zip(flat.parameters, views, strict=True):
+        machine.move(UnitState.BOUND)
+        if not self.held:
+            for parameter, view in self._views:
                 parameter.data = view
 
     def unbind(self, streams: Streams) -> None:
         """Let the user's parameters show placeholders again; the slot keeps the values until another unit needs it."""
-        if self.state is not UnitState.BOUND:
+        if self.machine.state is not UnitState.BOUND:
             return
         self.machine.move(UnitState.WARM)
         if not self.held:
@@ -232,14 +236,15 @@ class ShardedUnit(Unit):
         Raises:
             RuntimeError: if somebody still computes with it.
         """
-        if self.state is UnitState.COLD:
+        if self.machine.state is UnitState.COLD:
             return
         if self.pins:
             raise RuntimeError(
                 f"Unit '{self.name}' is still computing and cannot give its slot up ({self.pins} pins). This is an "
                 "error in lightning_zero itself; please report it with the model that shows it."
             )
-        self.wait()
+        if self.machine.state is UnitState.INFLIGHT:
+            self.wait()
         if self.storage is not None and self.storage.owner is self:
             self.storage.owner = None
         self.storage = None
@@ -264,6 +269,6 @@ class ShardedUnit(Unit):
         if self.storage is not None:
             self.storage.pins = 0
             self.storage.owner = None
-        self.storage, self._pending, self._views = None, [], self._home_views
-        self.pins, self.outstanding = 0, 0
+        self.storage, self.pending, self._views = None, [], self._home_views
+        self.pins, self.outstanding, self.in_backward = 0, 0, False
         self.machine = UnitStateMachine(self.name)

@@ -71,8 +71,14 @@ class ParameterWatch:
                     "its learning rate to 0 until it is to move), or start a new fit after unfreezing."
                 )
 
+    def would_watch(self, name: str) -> bool:
+        """Whether ``first_time`` of this name looks at torch calls."""
+        return name not in self._watched and not any(is_compiled_module(module) for module in self._module.modules())
+
     @contextmanager
-    def first_time(self, name: str, reduced: Callable[[], bool]) -> Iterator[None]:
+    def first_time(
+        self, name: str, reduced: Callable[[], bool], used: Callable[[nn.Parameter, bool], None] | None = None
+    ) -> Iterator[None]:
         """During the first run of a step method, name every parameter that is used where only a placeholder stands.
 
         Later runs are not watched (looking at every torch call costs time); there such a read gives NaN, and a write
@@ -82,6 +88,7 @@ class ParameterWatch:
             name: the step method.
             reduced: whether gradients of a backward have been taken over by now, so that a parameter's ``.grad`` is
                 ``None`` and clipping it would do nothing.
+            used: told of every parameter that a torch function computes with, and whether it may write to it.
 
         Raises:
             ParameterAccessError: at the call that does it.
@@ -89,11 +96,11 @@ class ParameterWatch:
         if name in self._watched:
             yield
             return
-        if any(is_compiled_module(module) for module in self._module.modules()):
+        if not self.would_watch(name):
             self._watched.add(name)
             yield
             return
-        with _PlaceholderUse(self._describe, self._placeholders, lambda p: p in self._names and reduced()):
+        with _PlaceholderUse(self._describe, self._placeholders, lambda p: p in self._names and reduced(), used):
             yield
         self._watched.add(name)
 
@@ -127,8 +134,10 @@ class _PlaceholderUse(TorchFunctionMode):
         describe: Callable[[Tensor], str],
         placeholders: Placeholders,
         gradient_is_gone: Callable[[nn.Parameter], bool],
+        used: Callable[[nn.Parameter, bool], None] | None = None,
     ) -> None:
         super().__init__()
+        self._used = used
         self._gradient_is_gone = gradient_is_gone
         self._describe = describe
         self._placeholders = placeholders
@@ -148,6 +157,11 @@ class _PlaceholderUse(TorchFunctionMode):
                 if tensor.numel() and self._placeholders.holds(tensor):
                     self._refuse(tensor, name, error)
             raise
+        if self._used is not None and _reads(name, result):
+            writes = func == _READ_DATA or _writes(name) or "out" in (kwargs or {})
+            for tensor in _tensors([*args, *(kwargs or {}).values()]):
+                if isinstance(tensor, nn.Parameter):
+                    self._used(tensor, writes)
         if (name.startswith("__") and name not in _OPERATORS) or name in self._HARMLESS:
             return result
         if isinstance(result, (Tensor, tuple | list)):
@@ -177,9 +191,43 @@ class _PlaceholderUse(TorchFunctionMode):
 
 
 _READ_GRADIENT: Any = getattr(Tensor.grad, "__get__")  # noqa: B009 - a descriptor, whatever its type says
+_READ_DATA: Any = getattr(Tensor.data, "__get__")  # noqa: B009
+_QUESTIONS = frozenset(
+    [
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "__hash__",
+        "__len__",
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "ndimension",
+        "stride",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+    ]
+)
 _OPERATORS = frozenset(
     f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "matmul", "pow")
 ) | {"__getitem__", "__setitem__", "__neg__"}
+
+
+def _reads(name: str, result: Any) -> bool:
+    """Whether a torch function may look at values, or hands out something that shows them."""
+    if name in ("__get__", "__set__", "__delete__"):
+        return name == "__get__" and isinstance(result, Tensor)
+    return name not in _QUESTIONS
+
+
+def _writes(name: str) -> bool:
+    """Whether a torch function may write to what it gets, or hands out something through which that is done."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name in _OPERATORS)
+    return name.endswith("_") or name == "detach"
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

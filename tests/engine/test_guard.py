@@ -107,6 +107,18 @@ def test_changed_activations_are_refused_as_torch_does() -> None:
         hidden.sum().backward()
 
 
+def test_activations_that_had_been_changed_before_they_were_saved_are_checked_as_well() -> None:
+    world = World()
+    x = torch.randn(3, SIZE, requires_grad=True)
+    with world.forward(0) as linear:
+        hidden = linear(x).mul_(2).exp_()
+        saved = hidden * hidden
+    torch.autograd.grad(saved.sum(), x, retain_graph=True)
+    hidden.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 2.*version 3"):
+        saved.sum().backward()
+
+
 def test_unchanged_activations_are_the_very_tensor() -> None:
     world = World()
     x = torch.randn(3, SIZE, requires_grad=True)

@@ -1,0 +1,80 @@
+"""What the engine costs for each unit: counted in calls of Python functions, which no busy machine changes.
+
+The time is measured by ``benchmarks/scaling.py``: 200 tiny units against plain DDP.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
+
+PACKAGE = str(Path(lightning_zero.__file__).parent)
+MEASURED = 3  # the step that is counted: by then orders are recorded
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Net(pl.LightningModule):
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(units)))
+        self.calls: Counter[str] = Counter()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(torch.ones(2, 16)).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == MEASURED:
+            sys.setprofile(self._note)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.calls[f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}: {frame.f_code.co_name}"] += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def calls(stage: Any, units: int) -> Counter[str]:
+    net = Net(units)
+    with quiet():
+        trainer = make_trainer(ZeroStrategy(stage=stage, units=["Block"]))
+        trainer.fit(net, DataLoader(range(MEASURED + 1), batch_size=None))
+    return net.calls
+
+
+# A unit has four parameters: of each a gradient arrives. In stage 3 it is gathered and bound twice, guarded, pinned,
+# released and reduced; autograd saves seven tensors in its forward.
+@pytest.mark.parametrize(("stage", "bound"), [(1, 27), (2, 27), (3, 222)])
+def test_calls_for_each_unit_are_few_and_do_not_grow_with_their_number(stage: int, bound: int) -> None:
+    def count(rank: int) -> list[Counter[str]]:
+        return [calls(stage, units) for units in (20, 40, 80)]
+
+    few, more, many = run_world(1, count)[0]
+    first, second = (sum(b.values()) - sum(a.values()) for a, b in ((few, more), (more, many)))
+    assert second == pytest.approx(2 * first, rel=0.05), "not linear in the number of units"
+    grown = Counter({name: round((many[name] - more[name]) / 40, 1) for name in many})
+    assert second / 40 <= bound, f"{second / 40} calls for each unit: {grown.most_common(15)}"
