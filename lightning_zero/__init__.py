@@ -9,19 +9,22 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero.callbacks import CommunicationMonitor, MemoryMonitor
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.cli import ZeroCLI
 from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload
 from lightning_zero.debug import full_gradient, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.loading import load_from_checkpoint, load_full_state_dict
-from lightning_zero.plan import ZeroPlan, build_plan
+from lightning_zero.plan import ZeroPlan, build_plan, estimate_memory
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
     "ActivationPolicy",
     "CheckpointPolicy",
+    "CommunicationMonitor",
     "HostOffload",
+    "MemoryMonitor",
     "NvmeOffload",
     "ZeroCLI",
     "ZeroPlan",
@@ -29,6 +32,7 @@ __all__ = [
     "ZeroStrategy",
     "build_plan",
     "consolidate_checkpoint",
+    "estimate_memory",
     "full_gradient",
     "full_optimizer_state",
     "full_parameters",

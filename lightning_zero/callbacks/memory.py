@@ -1,0 +1,208 @@
+"""What a rank holds at rest and at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+
+from lightning_zero.callbacks.steps import StepMonitor, log, logging_step, strategy_of
+from lightning_zero.comm import GlooCollectives
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.engine.events import Span
+from lightning_zero.engine.holdings import Beside, Holdings, holdings
+from lightning_zero.plan import DiskBytes, HostBytes, Memory, OptimizerCost
+from lightning_zero.plan.report import format_nbytes
+from lightning_zero.strategy import ZeroStrategy
+
+__all__ = ["MemoryMonitor"]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the plan says about this rank."""
+
+    rest: Memory
+    peak: Memory
+    host: HostBytes
+    disk: DiskBytes
+
+
+class _Watermark:
+    """Observes spans: the most that a step takes beside what rests."""
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self._beside = Beside(engine)
+        self.nbytes = 0
+
+    def begin(self, span: Span) -> None:
+        """See ``SpanObserver``."""
+        self.nbytes = max(self.nbytes, self._beside.nbytes())
+
+    def end(self, span: Span) -> None:
+        """See ``SpanObserver``. A step has so many spans that a look at their beginnings is enough."""
+
+
+class MemoryMonitor(StepMonitor):
+    """Logs bytes by category, at rest and at the peak, next to what the plan says.
+
+    The numbers are those of each rank itself, so a logger gets rank 0's. At rest is what the engine and the optimizers
+    hold after a step, counted in live storages. The engine's peak adds what a step takes beside that; the plan's peak
+    also has autograd's gradients and the optimizer's temporary tensors. What only the whole process or device knows,
+    activations included, is logged beside them: the allocator's numbers on CUDA, resident memory on Linux.
+
+    Args:
+        every_n_steps: how often a step is measured and logged, beginning with the third; ``None``: the Trainer's
+            ``log_every_n_steps``.
+        summary: whether a table appears at the end of a fit, on rank 0; ``None``: where the Trainer has no logger.
+
+    Raises:
+        ValueError: if a setting is not usable.
+
+    Example::
+
+        Trainer(strategy="zero3", callbacks=[lightning_zero.MemoryMonitor(every_n_steps=100)])
+    """
+
+    def __init__(self, every_n_steps: int | None = None, summary: bool | None = None) -> None:
+        super().__init__(every_n_steps, summary)
+        self._watermark: _Watermark | None = None
+        self._expected: _Expected | None = None
+        self._held: Holdings | None = None
+        self._beside = 0
+        self._process: dict[str, int] = {}
+
+    def attach(self, trainer: pl.Trainer, engine: ZeroEngine) -> None:
+        """Look at the plan."""
+        self._held, self._beside, self._process = None, 0, {}
+        self._expected = expected_of(strategy_of(trainer))
+        if engine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(engine.device)  # set-up has a peak of its own
+
+    def detach(self, engine: ZeroEngine) -> None:
+        """Leave no trace in the engine."""
+        if self._watermark in engine.spans.observers:
+            engine.spans.observers.remove(self._watermark)
+        self._watermark = None
+
+    def begin(self, trainer: pl.Trainer, engine: ZeroEngine, measured: bool) -> None:
+        """Watch a step that is measured."""
+        if measured and self._watermark is None:
+            self._watermark = _Watermark(engine)
+            engine.spans.observers.append(self._watermark)
+
+    def end(self, trainer: pl.Trainer, engine: ZeroEngine, measured: bool, micro_steps: int) -> None:
+        """Count, and log."""
+        if self._watermark is None:
+            return
+        beside = self._watermark.nbytes
+        self.detach(engine)
+        self._held = holdings(engine, trainer.optimizers)
+        self._beside = max(self._beside, beside)
+        self._process = process_nbytes(engine.device)
+        log(trainer, self._metrics(beside), logging_step(trainer))
+
+    def tables(self) -> list[list[tuple[str, ...]]]:
+        """The last measured step, and the largest peak."""
+        held, expected = self._held, self._expected
+        if held is None or expected is None:
+            return []
+        rows: list[tuple[str, ...]] = [("bytes on the device", "at rest", "by plan", "by plan at the peak")]
+        peak = dict(expected.peak.items())
+        for category, nbytes in expected.rest.items():
+            row = (held.device.get(category, 0), nbytes, peak[category])
+            if any(row):
+                rows.append((category.replace("_", " "), *map(format_nbytes, row)))
+        if held.beside:
+            rows.append(("beside the plan", format_nbytes(held.beside), "", ""))
+        totals = (held.total, expected.rest.total, expected.peak.total)
+        rows.append(("total without activations", *map(format_nbytes, totals)))
+        rows.append(("engine at its peak", format_nbytes(held.total - held.beside + self._beside), "", ""))
+        for category, nbytes in expected.host.items() if held.host else ():
+            rows.append((f"host: {category}", format_nbytes(held.host[category]), format_nbytes(nbytes), ""))
+        if held.disk or expected.disk.total:
+            rows.append(("disk", format_nbytes(held.disk), format_nbytes(expected.disk.total), ""))
+        for where in dict.fromkeys(name.partition("/")[0] for name in self._process):
+            for what, title in (("now", f"whole {where}"), ("peak", f"whole {where} at its peak")):
+                rows.append((title, format_nbytes(self._process[f"{where}/{what}"]), "", ""))
+        return [rows]
+
+    def _metrics(self, beside: int) -> dict[str, float]:
+        held, expected = self._held, self._expected
+        if held is None or expected is None:
+            return {}
+        found: dict[str, float] = {f"zero/memory/rest/{name}": nbytes for name, nbytes in held.device.items()}
+        found["zero/memory/rest/beside"] = held.beside
+        found["zero/memory/rest/total"] = held.total
+        found["zero/memory/peak/total"] = held.total - held.beside + beside
+        for when, memory in (("rest", expected.rest), ("peak", expected.peak)):
+            found |= {f"zero/memory/expected_{when}/{name}": nbytes for name, nbytes in memory.items()}
+            found[f"zero/memory/expected_{when}/total"] = memory.total
+        if expected.rest.total:
+            found["zero/memory/rest/ratio"] = held.total / expected.rest.total
+        for category, nbytes in expected.host.items() if held.host else ():
+            found[f"zero/memory/host/{category}"] = held.host[category]
+            found[f"zero/memory/expected_host/{category}"] = nbytes
+        if held.disk or expected.disk.total:
+            found["zero/memory/disk/total"] = held.disk
+            found["zero/memory/expected_disk/total"] = expected.disk.total
+        return found | {f"zero/memory/{name}": nbytes for name, nbytes in self._process.items()}
+
+
+def expected_of(strategy: ZeroStrategy) -> _Expected:
+    """What the plan says, for the optimizers that the run has."""
+    engine, plan = strategy.engine, strategy.engine.plan
+    rank, accelerator = engine.collectives.rank, engine.device.type != "cpu"
+    costs = [OptimizerCost.of(optimizer) for optimizer in strategy.optimizers]
+    first = costs[0] if costs else OptimizerCost(name="none", state=0)
+
+    def memory(peak: bool) -> Memory:
+        receives = isinstance(engine.collectives, GlooCollectives)
+        found = plan.expected_memory(
+            rank=rank, optimizer=first, receive_buffer=receives, accelerator=accelerator, peak=peak
+        )
+        if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
+            # The formula knows one optimizer; of several, each counts for its own parameters.
+            offloaded = plan.offload is not None and plan.offload.optimizer
+            owned = zip(costs, map(owned_nbytes, strategy.optimizers), strict=True)
+            found = replace(found, optimizer=0 if offloaded else sum(cost.state * nbytes for cost, nbytes in owned))
+        return found
+
+    tensors = first.state
+    return _Expected(
+        rest=memory(peak=False),
+        peak=memory(peak=True),
+        host=plan.expected_host_memory(rank=rank, optimizer_tensors=tensors, accelerator=accelerator),
+        disk=plan.expected_disk(rank=rank, optimizer_tensors=tensors),
+    )
+
+
+def owned_nbytes(optimizer: Optimizer) -> int:
+    """Of what this rank's optimizer steps on."""
+    parameters: Iterable[torch.Tensor] = (p for group in optimizer.param_groups for p in group["params"])
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+
+
+def process_nbytes(device: torch.device) -> dict[str, int]:
+    """What only the allocator or the kernel knows, activations included. Waits for nothing."""
+    if device.type == "cuda":
+        return {
+            "device/now": torch.cuda.memory_allocated(device),
+            "device/peak": torch.cuda.max_memory_allocated(device),
+            "device/reserved": torch.cuda.memory_reserved(device),
+        }
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return {}
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    names = {"VmRSS": "process/now", "VmHWM": "process/peak"}
+    return (
+        {name: int(fields[key].split()[0]) * 1024 for key, name in names.items()}
+        if names.keys() <= fields.keys()
+        else {}
+    )

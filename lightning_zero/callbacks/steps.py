@@ -1,0 +1,177 @@
+"""What both monitors share: which steps are measured, and where the numbers go.
+
+[Note: which steps are measured]
+The third step of a fit, and then every n-th. In the first step the engine records the order of units, and every unit
+is gathered on demand; in the second, frozen units may be gathered that stay from then on. From the third on all steps
+are alike, so that a prediction can be held against any of them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.strategy import ZeroStrategy
+
+__all__ = ["STEADY", "StepMonitor", "table"]
+
+STEADY = 3
+"""The first step of a fit that is like all that follow."""
+
+
+class StepMonitor(pl.Callback):
+    """Calls ``begin`` and ``end`` around every optimizer step with all its micro-steps.
+
+    Args:
+        every_n_steps: how often a step is measured and logged, beginning with the third; ``None``: the Trainer's
+            ``log_every_n_steps``.
+        summary: whether a table appears at the end of a fit, on rank 0; ``None``: where the Trainer has no logger.
+
+    Raises:
+        ValueError: if a setting is not usable.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, summary: bool | None = None) -> None:
+        if every_n_steps is not None and (isinstance(every_n_steps, bool) or every_n_steps < 1):
+            raise ValueError(f"every_n_steps must be 1 or more, or None for the Trainer's, got {every_n_steps!r}.")
+        self.every_n_steps = every_n_steps
+        self.summary = summary
+        self._engine: ZeroEngine | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._every = 0
+        self._step = 0  # optimizer steps of this fit that have ended
+        self._micro_steps = 0  # of the running step
+        self._global_step = 0  # the Trainer's, before the running step
+        self._measured = False
+
+    # ------------------------------------------------------------ what subclasses do
+
+    @abstractmethod
+    def attach(self, trainer: pl.Trainer, engine: ZeroEngine) -> None:
+        """A fit begins."""
+
+    @abstractmethod
+    def detach(self, engine: ZeroEngine) -> None:
+        """It is over, or an error stopped it. May be called again."""
+
+    @abstractmethod
+    def begin(self, trainer: pl.Trainer, engine: ZeroEngine, measured: bool) -> None:
+        """A step begins."""
+
+    @abstractmethod
+    def end(self, trainer: pl.Trainer, engine: ZeroEngine, measured: bool, micro_steps: int) -> None:
+        """It has ended."""
+
+    @abstractmethod
+    def tables(self) -> list[list[tuple[str, ...]]]:
+        """The summary: of each table a header, and rows as long as it is. Nothing if no step was measured."""
+
+    # ------------------------------------------------------------------ the Trainer's hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a Trainer whose strategy has nothing to monitor.
+
+        Raises:
+            ValueError: naming the strategy.
+        """
+        if not isinstance(trainer.strategy, ZeroStrategy):
+            raise ValueError(
+                f"{type(self).__name__} shows what ZeroStrategy holds and sends, but the Trainer runs "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy='zero1'), 'zero2' or 'zero3', or leave the "
+                "callback out."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to count."""
+        self._forget()
+        every = self.every_n_steps if self.every_n_steps is not None else trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._every = int(every)
+        self._engine = strategy_of(trainer).engine
+        self.attach(trainer, self._engine)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A micro-step begins, and perhaps a step."""
+        if self._engine is None or self._micro_steps:
+            return
+        step = self._step + 1
+        self._measured = step == STEADY or (step > STEADY and self._every > 0 and step % self._every == 0)
+        self._global_step = trainer.global_step
+        self.begin(trainer, self._engine, self._measured)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A micro-step has ended, and perhaps a step."""
+        if self._engine is None:
+            return
+        self._micro_steps += 1
+        if trainer.global_step != self._global_step:
+            self._step += 1
+            self.end(trainer, self._engine, self._measured, self._micro_steps)
+            self._micro_steps = 0
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the summary."""
+        if self._engine is None:
+            return
+        self._stop()
+        if self.summary if self.summary is not None else not trainer.loggers:
+            lines = [f"{type(self).__name__}, rank 0 of {trainer.world_size}"]
+            for rows in self.tables():
+                lines += ["", *table(rows)]
+            if len(lines) == 1:
+                lines[0] += f": no step was measured; the first one that is would have been step {STEADY}."
+            rank_zero_info("\n".join(lines))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Let go of the engine."""
+        self._stop()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let go of the engine."""
+        self._stop()
+
+    def _stop(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self.detach(engine)
+
+
+def strategy_of(trainer: pl.Trainer) -> ZeroStrategy:
+    """The Trainer's strategy, which ``setup`` has looked at."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ZeroStrategy):
+        raise RuntimeError(f"The Trainer's strategy became {type(strategy).__name__} after set-up.")
+    return strategy
+
+
+def logging_step(trainer: pl.Trainer) -> int:
+    """Where Lightning puts its own metrics of this step on a logger's axis."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+    """Give numbers to every logger of the Trainer; each writes on rank 0 only."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=step)
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Aligned lines: the first column to the left, the others to the right, a rule under the header."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
