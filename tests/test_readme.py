@@ -25,6 +25,14 @@ SHORT = ["--trainer.fast_dev_run=true", "--report.length=5"]
 SMALL = {
     "checkpoint": ["--width=16", "--layers=1", "--repeat=1", "--ways", "zero3"],
     "offload": ["--width=64", "--layers=1", "--repeat=1", "--parts", "files", "host", "device"],
+    "step_time": [
+        *["--models=1m", "--worlds=2", "--precisions=fp32", "--rounds=1", "--steps=1", "--tokens", "1", "8"],
+        *["--engines", "zero3", "--results=."],
+    ],
+    "memory": ["--models=1m", "--worlds=2", "--precisions=fp32", "--engines", "zero3", "--results=."],
+    "scaling": ["--worlds", "8", "64", "--blocks=2", "--units", "4", "8", "--rounds=1", "--steps=1", "--results=."],
+    "gpu": [],
+    "trace": ["--width=64", "--layers=2", "--warm-up=2", "--length=17", "--output=."],
 }
 
 

@@ -1,0 +1,262 @@
+"""The engines that the benchmarks compare: the same model, data, optimizer and clipping under each of them.
+
+An engine is a function that trains until its turns are over. DDP and what stands on torch alone run the loop that their
+documentation shows; what belongs to Lightning runs in a ``Trainer``, whose own cost it then bears.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from offload_training import GPT, VOCABULARY
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+from worlds import Turns
+
+from lightning_zero import ZeroStrategy
+
+# Clipping does all of its work, and multiplies by exactly 1: engines that sum the norm in another order stay comparable
+# bit for bit.
+CLIP_AT = 1000.0
+SIZES = {"1m": (64, 8), "10m": (320, 6), "50m": (640, 9), "125m": (896, 12)}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every engine trains."""
+
+    width: int
+    layers: int
+    precision: str
+    tokens: tuple[int, int]  # sequences in a batch of one rank, and the tokens of each
+
+    def model(self) -> nn.Module:
+        """The same weights every time; its ``blocks`` are what is gathered and reduced together."""
+        torch.manual_seed(0)
+        return GPT(self.width, self.layers)
+
+    def batch(self, index: int) -> Tensor:
+        """The tokens of one step on this rank: the same ones under every engine."""
+        generator = torch.Generator().manual_seed(index * dist.get_world_size() + dist.get_rank())
+        sequences, length = self.tokens
+        return torch.randint(0, VOCABULARY, (sequences, length + 1), generator=generator)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward of engines that do not cast by themselves."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16")
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """The one for all."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain loops
+
+
+def loop(task: Task, turns: Turns, model: nn.Module, optimizer: torch.optim.Optimizer, *, cast: bool = True) -> None:
+    """Train as one would by hand."""
+    while turns.more():
+        with task.autocast() if cast else contextlib.nullcontext():
+            loss = model(task.batch(turns.index))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_AT)
+        optimizer.step()
+        optimizer.zero_grad()
+        turns.note(loss)
+
+
+def ddp(task: Task, turns: Turns) -> None:
+    """DDP, whose gradients are views of its buckets."""
+    model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
+    loop(task, turns, model, make_optimizer(model.parameters()))
+
+
+def zero_redundancy(task: Task, turns: Turns) -> None:
+    """DDP with torch's own stage 1 optimizer."""
+    model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    loop(task, turns, model, optimizer)
+
+
+def fsdp2(task: Task, turns: Turns, *, reshard: bool = True) -> None:
+    """``fully_shard`` of each block and of the rest."""
+    model = task.model()
+    policy = MixedPrecisionPolicy()
+    if task.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+    loop(task, turns, model, make_optimizer(model.parameters()), cast=False)
+
+
+def deepspeed(task: Task, turns: Turns, *, stage: int, **options: Any) -> None:
+    """DeepSpeed with the same optimizer and otherwise with its defaults."""
+    import deepspeed  # takes seconds, and logs
+
+    config = {
+        "train_micro_batch_size_per_gpu": task.tokens[0],
+        "gradient_clipping": CLIP_AT,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **options},
+        "bf16": {"enabled": task.precision == "bf16"},
+        "steps_per_print": 10**9,
+    }
+    model = task.model()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model.parameters()), config=config)
+    while turns.more():
+        loss = engine(task.batch(turns.index))
+        engine.backward(loss)
+        engine.step()
+        turns.note(loss)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lightning
+
+
+class Batches(IterableDataset[Tensor]):
+    """A batch for each step of a turn. Has a length, or Lightning would fetch one batch ahead of its step."""
+
+    def __init__(self, task: Task, turns: Turns) -> None:
+        self._task, self._turns = task, turns
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self._turns.more():
+            yield self._task.batch(self._turns.index)
+
+
+class Module(pl.LightningModule):
+    """The model as a user of Lightning would wrap it.
+
+    Args:
+        task: what is trained.
+        turns: told each loss.
+    """
+
+    def __init__(self, task: Task, turns: Turns) -> None:
+        super().__init__()
+        self.model = task.model()
+        self._turns = turns
+
+    def configure_model(self) -> None:
+        """Lightning's FSDP2 strategy wants its units named here."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not hasattr(self, "unshard"):
+            mesh = self.device_mesh["data_parallel"]
+            for module in (*self.model.blocks, self):
+                fully_shard(module, mesh=mesh)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The loss."""
+        loss = self.model(batch)
+        self._turns.note(loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The one for all."""
+        return make_optimizer(self.parameters())
+
+
+def lightning(task: Task, turns: Turns, *, strategy: Callable[[], Any], clip_at: float | None = CLIP_AT) -> None:
+    """A Trainer that does nothing but train."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy(),
+        precision="bf16-mixed" if task.precision == "bf16" else "32-true",
+        max_epochs=1,
+        gradient_clip_val=clip_at,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    turns.trainer = trainer
+    trainer.fit(Module(task, turns), DataLoader(Batches(task, turns), batch_size=None))
+
+
+def trainer_ddp() -> Any:
+    """Lightning's DDP."""
+    return DDPStrategy(gradient_as_bucket_view=True)
+
+
+def model_parallel() -> Any:
+    """Lightning's FSDP2."""
+    return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row of a table.
+
+    Args:
+        label: in the table.
+        stage: what is sharded, as ZeRO counts; peers are compared with ours of the same stage.
+        train: until the turns are over.
+        peak: bytes of a parameter at most, to know how many worlds fit into memory.
+        ours: made here.
+        package: what must be installed.
+        environment: variables of its processes.
+    """
+
+    label: str
+    stage: int
+    train: Callable[[Task, Turns], None]
+    peak: float
+    ours: bool = False
+    package: str = "torch"
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can run here."""
+        return importlib.util.find_spec(self.package) is not None
+
+
+_GLOO = (("LIGHTNING_ZERO_SHARED_MEMORY", "0"),)
+
+
+def _zero(stage: int, label: str, environment: tuple[tuple[str, str], ...] = ()) -> Engine:
+    train = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"]))
+    return Engine(label, stage, train, 14.0, ours=True, environment=environment)
+
+
+def _deepspeed(stage: int) -> Engine:
+    return Engine(f"DeepSpeed {stage}", stage, partial(deepspeed, stage=stage), 25.0, package="deepspeed")
+
+
+ENGINES = {
+    "ddp": Engine("DDP", 0, ddp, 19.0),
+    "lightning-ddp": Engine("DDP in a Trainer", 0, partial(lightning, strategy=trainer_ddp), 19.0),
+    "zero-redundancy": Engine("ZeroRedundancyOptimizer", 1, zero_redundancy, 15.0),
+    "deepspeed1": _deepspeed(1),
+    "zero1": _zero(1, "zero1"),
+    "zero1-gloo": _zero(1, "zero1, over gloo", _GLOO),
+    "fsdp2-whole": Engine("FSDP2 without reshard", 2, partial(fsdp2, reshard=False), 13.0),
+    "deepspeed2": _deepspeed(2),
+    "zero2": _zero(2, "zero2"),
+    "zero2-gloo": _zero(2, "zero2, over gloo", _GLOO),
+    "fsdp2": Engine("FSDP2", 3, fsdp2, 12.0),
+    "lightning-fsdp2": Engine("Lightning FSDP2", 3, partial(lightning, strategy=model_parallel), 13.0),
+    "deepspeed3": _deepspeed(3),
+    "zero3": _zero(3, "zero3"),
+    "zero3-gloo": _zero(3, "zero3, over gloo", _GLOO),
+}

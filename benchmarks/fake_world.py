@@ -1,0 +1,251 @@
+"""One rank of a world that is not there: everything but the wire, on the device at hand.
+
+Torch's fake process group answers every collective at once, with this rank's own values. What a step costs beside its
+compute and beside the wire, and what a rank of eight holds, can so be measured on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from offload_training import GPT, VOCABULARY
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_zero import ZeroPlan, build_plan
+from lightning_zero.comm import Collectives, ControlGroup, Groups, LocalCollectives, NativeCollectives, Streams
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.offload.homes import Homes
+from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+
+PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every way trains.
+
+    Args:
+        width: of the model.
+        layers: of the model.
+        tokens: sequences in a batch, and the tokens of each.
+        precision: in Lightning's words.
+        device: where.
+        backend: what compiles the blocks; ``None``: nothing does.
+    """
+
+    width: int
+    layers: int
+    tokens: tuple[int, int]
+    precision: str
+    device: torch.device
+    backend: str | None = None
+
+    def model(self) -> GPT:
+        """The same weights every time, on the device."""
+        torch.manual_seed(0)
+        model = GPT(self.width, self.layers).to(self.device)
+        if self.precision == "bf16-true":
+            model = model.bfloat16()
+        if self.backend is not None:
+            model.blocks = nn.Sequential(*(torch.compile(block, backend=self.backend) for block in model.blocks))
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The one for all."""
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def batch(self, index: int) -> Tensor:
+        """The tokens of one step."""
+        generator = torch.Generator().manual_seed(index)
+        sequences, length = self.tokens
+        return torch.randint(0, VOCABULARY, (sequences, length + 1), generator=generator).to(self.device)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward of a mixed precision."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16-mixed")
+
+
+@contextlib.contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """A default group in which this process is rank 0 of ``size``."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Alone(ControlGroup):
+    """Agreements of a rank with others that are always of its opinion."""
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Everybody's numbers are this rank's."""
+        return [list(values) for _ in range(self.world_size)]
+
+    def sum_float64(self, values: Sequence[float]) -> list[float]:
+        """Likewise."""
+        return [value * self.world_size for value in values]
+
+    def any_of(self, flags: Tensor) -> Tensor:
+        """Likewise."""
+        return flags
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Likewise."""
+        return [value] * self.world_size
+
+
+class Way:
+    """One way to train: ``step`` takes a batch and gives its loss.
+
+    Attributes:
+        plan: of what this package shards; ``None`` elsewhere.
+    """
+
+    plan: ZeroPlan | None = None
+
+    def step(self, batch: Tensor) -> Tensor:
+        """One optimizer step."""
+        raise NotImplementedError
+
+
+class Plain(Way):
+    """PyTorch as one would write it for one device."""
+
+    def __init__(self, task: Task, world_size: int) -> None:
+        self._task = task
+        self._model = task.model()
+        self._optimizer = task.optimizer(self._model)
+
+    def step(self, batch: Tensor) -> Tensor:
+        """One optimizer step."""
+        with self._task.autocast():
+            loss: Tensor = self._model(batch)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+
+class Fsdp2(Way):
+    """``fully_shard`` of each block and of the rest.
+
+    Args:
+        task: what to train.
+        world_size: of the default group.
+        reshard: whether parameters are given up after the forward.
+    """
+
+    def __init__(self, task: Task, world_size: int, *, reshard: bool = True) -> None:
+        mesh = init_device_mesh(task.device.type, (world_size,))
+        policy = MixedPrecisionPolicy()
+        if task.precision == "bf16-mixed":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self._model = task.model()
+        for block in self._model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(self._model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        self._optimizer = task.optimizer(self._model)
+
+    def step(self, batch: Tensor) -> Tensor:
+        """One optimizer step."""
+        loss: Tensor = self._model(batch)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+
+class Zero(Way):
+    """This package's engine and optimizer, called as its strategy calls them.
+
+    Args:
+        task: what to train.
+        world_size: of the world.
+        stage: what is sharded.
+    """
+
+    def __init__(self, task: Task, world_size: int, *, stage: int) -> None:
+        self._task = task
+        self._model = task.model()
+        mixed = task.precision == "bf16-mixed"
+        self.plan = build_plan(
+            self._model,
+            stage=stage,
+            world_size=world_size,
+            units=["Block"],
+            param_dtype=torch.bfloat16 if mixed else None,
+            reduce_dtype=torch.float32 if mixed else None,
+        )
+        streams = Streams(task.device)
+        control = Alone(None, 0, world_size)
+        collectives: Collectives = LocalCollectives(streams)
+        if world_size > 1:
+            group = dist.group.WORLD
+            groups = Groups(gather=group, reduce=group, control=control, checkpoint=control)
+            collectives = NativeCollectives(groups, streams)
+        self._engine = engine = ZeroEngine(self._model, self.plan, collectives, control, Homes(task.device, streams))
+        engine.prepare_training()
+        self._optimizer = task.optimizer(self._model)
+        owned = {
+            parameter: OwnedParameter(shard, unit.index, flat, position)
+            for unit in engine.units
+            for flat in unit.flats
+            for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
+        }
+        self._adapter = ShardedOptimizer(
+            self._optimizer,
+            "AdamW",
+            owned,
+            engine.collectives,
+            engine.before_optimizer_step,
+            engine.after_optimizer_step,
+            writable=not self.plan.placement.shards_parameters and not mixed,
+        )
+
+    def step(self, batch: Tensor) -> Tensor:
+        """One optimizer step."""
+        self._adapter.adopt_new_groups()
+        with self._task.autocast(), self._engine.step("training_step"):
+            loss: Tensor = self._model(batch)
+        with self._engine.backward():
+            loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        label: what it is called there.
+        stage: what is sharded, as ZeRO counts.
+        make: builds it.
+    """
+
+    label: str
+    stage: int
+    make: Callable[[Task, int], Way]
+
+
+def rows() -> dict[str, Row]:
+    """All ways by name."""
+    return {
+        "plain": Row("plain PyTorch", 0, Plain),
+        "zero1": Row("zero1", 1, partial(Zero, stage=1)),
+        "zero2": Row("zero2", 2, partial(Zero, stage=2)),
+        "fsdp2-whole": Row("FSDP2 without reshard", 2, partial(Fsdp2, reshard=False)),
+        "zero3": Row("zero3", 3, partial(Zero, stage=3)),
+        "fsdp2": Row("FSDP2", 3, Fsdp2),
+    }

@@ -1,0 +1,286 @@
+"""What each stage costs on one GPU: seconds, memory and kernels beside plain PyTorch and FSDP2, without a wire.
+
+    python benchmarks/gpu.py
+    python benchmarks/gpu.py --device cpu --width 64 --layers 2 --tokens 2 16 --rounds 1 --steps 1 --modes eager
+
+World 1 is what a single GPU is used for; a fake world of 8 holds an eighth of what is sharded, and its collectives are
+answered at once. So this is the cost of everything but the wire. All ways of a table are in memory at once and take
+turns; a ratio is that of two turns of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from fake_world import PRECISIONS, Task, Way, fake_world, rows
+from offload_training import numel_of, quiet
+from results import FOLDER, circumstances, figure, headline, save_figure
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+from lightning_zero.plan import OptimizerCost
+from lightning_zero.plan.report import format_nbytes
+
+# Moves, fills, casts and collectives, as kernels on CUDA and as operators on the CPU.
+MOVES = re.compile(r"mem(cpy|set)|copy|fill|zero_|\bcat\b|CatArray|chunk_cat|split_with_sizes|nccl|c10d", re.IGNORECASE)
+WARM_UP_STEPS = 3
+PROFILED_STEPS = 2
+
+
+@dataclass
+class Found:
+    """One line of the table.
+
+    Args:
+        mode: ``eager`` or ``compile``.
+        world_size: of the fake world.
+        way: its name.
+        seconds: of a step, by round.
+        ratios: to plain PyTorch in the same round.
+        peak_nbytes: most that the allocator had handed out during a step, and the way's own share of it at rest.
+        plan_nbytes: at the peak by plan, without activations.
+        kernels: of a step.
+        moves: those of them that only move, fill or cast.
+        move_seconds: what these take on the device.
+        loss_difference: largest relative one to plain PyTorch; of world 1 only, a fake one computes with wrong values.
+    """
+
+    mode: str
+    world_size: int
+    way: str
+    seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    peak_nbytes: int | None = None
+    rest_nbytes: int | None = None
+    plan_nbytes: int | None = None
+    kernels: float = 0.0
+    moves: float = 0.0
+    move_seconds: float = 0.0
+    loss_difference: float | None = None
+
+
+class Runner:
+    """One way with its place in the data.
+
+    Args:
+        way: to train.
+        task: that it trains on.
+    """
+
+    def __init__(self, way: Way, task: Task) -> None:
+        self.way = way
+        self.losses: list[float] = []
+        self._task = task
+        self._index = 0
+
+    def steps(self, count: int) -> float:
+        """Seconds of a step, the device's work included."""
+        batches = [self._task.batch(self._index + step) for step in range(count)]
+        self._index += count
+        synchronize(self._task.device)
+        begin = time.perf_counter()
+        losses = [self.way.step(batch).detach() for batch in batches]
+        synchronize(self._task.device)
+        seconds = (time.perf_counter() - begin) / count
+        self.losses += [float(loss) for loss in losses]
+        return seconds
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def allocated(device: torch.device) -> int:
+    """What tensors hold on it."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    return torch.cuda.memory_allocated(device)
+
+
+def kernels_of(runner: Runner, device: torch.device) -> tuple[float, float, float]:
+    """Kernels of a step (on the CPU: operators that no other one calls), those that only move, and their seconds."""
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with profile(activities=activities) as profiler:
+        runner.steps(PROFILED_STEPS)
+    found: list[tuple[str, float]] = []
+    for event in profiler.events():
+        if event.is_user_annotation or "annotation" in (getattr(event, "activity_type", None) or ""):
+            continue  # a labelled range, which a profiler shows on the device too
+        if on_cuda and event.device_type == DeviceType.CUDA:
+            found.append((event.name, event.time_range.elapsed_us()))
+        elif not on_cuda and event.name.startswith("aten::") and not event.cpu_children:
+            found.append((event.name, event.self_cpu_time_total))
+    moves = [microseconds for name, microseconds in found if MOVES.search(name)]
+    return len(found) / PROFILED_STEPS, len(moves) / PROFILED_STEPS, sum(moves) / PROFILED_STEPS / 1e6
+
+
+def prepare(task: Task, found: Found) -> Runner:
+    """Build a way, warm it up, and see what it holds. The others are there already and do nothing meanwhile."""
+    before = allocated(task.device)
+    runner = Runner(rows()[found.way].make(task, found.world_size), task)
+    runner.steps(WARM_UP_STEPS)
+    if task.device.type == "cuda":
+        found.rest_nbytes = allocated(task.device) - before
+        torch.cuda.reset_peak_memory_stats(task.device)
+        runner.steps(1)
+        found.peak_nbytes = torch.cuda.max_memory_allocated(task.device) - before
+    else:
+        runner.steps(1)
+    if runner.way.plan is not None:
+        accelerator = task.device.type != "cpu"
+        fused = OptimizerCost.of("AdamW", fused=True)  # as the task's is: its step makes nothing
+        found.plan_nbytes = runner.way.plan.expected_memory(
+            optimizer=fused, receive_buffer=False, accelerator=accelerator, peak=True
+        ).total
+    return runner
+
+
+def compare(task: Task, mode: str, world_size: int, ways: Sequence[str], rounds: int, steps: int) -> list[Found]:
+    """One table: all ways in one fake world."""
+    torch._dynamo.reset()
+    lines = [Found(mode, world_size, way) for way in ways]
+    runners = {}
+    with fake_world(world_size):
+        for line in lines:
+            print(f"{mode}, world {world_size}: {line.way} is set up", file=sys.stderr, flush=True)
+            runners[line.way] = prepare(task, line)
+        for _ in range(rounds):
+            turn = {line.way: runners[line.way].steps(steps) for line in lines}
+            for line in lines:
+                line.seconds.append(turn[line.way])
+                line.ratios.append(turn[line.way] / turn["plain"])
+        plain = list(runners["plain"].losses)
+        for line in lines:
+            if world_size == 1:
+                pairs = zip(runners[line.way].losses, plain, strict=True)
+                line.loss_difference = max(abs(loss - other) / abs(other) for loss, other in pairs)
+            line.kernels, line.moves, line.move_seconds = kernels_of(runners[line.way], task.device)
+        runners.clear()
+        gc.collect()
+    return lines
+
+
+def table(lines: Sequence[Found]) -> list[str]:
+    """Lines for people."""
+    header = ("blocks", "world", "way", "ms", "to plain", "peak", "plan", "kernels", "moving", "ms moving", "loss")
+    cells = [header]
+    for line in lines:
+        cells.append(
+            (
+                line.mode,
+                str(line.world_size),
+                rows()[line.way].label,
+                f"{1000 * statistics.median(line.seconds):.2f}",
+                f"{statistics.median(line.ratios):.3f}",
+                "-" if line.peak_nbytes is None else format_nbytes(line.peak_nbytes),
+                "-" if line.plan_nbytes is None else format_nbytes(line.plan_nbytes),
+                f"{line.kernels:.0f}",
+                f"{line.moves:.0f}",
+                f"{1000 * line.move_seconds:.3f}",
+                "-" if line.loss_difference is None else f"{line.loss_difference:.0e}",
+            )
+        )
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+
+
+def plot(lines: Sequence[Found], title: str, path: Path) -> None:
+    """Ratios as bars, a group for each world and mode; nothing without matplotlib."""
+    drawn = figure(1, 1, (9, 4))
+    if drawn is None:
+        return
+    axes = drawn[1][0][0]
+    groups = list(dict.fromkeys((line.mode, line.world_size) for line in lines))
+    ways = list(dict.fromkeys(line.way for line in lines if line.way != "plain"))
+    ratios = {(line.mode, line.world_size, line.way): statistics.median(line.ratios) for line in lines}
+    for number, way in enumerate(ways):
+        places = [place + 0.8 * number / len(ways) for place in range(len(groups))]
+        axes.bar(places, [ratios[(*group, way)] for group in groups], 0.75 / len(ways), label=rows()[way].label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks([place + 0.3 for place in range(len(groups))], [f"{mode}, world {size}" for mode, size in groups])
+    axes.set_ylabel("seconds of a step, to plain PyTorch")
+    axes.set_title(title)
+    axes.legend()
+    save_figure(drawn[0], path)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What it was measured on, and with."""
+    if device.type != "cuda":
+        return circumstances()
+    properties = torch.cuda.get_device_properties(device)
+    name = f"{properties.name}, {format_nbytes(properties.total_memory)}, CUDA {torch.version.cuda}"
+    return {**circumstances(), "device": name}
+
+
+def positive(text: str) -> int:
+    """A whole number, 1 or more."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def parse() -> argparse.Namespace:
+    """The settings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--width", type=positive, default=1536, help="of the model")
+    parser.add_argument("--layers", type=positive, default=16, help="of the model")
+    parser.add_argument(
+        "--tokens", type=positive, nargs=2, default=(8, 1024), help="sequences in a batch, and their length"
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed")
+    parser.add_argument("--worlds", type=positive, nargs="+", default=[1, 8], help="sizes of the fake worlds")
+    parser.add_argument("--modes", nargs="+", choices=["eager", "compile"], default=["eager", "compile"])
+    parser.add_argument("--backend", default="inductor", help="what torch.compile uses for the blocks")
+    parser.add_argument("--ways", nargs="+", choices=rows(), default=list(rows()), help="plain PyTorch is always there")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--steps", type=positive, default=10, help="of a turn")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="folder of JSON and plot")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = parse()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("There is no GPU here, and nothing was measured. --device cpu runs the same code; see --help.")
+        return
+    quiet()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.cache_size_limit = 64  # each way compiles the blocks anew
+    ways = ["plain", *(way for way in options.ways if way != "plain")]
+    lines: list[Found] = []
+    for mode in options.modes:
+        backend = options.backend if mode == "compile" else None
+        task = Task(options.width, options.layers, tuple(options.tokens), options.precision, device, backend)
+        for world_size in options.worlds:
+            lines += compare(task, mode, world_size, ways, options.rounds, options.steps)
+    about = machine(device)
+    millions = numel_of(options.width, options.layers) / 1e6
+    title = f"{millions:.1f}M parameters, {options.precision}, {about.get('device', about['processor'])}"
+    print("\n".join([headline(about), title, "", *table(lines)]))
+    options.output.mkdir(parents=True, exist_ok=True)
+    settings = {key: value for key, value in vars(options).items() if key != "output"}
+    found = {"machine": about, "settings": settings, "rows": [asdict(line) for line in lines]}
+    (options.output / "gpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    plot(lines, title, options.output / "gpu.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Bytes of each parameter on one rank, at rest and at the peak of a step, under every engine, beside the plan's.
+
+    python benchmarks/memory.py                               # 50 and 125 million parameters
+    python benchmarks/memory.py --models 1m --worlds 2 --precisions fp32 --engines zero3
+
+The engines of ``step_time.py`` train a batch of eight tokens, so that activations weigh next to nothing, with
+``AdamW(fused=True)``. Each of them runs twice, alone. In one run torch's allocator counts what it gives out and takes
+back; memory that ranks share is added as the kernel counts it, each page divided by those who map it. In the other it
+is the process that is looked at, a thousand times a second: what it has in memory, less what it had before the model
+was built. At rest is after a step and its ``zero_grad``, the peak is that of a step in the steady state. The plan's
+peak has no more than one gradient that autograd holds; for a tied weight, as in this model, it holds up to three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import results
+import torch
+from engines import ENGINES, SIZES, Engine, Task
+from offload_training import numel_of
+from torch.profiler import ProfilerActivity, profile
+from worlds import Turns, World, WorldFailed
+
+from lightning_zero.comm.native import GlooCollectives
+from lightning_zero.plan import OptimizerCost
+
+KEY = ("numel", "precision", "ranks")
+TOKENS = (1, 8)
+# glibc otherwise keeps what was freed for later, more and more of it.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A rank's side
+
+
+def watched(engine: Engine, task: Task, turns: Turns) -> None:
+    """Train; each report says what the process held before the model was built, and what the plan expects."""
+    before = anonymous(os.getpid())
+    turns.at_end = lambda: {"before": before, **expected(turns.trainer)}
+    engine.train(task, turns)
+
+
+def counted(engine: Engine, task: Task, turns: Turns) -> None:
+    """Train; the second report says what torch's allocator has given out, and the most of it since the first."""
+    count_all_threads()
+    recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    ends: list[int] = []
+
+    def at_end() -> dict[str, Any]:
+        ends.append(turns.index)
+        if len(ends) == 1:
+            recording.start()
+            return {}
+        recording.stop()
+        totals = list(allocated(recording.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
+        return {"rest": totals[-1], "peak": max(totals)}
+
+    turns.at_end = at_end
+    engine.train(task, turns)
+
+
+def count_all_threads() -> None:
+    """Have torch's CPU allocator count from now on; with a profiler alone it counts that one's thread and time."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def allocated(nodes: Sequence[Any]) -> Iterator[int]:
+    """The allocator's count after each of its calls, in the order of time."""
+    for node in sorted(nodes, key=lambda node: node.start_time_ns):
+        if type(node.extra_fields).__name__ == "_ExtraFields_Allocation":
+            yield node.extra_fields.total_allocated
+        yield from allocated(node.children)
+
+
+def expected(trainer: Any) -> dict[str, int]:
+    """What the plan says, where this package trains."""
+    engine = getattr(trainer.strategy, "_engine", None) if trainer is not None else None
+    if engine is None:
+        return {}
+    options = {
+        "rank": trainer.global_rank,
+        "optimizer": OptimizerCost.of(trainer.optimizers[0]),
+        "receive_buffer": isinstance(engine.collectives, GlooCollectives),
+    }
+    rest, peak = (engine.plan.expected_memory(**options, peak=peak).total for peak in (False, True))
+    return {"plan_rest": rest, "plan_peak": peak}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parent's side
+
+
+def fields(path: str) -> dict[str, int]:
+    """Lines of a file in /proc that end in kB, in bytes."""
+    pairs = (line.split(":", 1) for line in Path(path).read_text().splitlines() if line.endswith("kB"))
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+
+
+def anonymous(pid: int) -> int:
+    """Memory of the process alone."""
+    return fields(f"/proc/{pid}/status")["RssAnon"]
+
+
+def shared(pid: int) -> int:
+    """Memory that it has in common with others, each page divided by those who map it."""
+    if not fields(f"/proc/{pid}/status")["RssShmem"]:
+        return 0
+    return fields(f"/proc/{pid}/smaps_rollup")["Pss_Shmem"]
+
+
+class Sampler(threading.Thread):
+    """The most that processes hold while it runs.
+
+    Args:
+        pids: the processes.
+
+    Attributes:
+        anonymous: bytes of each alone.
+        shared: bytes in common.
+        both: the most of the sum.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        super().__init__()
+        self._pids, self._over = pids, threading.Event()
+        self.shared, self.both = [0] * len(pids), [0] * len(pids)
+
+    def run(self) -> None:
+        """Look again and again."""
+        while not self._over.wait(0.001):
+            for rank, pid in enumerate(self._pids):
+                in_common = shared(pid)
+                self.shared[rank] = max(self.shared[rank], in_common)
+                self.both[rank] = max(self.both[rank], in_common + anonymous(pid))
+
+    def __enter__(self) -> Sampler:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self.join()
+
+
+def measure(engine: Engine, task: Task, ranks: int) -> dict[str, float]:
+    """Bytes of the rank that has most, from two worlds.
+
+    Raises:
+        WorldFailed: if one of them does.
+    """
+    environment = {**dict(engine.environment), **MALLOC}
+    world = World(ranks, partial(watched, engine, task), environment)
+    try:
+        world.turn(1)
+        with Sampler(world.pids) as most:
+            extras = [report.extra for report in world.turn(1)]
+        in_common = [shared(pid) for pid in world.pids]
+        alone = [anonymous(pid) for pid in world.pids]
+    finally:
+        world.close()
+    world = World(ranks, partial(counted, engine, task), environment)
+    try:
+        world.turn(1)
+        counts = [report.extra for report in world.turn(1)]
+    finally:
+        world.close()
+    found = {
+        "rest": max(count["rest"] + common for count, common in zip(counts, in_common, strict=True)),
+        "peak": max(count["peak"] + common for count, common in zip(counts, most.shared, strict=True)),
+        "process_rest": max(a + b - e["before"] for a, b, e in zip(alone, in_common, extras, strict=True)),
+        "process_peak": max(both - e["before"] for both, e in zip(most.both, extras, strict=True)),
+    }
+    for name in ("plan_rest", "plan_peak"):
+        if name in extras[0]:
+            found[name] = max(extra[name] for extra in extras)
+    return found
+
+
+COLUMNS = ("rest", "plan_rest", "peak", "plan_peak", "process_rest", "process_peak")
+
+
+def lines_of(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """A table for a person, in bytes of a parameter, with what the goals are about below it."""
+    found = [f"{'':26}{'rest':>7}{'(plan)':>8}{'peak':>7}{'(plan)':>8}{'process: rest':>16}{'peak':>7}"]
+    for name, row in rows.items():
+        cells = [f"{row[column]:.2f}" if column in row else "" for column in COLUMNS]
+        widths = (7, 8, 7, 8, 16, 7)
+        found.append(f"{ENGINES[name].label:26}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)))
+    for stage in (1, 2, 3):
+        ours = rows.get(f"zero{stage}")
+        peers = {name: row for name, row in rows.items() if ENGINES[name].stage == stage and not ENGINES[name].ours}
+        if ours and "plan_rest" in ours:
+            text = f"zero{stage}: at rest {ours['rest'] / ours['plan_rest'] - 1:+.1%} to the plan"
+            if peers:
+                best = min(peers, key=lambda name: peers[name]["peak"])
+                text += f"; peak {ours['peak'] / peers[best]['peak'] - 1:+.1%} to the lowest peer's of its stage, "
+                text += ENGINES[best].label
+            found.append(text)
+    return found
+
+
+def plot(cases: list[dict[str, Any]], path: Path) -> None:
+    """Bars at rest and at the peak, one field for each case."""
+    columns = min(2, len(cases))
+    tallest = max(len(case["engines"]) for case in cases)
+    lines = -(-len(cases) // columns)
+    drawn = results.figure(lines, columns, (4.5 * columns, lines * (0.8 + 0.22 * tallest)))
+    if drawn is None:
+        return
+    picture, axes = drawn
+    for number, field in enumerate(axes.flat):
+        if number >= len(cases):
+            field.axis("off")
+            continue
+        rows = list(cases[number]["engines"].values())[::-1]
+        labels = [row["label"] for row in rows]
+        light = ["#fdae6b" if row["ours"] else "#c6dbef" for row in rows]
+        dark = ["#e6550d" if row["ours"] else "#6baed6" for row in rows]
+        peaks = field.barh(labels, [row["peak"] for row in rows], color=light)
+        field.barh(labels, [row["rest"] for row in rows], color=dark)
+        field.bar_label(peaks, [f"{row['rest']:.1f} / {row['peak']:.1f}" for row in rows], padding=2)
+        field.margins(x=0.2)
+        case = cases[number]
+        field.set_title(
+            f"{case['model']}, {case['precision']}, {case['ranks']} ranks: bytes of a parameter, rest / peak"
+        )
+    results.save_figure(picture, path)
+
+
+def main() -> None:
+    """Measure all cases, print their tables, and write JSON and plot."""
+    if any(name not in os.environ for name in MALLOC):  # read when a process starts, so not by what is forked
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=["50m", "125m"])
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="only these")
+    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of JSON and plot")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # what is forked must not have started more
+    run = results.circumstances()
+    print(results.headline(run))
+    for package in sorted({ENGINES[name].package for name in options.engines if not ENGINES[name].installed}):
+        print(f"left out: {package} is not installed")
+    cases = []
+    for model in options.models:
+        numel = numel_of(*SIZES[model])
+        for precision in options.precisions:
+            for ranks in options.worlds:
+                print(
+                    f"\n{model} ({numel / 1e6:.1f} million), {precision}, {ranks} ranks: bytes of a parameter",
+                    flush=True,
+                )
+                rows: dict[str, dict[str, Any]] = {}
+                for name in (name for name in ENGINES if name in options.engines and ENGINES[name].installed):
+                    engine = ENGINES[name]
+                    try:
+                        found = measure(engine, Task(*SIZES[model], precision, TOKENS), ranks)
+                    except WorldFailed as error:
+                        print(f"{engine.label} failed: {error}", flush=True)
+                        continue
+                    kind = {"label": engine.label, "stage": engine.stage, "ours": engine.ours}
+                    rows[name] = {**kind, **{key: round(nbytes / numel, 4) for key, nbytes in found.items()}}
+                print("\n".join(lines_of(rows)), flush=True)
+                case = {"model": model, "numel": numel, "precision": precision, "ranks": ranks}
+                cases.append({**case, "engines": rows, "run": run})
+                everything = results.save(options.results / "memory.json", cases, KEY)
+    plot(everything, options.results / "memory.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What a benchmark leaves behind: where and how it was run, its numbers as JSON, and a plot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent / "results"
+_PACKAGES = ("torch", "lightning", "lightning-zero", "deepspeed")
+
+
+def circumstances() -> dict[str, Any]:
+    """Hardware, versions, date and command of this run."""
+    found: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "processor": _line("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(available("MemTotal") / 2**30),
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def headline(found: dict[str, Any]) -> str:
+    """One line of it, for above a table."""
+    versions = ", ".join(f"{package} {found[package]}" for package in _PACKAGES if package in found)
+    machine = f"{found['processor']}, {found['cores']} cores, {found['memory_gib']} GiB"
+    return f"{machine}; Python {found['python']}, {versions}; {found['date']}"
+
+
+def available(name: str = "MemAvailable") -> int:
+    """Bytes of this machine's memory."""
+    line = _line("/proc/meminfo", name)
+    return int(line.split()[0]) * 1024 if line else 2**33
+
+
+def save(path: Path, cases: list[dict[str, Any]], key: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Write cases as JSON. Those of earlier runs stay, unless they agree with a new one in everything of ``key``.
+
+    Returns:
+        All cases that the file has now.
+    """
+    old = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
+    new = {tuple(case[name] for name in key) for case in cases}
+    cases = [*(case for case in old if tuple(case[name] for name in key) not in new), *cases]
+    cases.sort(key=lambda case: [case[name] if isinstance(case[name], int) else str(case[name]) for name in key])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
+    return cases
+
+
+def figure(rows: int, columns: int, size: tuple[float, float]) -> Any:
+    """A matplotlib figure and its axes in an array of two dimensions, or None and a line about what is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print('no plot: matplotlib is not installed (pip install -e ".[benchmarks]")')
+        return None
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "lightning_zero", "font.size": 8})
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+
+
+def save_figure(drawn: Any, path: Path) -> None:
+    """As SVG, without the moment at which it was made."""
+    drawn.savefig(path, metadata={"Date": None})
+    print(f"wrote {path}")
+
+
+def _line(path: str, name: str) -> str:
+    if not Path(path).exists():
+        return ""
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        if line.startswith(name):
+            return line.split(":", 1)[1].strip()
+    return ""
