@@ -118,6 +118,21 @@ class Way:
         raise NotImplementedError
 
 
+class Wrapped(Way):
+    """A model that somebody else's wrapper makes distributed, trained as any other."""
+
+    _model: nn.Module
+    _optimizer: torch.optim.Optimizer
+
+    def step(self, batch: Tensor) -> Tensor:
+        """One optimizer step."""
+        loss: Tensor = self._model(batch)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+
 class Plain(Way):
     """PyTorch as one would write it for one device."""
 
@@ -136,7 +151,7 @@ class Plain(Way):
         return loss
 
 
-class Fsdp2(Way):
+class Fsdp2(Wrapped):
     """``fully_shard`` of each block and of the rest.
 
     Args:
@@ -155,14 +170,6 @@ class Fsdp2(Way):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(self._model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         self._optimizer = task.optimizer(self._model)
-
-    def step(self, batch: Tensor) -> Tensor:
-        """One optimizer step."""
-        loss: Tensor = self._model(batch)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss
 
 
 class Zero(Way):

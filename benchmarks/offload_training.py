@@ -162,19 +162,24 @@ def fit(model: GPT, clock: Clock, steps: int, tokens: tuple[int, int], **options
     trainer.fit(model, DataLoader(data, batch))
 
 
+def launched(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that ``torchrun`` gives a rank, so that a Trainer in it joins the world and starts nothing."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "benchmark",
+    }
+
+
 def train(rank: int, setting: dict[str, Any], world_size: int, port: int, results: Any) -> None:
     """One rank of a world: each kind of offload in turns. Rank 0 reports seconds and losses by kind and round."""
     quiet()
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        TORCHELASTIC_RUN_ID="benchmark",
-    )
+    os.environ.update(launched(rank, world_size, port))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     dist.init_process_group("gloo")
     files = {

@@ -143,20 +143,12 @@ def way(task: fake_world.Task, turns: Turns, *, name: str) -> None:
     train(fake_world.rows()[name].make(task, 1).step, task, turns)
 
 
-class Ddp(fake_world.Way):
+class Ddp(fake_world.Wrapped):
     """DDP."""
 
     def __init__(self, task: fake_world.Task) -> None:
         self._model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
         self._optimizer = task.optimizer(self._model)
-
-    def step(self, batch: Tensor) -> Tensor:
-        """One optimizer step."""
-        loss: Tensor = self._model(batch)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss
 
 
 def ddp(task: fake_world.Task, turns: Turns) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from offload_training import free_port, quiet
+from offload_training import free_port, launched, quiet
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _PR_SET_PDEATHSIG = 1
@@ -192,17 +192,7 @@ def _run_rank(
     train: Callable[[Turns], None],
     pipe: Connection,
 ) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        GROUP_RANK="0",
-        TORCHELASTIC_RUN_ID="benchmark",
-        **environment,
-    )
+    os.environ.update({**launched(rank, size, port), **environment})
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing is left behind if the parent is killed
     output = os.open(f"{folder}/{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
