@@ -6,6 +6,7 @@ Supported: torch 2.11, 2.12, 2.13.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "default_store",
     "disable_dynamo",
     "forbid_writes",
+    "hook_gradient",
     "is_compiled_module",
     "next_sequence_number",
     "pop_saved_tensor_hooks",
@@ -36,6 +38,7 @@ __all__ = [
     "top_saved_tensor_hooks",
     "untracked",
     "version_probe",
+    "watched",
     "WeakStorage",
 ]
 
@@ -176,6 +179,9 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 def take_gradient(parameter: Tensor) -> Tensor | None:
     """A parameter's gradient, which it no longer has then; unseen by torch function modes. 2.11 to 2.13."""
+    if not _modes():
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
     with torch._C.DisableTorchFunction():
         gradient, parameter.grad = parameter.grad, None
     return gradient
@@ -204,6 +210,30 @@ class untracked:
             torch._C._set_grad_enabled(True)
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:
+    """What ``register_hook`` does to a tensor with a graph, but for the handle: in half the time. 2.11 to 2.13.
+
+    Returns:
+        Whether it was done; not where the tensor has hooks already, or somebody looks at what is done to it.
+    """
+    if type(tensor) is not Tensor or _modes() or tensor._backward_hooks is not None:
+        return False
+    node: Any = tensor.grad_fn
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    hooks[-1] = hook  # handles of hooks that come later count from 0
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)
+    return True
+
+
+def watched() -> bool:
+    """Whether a torch function mode sees what is done to tensors now. 2.11 to 2.13."""
+    return bool(_modes())
+
+
+_modes = torch._C._is_torch_function_mode_enabled
 
 
 def next_sequence_number() -> int:

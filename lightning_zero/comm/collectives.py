@@ -163,8 +163,10 @@ class Collectives(ABC):
         Raises:
             ValueError: if the sizes do not match (on every rank alike).
         """
-        self._check(buffer, what)
-        if source is not None and source.numel() * self.world_size != buffer.numel():
+        numel = buffer.numel()
+        if buffer.dim() != 1 or numel % self.world_size:
+            self._refuse(buffer, what)
+        if source is not None and source.numel() * self.world_size != numel:
             raise ValueError(
                 f"{what}: this rank's shard must hold {buffer.numel() // self.world_size} elements, got "
                 f"{source.numel()}."
@@ -187,8 +189,10 @@ class Collectives(ABC):
 
         Source: ZeRO, section 5.2 (arXiv:1910.02054).
         """
-        self._check(bucket, what)
-        if shard.numel() * self.world_size != bucket.numel() or shard.dtype != bucket.dtype:
+        numel = bucket.numel()
+        if bucket.dim() != 1 or numel % self.world_size:
+            self._refuse(bucket, what)
+        if shard.numel() * self.world_size != numel or shard.dtype != bucket.dtype:
             raise ValueError(
                 f"reduce_scatter of {what}: the shard must hold {bucket.numel() // self.world_size} elements of "
                 f"{bucket.dtype}, got {shard.numel()} of {shard.dtype}."
@@ -267,12 +271,11 @@ class Collectives(ABC):
         size = buffer.numel() // self.world_size
         return buffer.narrow(0, self.rank * size, size)
 
-    def _check(self, buffer: Tensor, what: str) -> None:
-        if buffer.dim() != 1 or buffer.numel() % self.world_size:
-            raise ValueError(
-                f"{what}: a flat buffer must be 1-D and hold a multiple of {self.world_size} elements, got shape "
-                f"{tuple(buffer.shape)}."
-            )
+    def _refuse(self, buffer: Tensor, what: str) -> None:
+        raise ValueError(
+            f"{what}: a flat buffer must be 1-D and hold a multiple of {self.world_size} elements, got shape "
+            f"{tuple(buffer.shape)}."
+        )
 
     def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
         if self.observers and self.world_size > 1:
@@ -304,7 +307,7 @@ class LocalCollectives(Collectives):
 
     def __init__(self, streams: Streams | None = None) -> None:
         super().__init__(rank=0, world_size=1)
-        self._streams = streams
+        self._streams = streams if streams is not None and streams.beside else None
         self._nothing = Pending("nothing", 0)  # the same for every call on the host: there is nothing to wait for
         self._nothing.wait()
 
@@ -314,12 +317,12 @@ class LocalCollectives(Collectives):
     def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
         if source is not None:
             buffer.copy_(source)
-        return self._done(what)
+        return self._nothing if self._streams is None else self._done(what)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
-        if shard.data_ptr() != bucket.data_ptr():
+        if shard is not bucket and shard.data_ptr() != bucket.data_ptr():
             shard.copy_(bucket)
-        return self._done(what)
+        return self._nothing if self._streams is None else self._done(what)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str

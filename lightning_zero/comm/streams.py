@@ -32,6 +32,8 @@ class Streams:
         self._gather = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._reduce = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._transfer = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.beside = self._gather is not None
+        """Whether anything runs beside the host's own work. If not, there is nothing to be ordered."""
 
     def gathering(self, after: Event = None) -> AbstractContextManager[None]:
         """Issue the work inside on the gather stream, after ``after`` (default: all work issued so far)."""

@@ -13,11 +13,12 @@ backward). The bucket then starts another *round*; rounds of one backward add up
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import untracked, watched
 from lightning_zero.comm import Collectives, Pending
 from lightning_zero.engine.flat import FlatParameters, cut, views_of
 from lightning_zero.engine.unit import Unit
@@ -27,6 +28,7 @@ from lightning_zero.plan import FlatLayout
 __all__ = ["GradientBucket"]
 
 _STRIDED = torch.strided
+_requires_grad: Any = getattr(Tensor.requires_grad, "__get__")  # noqa: B009 - a descriptor, whatever its type says
 
 
 class GradientBucket:
@@ -84,12 +86,15 @@ class GradientBucket:
         self._plain = False  # in this round gradients only have to be copied: nothing is added to anything
         self.missing = count  # gradients of the running round, while it is plain
         self._shard_parameters = [shard.parameter for shard in flat.shards]
+        self._switched = [parameter for parameter in self._shard_parameters if parameter is not None]
+        self._fresh = not self.in_place  # nothing has arrived yet, and nothing is left of before in the full buffer
         self._pending: Pending | None = None
         self._what = f"gradients of '{unit.name}'"
         self._direct = False  # the reduction under way writes the shard itself
         # Where nothing has to be added to the shard, a reduction's result can be the shard as it is: it lies elsewhere
         # than the full buffer, and no one has to convert it.
         self._is_apart = not self.in_place and transfers is None and flat.layout.reduce_dtype == shard.dtype
+        self._is_alone = self._is_apart and resident is None and collectives.world_size == 1
         # In place, new gradients overwrite the reduced ones of earlier backwards; those wait here to be added again.
         self._carry: Tensor | None = None
         self._carried = [False] * count
@@ -142,6 +147,13 @@ class GradientBucket:
         if lasting:
             self._known = (full, self._views, self._gaps)
 
+    def collect_in_shard(self) -> bool:
+        """Collect where the averages are to be, if no other rank adds to them and nothing is there. Returns whether."""
+        if not self._is_alone or self.launched or True in self._keeps():
+            return False
+        self.give_buffer(self.shard, lasting=True)
+        return True
+
     def add(self, position: int, gradient: Tensor) -> None:
         """Take over one parameter's gradient.
 
@@ -151,6 +163,12 @@ class GradientBucket:
         """
         if self._views is None:
             raise RuntimeError(f"A gradient of unit '{self.unit.name}' arrived before memory for it was claimed.")
+        if self._fresh and not torch.is_grad_enabled():
+            self._fresh, self.dirty = False, True
+            self._plain = False not in map(_requires_grad, self._switched)
+            if self._plain and self.copy_in(position, gradient):
+                return
+        self._fresh = False
         if not self.dirty and self.in_place:
             self._save_reduced()
         again = self.arrived[position] or (self.local[position] and self._has_grad(position))
@@ -169,9 +187,25 @@ class GradientBucket:
             self._carry is None
             and True not in self.local
             and not torch.is_grad_enabled()
-            and False not in [parameter.requires_grad for parameter in self._shard_parameters if parameter is not None]
+            and False not in map(_requires_grad, self._switched)
         )
         self.missing = self.arrived.count(False)
+
+    def take(self, position: int, parameter: Tensor) -> bool:
+        """Take a gradient from its parameter if all that has to be done is a copy, and more are to come.
+
+        Most gradients of a backward are such: this is the whole way of theirs. Returns whether it was done.
+        """
+        if not self._plain or self.missing < 2 or self.arrived[position] or torch.is_grad_enabled() or watched():
+            return False
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not _STRIDED or self._views is None:
+            return False
+        self._views[position].copy_(gradient)
+        parameter.grad = None
+        self.arrived[position] = True
+        self.missing -= 1
+        return True
 
     def copy_in(self, position: int, gradient: Tensor) -> bool:
         """``add`` where that is nothing but a copy, which is nearly always. Returns whether it was done.
@@ -202,6 +236,9 @@ class GradientBucket:
         full, views = self.full, self._views
         if full is None or views is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
+        if full is self.shard and self._plain and not self.missing:  # all of it is there, and nobody else's is to come
+            self._direct, self.launched, self.dirty, self._plain = True, True, False, False
+            return
         if not self.dirty and self.in_place and True not in self.local:
             self._save_reduced()
         # What was cleared by zero_grad since it was put aside does not come back.
@@ -214,7 +251,7 @@ class GradientBucket:
                 empty = [*(views[position] for position in missing), *empty]
             if empty:
                 torch._foreach_zero_(empty)
-            self._direct = self._is_apart and True not in self._keeps()
+            self._direct = full is self.shard or (self._is_apart and True not in self._keeps())
             target = self.shard if self._direct else self._collectives.own_range(full)
             self._pending = self._collectives.reduce_scatter(full, target, self._what)
         self.launched, self.dirty, self._plain = True, False, False
@@ -299,7 +336,8 @@ class GradientBucket:
         """Forget the backward, not the gradients."""
         count = len(self.arrived)
         self.arrived, self.local, self.used = [False] * count, [False] * count, [False] * count
-        self.launched, self.dirty, self._plain = False, False, False
+        self.launched, self.dirty, self._plain, self._fresh = False, False, False, not self.in_place
+        self.missing = count
         self._pending, self._carry, self._leaving = None, None, None
         if self.resident is None:
             self.give_buffer(None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero._torch import sequence_number
+from lightning_zero._torch import hook_gradient, sequence_number
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.unit import ShardedUnit
 
@@ -57,10 +57,12 @@ def hook_outputs(output: Any, call: ForwardCall, before_backward: Callable[[Forw
 
     hooked = False
     for tensor in (output,) if type(output) is Tensor else tree_leaves(output):
-        if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
+        node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+        if node is None:
             continue
-        if sequence_number(tensor.grad_fn) >= call.first_node:
-            tensor.register_hook(hook)
+        if sequence_number(node) >= call.first_node:
+            if not hook_gradient(tensor, hook):
+                tensor.register_hook(hook)
             hooked = True
         base = tensor._base
         if base is not None and base.grad_fn is not None and sequence_number(base.grad_fn) >= call.first_node:

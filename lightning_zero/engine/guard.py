@@ -47,12 +47,14 @@ class _SlotView(NamedTuple):
     Args:
         unit: whose.
         version: the weights it showed.
-        view: of the unit's home slot, without a graph. Its values are the unit's whenever that is there.
+        view: of ``slot``, without a graph. Its values are the unit's whenever that is there.
+        slot: the unit's home, or its own shard.
     """
 
     unit: ShardedUnit
     version: int
     view: Tensor
+    slot: Slot
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,14 @@ class SavedTensorGuard:
         slot = self._slots.get(storage_key(tensor)) if tensor.layout is _STRIDED else None
         if slot is not None and isinstance(slot.owner, ShardedUnit):
             unit = slot.owner
-            if slot is unit.home:
-                return _new(_SlotView, (unit, unit.version, tensor.detach()))
+            if slot is unit.home or slot is unit.own:
+                return _new(_SlotView, (unit, unit.version, tensor.detach(), slot))
             # Memory that is borrowed for once is not kept alive: the same view of the home slot says where to look.
             with torch.no_grad():
                 view = unit.home.buffer.view(tensor.dtype).as_strided(
                     tensor.shape, tensor.stride(), tensor.storage_offset()
                 )
-            return _SlotView(unit, unit.version, view)
+            return _SlotView(unit, unit.version, view, unit.home)
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
             return _Handed(outer[0](tensor), outer[1])
@@ -135,8 +137,8 @@ class SavedTensorGuard:
         kind = type(packed)
         tensor: Tensor
         if kind is _SlotView:
-            unit, version, tensor = packed
-            if unit.in_backward and unit.storage is unit.home and unit.version == version and not _makes_graph():
+            unit, version, tensor, slot = packed
+            if unit.in_backward and unit.storage is slot and unit.version == version and not _makes_graph():
                 return tensor  # its backward is running, as nearly always
             return self._unpack_view(packed)
         if kind is _Handed:
@@ -154,7 +156,7 @@ class SavedTensorGuard:
                 "its backward, so the gradients would be wrong. Run forward again after the step, or step later."
             )
         buffer, stays = self._restore(view.unit)
-        if stays and buffer is view.unit.home.buffer:
+        if stays and buffer is view.slot.buffer:
             return view.view
         with torch.no_grad():
             shown = view.view

@@ -67,7 +67,7 @@ class EngineHooks:
             engine.before_unit_forward(unit)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            engine.after_unit_forward(unit, output, failed=output is None and sys.exc_info()[1] is not None)
+            engine.after_unit_forward(unit, output, output is None and sys.exc_info()[1] is not None)
 
         self._around(module, before, after)
 
@@ -109,8 +109,11 @@ class EngineHooks:
         weak_engine, weak_bucket = ref(self._engine), ref(bucket)
 
         def arrived(parameter: Tensor) -> None:
-            engine, bucket = weak_engine(), weak_bucket()
-            if engine is not None and bucket is not None:
+            bucket = weak_bucket()
+            if bucket is None or bucket.take(position, parameter):
+                return
+            engine = weak_engine()
+            if engine is not None:
                 engine.gradient_arrived(bucket, position, parameter)
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
@@ -132,6 +135,8 @@ class _Attached:
         module: where it is registered.
         is_placeholder: whether a tensor stands for a parameter that is not in memory.
     """
+
+    __slots__ = ("_function", "_is_placeholder", "_module")
 
     def __init__(
         self, function: Callable[..., Any], module: nn.Module, is_placeholder: Callable[[Tensor], bool]

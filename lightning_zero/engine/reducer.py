@@ -111,7 +111,8 @@ class GradientReducer:
             return  # switched off, for example by LightningModule.toggle_optimizer
         if bucket.launched and not bucket.dirty:
             bucket.start_round()
-        if bucket.full is None or (bucket.resident is None and bucket.launched and not bucket.dirty):
+        homeless = bucket.full is None or (bucket.resident is None and bucket.launched and not bucket.dirty)
+        if homeless and not bucket.collect_in_shard():
             self._claim(bucket)
         bucket.add(position, gradient)
         if reduce and bucket.complete and bucket.unit.outstanding == 0:
@@ -203,7 +204,7 @@ class GradientReducer:
         return orphans
 
     def _launch_now(self, bucket: GradientBucket) -> None:
-        if bucket.full is None:
+        if bucket.full is None and not bucket.collect_in_shard():
             self._claim(bucket)
         self._launch(bucket)
 

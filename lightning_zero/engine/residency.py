@@ -4,6 +4,13 @@
 While the order of a phase is still being recorded nothing is gathered ahead, and a unit's memory is filled with NaN as
 soon as the unit is let go. Whoever kept a stale view of a weight (``self.w = layer.weight.t()``) computes NaN in the
 very first step, instead of quietly reading another unit's weights in a later one.
+
+[Note: a world of one]
+One rank's shard is the whole unit, so nothing has to be gathered: once an order is known, a unit computes in its shard
+as it lies there. Probation still happens in a slot, because a shard cannot be filled with NaN. All units do so or none:
+what is left in a slot since probation, such as a view that a user's own saved-tensor hooks kept, has to stay NaN. The
+root never leaves its slot: no guard is around what uses it, so what autograd saved of it in a forward with a known
+order has to be valid in a backward without one, and the other way round.
 """
 
 from __future__ import annotations
@@ -70,9 +77,16 @@ class Residency:
             self.guard.know(unit.home)
         self._at = {unit.index: unit for unit in self.sharded}
         self._permanent = {unit.home.key for unit in self.sharded}
+        self._whole = self._in_their_shards() if collectives.world_size == 1 and fetcher is None else ()
+        slots = [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units]
+        for unit in self._whole:
+            slots[unit.index] = -2 - unit.index  # where an order is replayed nobody else computes there
+            if unit.own is not None:
+                self.guard.know(unit.own)
+                self._permanent.add(unit.own.key)
         self._order = UnitOrder(
             agreement,
-            [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units],
+            slots,
             self._issue,
             lambda index: self._at[index].resident,
             self._may_take,
@@ -99,6 +113,11 @@ class Residency:
         if self.sharded:
             self._order.open(name, place)
             self._gathered, self._amid = False, amid
+            if self._whole and self._order.recording:
+                for unit in self._whole:
+                    if not unit.pins:
+                        unit.release()
+                self._order.forget([unit.index for unit in self._whole])
             self._collectives.shards_changed()
             if self.root is not None:
                 self.acquire(self.root)
@@ -154,7 +173,7 @@ class Residency:
         unit.unbind(self._streams)
         if self._order.recording:
             unit.poison(self._streams)
-        elif unit.storage is not unit.home:
+        elif unit.storage is not unit.home and unit.storage is not unit.own:
             unit.release()
 
     def memory_of(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
@@ -194,19 +213,29 @@ class Residency:
         self._failure = None
         self._order.abandon()
 
+    def _in_their_shards(self) -> tuple[ShardedUnit, ...]:
+        """See [Note: a world of one]. The root stays in its slot: what is saved of it is not guarded."""
+        units = tuple(unit for unit in self.sharded if unit is not self.root and unit.flats)
+        if not all(unit.fits_in_shard for unit in units):
+            return ()
+        for unit in units:
+            unit.stay_in_shard()
+        return units
+
     def _issue(self, index: int) -> None:
         unit = self._at[index]
         if unit is not self.root and not self._gathered:  # what was written since the phase began counts
             self._gathered = True
             self._collectives.shards_changed(within=True)
         self._collectives.asks = self._amid and unit is self.root
+        in_place = not self._order.recording
         if self._spans.heard:
             with self._spans.of(Phase.GATHER, unit.name, unit.nbytes):
-                failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher)
+                failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place)
         else:
-            failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher)
+            failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place)
         self._failure = self._failure or failure
-        if unit.storage is not None and unit.storage is not unit.home:
+        if unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
             self.guard.know(unit.storage)
 
     def _may_take(self, index: int) -> bool:

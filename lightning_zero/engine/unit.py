@@ -17,6 +17,7 @@ from lightning_zero.engine.slots import Slot, carve
 from lightning_zero.engine.states import UnitState, UnitStateMachine
 from lightning_zero.errors import OffloadError
 from lightning_zero.offload.fetch import Fetcher
+from lightning_zero.offload.resting import RestingTensor
 from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.plan import UnitPlan
 
@@ -98,10 +99,32 @@ class ShardedUnit(Unit):
         """What the full parameters are gathered from, of each layout: 1-D, wherever it rests."""
         self._home_buffers = self._carve(slot)
         self._home_views = self._bindings(self._home_buffers)
+        self._moves = list(zip(self.sources, self._home_buffers, strict=True))
         self._views = self._home_views
         self._what = f"parameters of unit '{self.name}'"
         self._filled_at = -1  # version of the weights in storage
         self._scratch: Slot | None = None
+        self.own: Slot | None = None
+        """This rank's shard, where it is the whole unit and can be computed with as it lies."""
+        self._own_views: list[tuple[nn.Parameter, Tensor]] = []
+
+    @property
+    def fits_in_shard(self) -> bool:
+        """Whether this rank's shard is what the slot would hold, and where autograd's views of both mean the same."""
+        if len(self.sources) != 1 or isinstance(self.sources[0], RestingTensor) or self.flats[0].rest.offloaded:
+            return False
+        source, buffer = self.sources[0], self._home_buffers[0]
+        alike = (source.dtype, source.device, source.shape) == (buffer.dtype, buffer.device, buffer.shape)
+        return alike and source.storage_offset() == buffer.storage_offset() and source.is_contiguous()
+
+    def stay_in_shard(self) -> None:
+        """Compute in the shard from now on where ``launch`` allows it. Only in a world of one, if ``fits_in_shard``.
+
+        It still needs its slot: see [Note: probation].
+        """
+        with untracked():
+            self.own = Slot(self.sources[0].view(torch.uint8))
+        self._own_views = self._bindings([self.sources[0]])
 
     def _carve(self, slot: Slot) -> list[Tensor]:
         layouts = [flat.layout for flat in self.flats]
@@ -126,7 +149,12 @@ class ShardedUnit(Unit):
         return self.machine.state is not UnitState.COLD and self._filled_at == self.version
 
     def launch(
-        self, collectives: Collectives, streams: Streams, masters: Event, fetcher: Fetcher | None
+        self,
+        collectives: Collectives,
+        streams: Streams,
+        masters: Event,
+        fetcher: Fetcher | None,
+        in_place: bool = False,
     ) -> OffloadError | None:
         """Start gathering the full parameters, into the slot unless somebody still computes there.
 
@@ -135,6 +163,7 @@ class ShardedUnit(Unit):
             streams: where device work is ordered.
             masters: event after which the shards hold the current weights.
             fetcher: brings shards from where they rest; ``None``: all rest on the device.
+            in_place: compute in the shard if it is the whole unit, and gather nothing.
 
         Returns:
             Why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
@@ -142,38 +171,44 @@ class ShardedUnit(Unit):
         Collective: every rank, in the agreed order of units.
         """
         failure: OffloadError | None = None
+        if in_place and self.own is not None and not self.pins:
+            self.release()
+            streams.wait(masters)
+            self._is_filled(self.own, self._own_views)
+            return None
         target = self._take_storage()
         at_home = target is self.home
+        if at_home and fetcher is None and not streams.beside:  # once or twice for every unit: nothing to be ordered
+            with untracked():
+                pending = [collectives.all_gather(buffer, self._what, None, source) for source, buffer in self._moves]
+            self._is_filled(target, self._home_views, pending)
+            return None
         buffers = self._home_buffers if at_home else self._carve(target)
         pending = []
         with untracked(), streams.gathering(target.free):
             streams.wait(masters)
             for flat, source, buffer in zip(self.flats, self.sources, buffers, strict=True):
-                what = self._what
                 if fetcher is None or not flat.rest.offloaded:
-                    pending.append(collectives.all_gather(buffer, what, source=source))
-                    continue
-                own = collectives.own_range(buffer)
-                try:
-                    if source.dtype == own.dtype:
-                        fetcher.fetch(source, own)
-                    else:
-                        own.copy_(source)
-                except OffloadError as error:  # this rank's part of the gather must come all the same
-                    failure = error
-                    own.fill_(float("nan") if own.dtype.is_floating_point else 0)
-                pending.append(collectives.all_gather(buffer, what))
+                    pending.append(collectives.all_gather(buffer, self._what, source=source))
+                else:  # this rank's part of the gather must come, whatever happens
+                    failure = _fetch(fetcher, source, collectives.own_range(buffer)) or failure
+                    pending.append(collectives.all_gather(buffer, self._what))
         if target is self._scratch:  # this rank only takes part: it has the weights in use already, or never needs them
             for handle in pending:
                 handle.wait()
             self._scratch = None
             return failure
-        self._views = self._home_views if at_home else self._bindings(buffers)
-        self.storage, self._filled_at = target, self.version
-        self.pending = [handle for handle in pending if not handle.done]
-        target.owner = self
-        self.machine.move(UnitState.INFLIGHT)
+        self._is_filled(target, self._home_views if at_home else self._bindings(buffers), pending)
         return failure
+
+    def _is_filled(
+        self, storage: Slot, views: list[tuple[nn.Parameter, Tensor]], pending: Sequence[Pending] = ()
+    ) -> None:
+        """Note where the current weights are, or will be when what is ``pending`` has come."""
+        self.storage, self._views, self._filled_at = storage, views, self.version
+        self.pending = [handle for handle in pending if not handle.done]
+        storage.owner = self
+        self.machine.move(UnitState.INFLIGHT)
 
     def _take_storage(self) -> Slot:
         """The slot, given up by its last owner, or fresh memory where that is not possible."""
@@ -253,7 +288,7 @@ class ShardedUnit(Unit):
 
     def poison(self, streams: Streams) -> None:
         """Fill the memory with NaN and give it up, so that whoever kept a stale view computes NaN, not nonsense."""
-        if self.state is not UnitState.WARM or self.pins or self.storage is None:
+        if self.state is not UnitState.WARM or self.pins or self.storage is None or self.storage is self.own:
             return
         with untracked():
             for flat, buffer in zip(self.flats, self._carve(self.storage), strict=True):
@@ -272,3 +307,16 @@ class ShardedUnit(Unit):
         self.storage, self.pending, self._views = None, [], self._home_views
         self.pins, self.outstanding, self.in_backward = 0, 0, False
         self.machine = UnitStateMachine(self.name)
+
+
+def _fetch(fetcher: Fetcher, source: Tensor, own: Tensor) -> OffloadError | None:
+    """Bring a shard from where it rests. Returns why that was not possible: it is NaN then."""
+    try:
+        if source.dtype == own.dtype:
+            fetcher.fetch(source, own)
+        else:
+            own.copy_(source)
+    except OffloadError as error:
+        own.fill_(float("nan") if own.dtype.is_floating_point else 0)
+        return error
+    return None

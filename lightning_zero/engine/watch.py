@@ -38,7 +38,7 @@ class ParameterWatch:
         self._names = names
         self._frozen = tuple(frozen)
         self._placeholders = placeholders
-        self._owners: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+        self._owners: dict[int, list[tuple[Mapping[str, Any], str, nn.Parameter]]] = {}
         self._watched: set[str] = set()
 
     def check_identity(self, unit: ShardedUnit) -> None:
@@ -47,10 +47,11 @@ class ParameterWatch:
         Raises:
             ParameterAccessError: naming the parameter.
         """
-        if unit.index not in self._owners:
-            self._owners[unit.index] = self._find_owners(unit)
-        for owner, key, parameter in self._owners[unit.index]:
-            if owner._parameters.get(key) is not parameter:
+        owners = self._owners.get(unit.index)
+        if owners is None:
+            owners = self._owners[unit.index] = self._find_owners(unit)
+        for owner, key, parameter in owners:
+            if owner.get(key) is not parameter:
                 raise ParameterAccessError(
                     f"Parameter '{self._names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
                     "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "
@@ -110,14 +111,13 @@ class ParameterWatch:
         fitting = [n for p, n in self._names.items() if p.shape == tensor.shape and self._placeholders.holds(p.data)]
         return f"A parameter of shape {list(tensor.shape)}" + (f" ('{fitting[0]}'?)" if fitting else "")
 
-    def _find_owners(self, unit: ShardedUnit) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        modules = dict(self._module.named_modules(remove_duplicate=False))
-        owners = []
+    def _find_owners(self, unit: ShardedUnit) -> list[tuple[Mapping[str, Any], str, nn.Parameter]]:
+        owners: list[tuple[Mapping[str, Any], str, nn.Parameter]] = []
         for flat in unit.flats:
             for spec, parameter in zip(flat.layout.parameters, flat.parameters, strict=True):
                 for name in (spec.name, *spec.aliases):
                     prefix, _, key = name.rpartition(".")
-                    owners.append((modules[prefix], key, parameter))
+                    owners.append((self._module.get_submodule(prefix)._parameters, key, parameter))
         return owners
 
 

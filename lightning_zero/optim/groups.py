@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import is_
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,7 +29,6 @@ class ParamGroups:
         self._known: dict[nn.Parameter, OwnedParameter] = {}
         # As long as groups hold the same objects, which are kept alive here, they are not looked through again.
         self._seen: list[list[nn.Parameter]] = []
-        self._ids: list[list[int]] = []
         self._current: list[list[OwnedParameter]] | None = None
         self._asked: tuple[list[list[OwnedParameter]] | None, list[int]] = (None, [])
 
@@ -44,7 +44,7 @@ class ParamGroups:
             ValueError: if one is not the model's.
         """
         if self._current is not None and self._as_seen():
-            return [{} for _ in self._ids]
+            return [{} for _ in self._seen]
         return [
             {p: self._lookup(index, p) for p in group["params"] if p not in self._known}
             for index, group in enumerate(self._optimizer.param_groups)
@@ -72,7 +72,6 @@ class ParamGroups:
                 places[id(entry)] = index
                 found[-1].append(entry)
         self._seen = [list(group["params"]) for group in self._optimizer.param_groups]
-        self._ids = [list(map(id, parameters)) for parameters in self._seen]
         # What is still the user's own has to be found again, to be replaced.
         self._current = found if all(p in self._known for parameters in self._seen for p in parameters) else None
         return found
@@ -85,7 +84,11 @@ class ParamGroups:
         return self._asked[1]
 
     def _as_seen(self) -> bool:
-        return [list(map(id, group["params"])) for group in self._optimizer.param_groups] == self._ids
+        groups = self._optimizer.param_groups
+        return len(groups) == len(self._seen) and all(
+            len(group["params"]) == len(seen) and all(map(is_, group["params"], seen))
+            for group, seen in zip(groups, self._seen, strict=True)
+        )
 
     def _lookup(self, group: int, parameter: nn.Parameter) -> OwnedParameter:
         owned = self._owned.get(parameter)
