@@ -12,6 +12,12 @@ other's weights, and unequal sizes would hang. So a rank never issues a gather o
   those, in rank order, until nobody wants any. An unknown order (the first step) is this and nothing else.
 
 A phase ends with one small agreement on the host. A phase is a stretch of forward or one backward.
+
+[Note: a unit beside its slot]
+A unit that is needed while another one computes in its slot is gathered into memory of its own, for that once: with one
+slot (``prefetch=0``) and activation checkpointing around blocks, the block that is recomputed and the one behind it.
+Afterwards the slot still holds the other one, and the unit is nowhere. That is recorded with the order, or the ledger
+would promise the unit at its next use.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_zero.engine.agreement import Agreement
 
@@ -40,15 +47,23 @@ class OrderChange:
     got: int
 
 
+class _Order(NamedTuple):
+    uses: tuple[int, ...]
+    beside: frozenset[int]
+    prefetch: int
+
+
 @dataclass
 class _Phase:
     name: str
     place: str
     uses: tuple[int, ...] | None  # the order to replay; None: record
+    beside: frozenset[int] = frozenset()  # which of its uses do not get the slot
     prefetch: int = 0
     cursor: int = 0  # next expected use
     issued: int = 0  # uses[:issued] have been gathered or were resident
     seen: list[int] = field(default_factory=list)
+    aside: set[int] = field(default_factory=set)  # which of those seen did not get the slot, while recording
     served: list[int] = field(default_factory=list)
     change: OrderChange | None = None
 
@@ -84,7 +99,7 @@ class UnitOrder:
         self._prefetch = prefetch
         self._announce = announce
         self._ledger: dict[int, int] = {}  # slot -> unit, as it follows from the gathers issued so far
-        self._recorded: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._recorded: dict[str, _Order] = {}
         self._changes: dict[str, int] = {}
         self._phase: _Phase | None = None
         self.recording = False
@@ -102,9 +117,9 @@ class UnitOrder:
             name: phases of one name share an order.
             place: this very occurrence, in words, for agreement and messages.
         """
-        uses, prefetch = self._recorded.get(name, (None, 0))
-        self._phase = _Phase(name, place, uses, prefetch)
-        self.recording = uses is None
+        order = self._recorded.get(name)
+        self._phase = _Phase(name, place, None) if order is None else _Phase(name, place, *order)
+        self.recording = order is None
 
     def need(self, unit: int) -> None:
         """Make sure a unit's gather has been issued, and look ahead.
@@ -116,6 +131,8 @@ class UnitOrder:
         uses = phase.uses
         if uses is None:
             if not self._resident(unit):
+                if not self._may_take(unit):
+                    phase.aside.add(len(phase.seen) - 1)
                 self._ask(unit, None)
             return
         cursor = phase.cursor
@@ -157,7 +174,7 @@ class UnitOrder:
         phase = self._require_phase()
         if self._agreement.world_size > 1:
             self._issue_rest(phase)
-        signature = _signature(phase.seen)
+        signature = _signature(phase)
         while True:
             rows = self._agreement.round(phase.place, [0, 0, signature, *values])
             if not self._serve(phase, rows):
@@ -196,11 +213,13 @@ class UnitOrder:
             return None
 
     def _issue_next(self, phase: _Phase) -> None:
-        unit = (phase.uses or ())[phase.issued]
+        position = phase.issued
+        unit = (phase.uses or ())[position]
         phase.issued += 1
         slot = self._slots[unit]
         if self._ledger.get(slot) != unit:
-            self._ledger[slot] = unit
+            if position not in phase.beside:
+                self._ledger[slot] = unit
             self._issue_gather(unit)
 
     def _issue(self, unit: int) -> None:
@@ -214,6 +233,8 @@ class UnitOrder:
     def _look_ahead(self, phase: _Phase) -> None:
         uses = phase.uses or ()
         while phase.issued < len(uses) and phase.issued - phase.cursor < phase.prefetch:
+            if phase.issued in phase.beside:  # ahead of its use it might find the slot free, and take it
+                return
             unit = uses[phase.issued]
             slot = self._slots[unit]
             holder = self._ledger.get(slot)
@@ -252,8 +273,8 @@ class UnitOrder:
         if phase.uses is None:
             # Ranks that took different units agree on what was gathered, in which order; looking ahead in it would
             # throw out units that a rank still needs.
-            order = (tuple(phase.seen), self._prefetch) if agreed else (tuple(phase.served), 0)
-            self._recorded[phase.name] = order
+            own = _Order(tuple(phase.seen), frozenset(phase.aside), self._prefetch)
+            self._recorded[phase.name] = own if agreed else _Order(tuple(phase.served), frozenset(), 0)
         elif phase.change is not None:
             self._changes[phase.name] = self._changes.get(phase.name, 0) + 1
             if self._changes[phase.name] == 1:
@@ -264,5 +285,5 @@ class UnitOrder:
         return self._changes.get(change.phase, 0) == 1
 
 
-def _signature(units: Sequence[int]) -> int:
-    return zlib.crc32(",".join(map(str, units)).encode())
+def _signature(phase: _Phase) -> int:
+    return zlib.crc32(f"{phase.seen}{sorted(phase.aside)}".encode())

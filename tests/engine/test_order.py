@@ -266,6 +266,28 @@ def test_extra_uses_of_what_is_there_cost_nothing() -> None:
         assert rank.issued == [0, 1]
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_unit_that_was_beside_its_slot_is_gathered_for_its_next_use(prefetch: int) -> None:
+    """A block is recomputed while the one behind it computes: the order knows that its slot stays with the other."""
+
+    def body(rank: Rank) -> list[Any]:
+        found = []
+        for _ in range(4):
+            rank.issued.clear()
+            rank.order.open("backward", "backward")
+            recording = rank.order.recording
+            rank.use(0, lambda: rank.use(1))
+            rank.use(0)
+            rank.use(1)
+            _, change, agreed = rank.order.close()
+            found.append((change, agreed, [0, 1, 1] if recording else list(rank.issued)))
+            rank.step()
+        return found
+
+    for _, found in world(2, [0, 0], prefetch, body):
+        assert found == [(None, True, [0, 1, 1])] * 4
+
+
 def test_ranks_at_different_places_are_told_where() -> None:
     def body(rank: Rank) -> None:
         rank.order.open("forward", f"batch {rank.rank}")

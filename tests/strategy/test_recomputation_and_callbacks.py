@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -60,6 +61,19 @@ def test_activation_checkpointing_with_dropout(use_reentrant: bool) -> None:
 
     results = each_strategy(play)
     assert_same(results)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_blocks_share_one_slot_in_a_steady_order(use_reentrant: bool) -> None:
+    """With ``prefetch=0`` a block that is recomputed has to lie beside its slot while the one behind it computes."""
+
+    def play(rank: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(zero(3, prefetch=0), Net(functools.partial(Recomputed, use_reentrant)))
+        return [str(warning.message) for warning in caught if "order of units changed" in str(warning.message)]
+
+    assert run_world(2, play) == [[], []]
 
 
 class CompiledBlocks(Net):
