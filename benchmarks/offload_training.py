@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class GPT(pl.LightningModule):
-    """A small language model without a head of its own: logits come from the embedding.
+    """A small language model whose head and embedding are one weight.
 
     Args:
         width: of the blocks.
@@ -63,12 +63,14 @@ class GPT(pl.LightningModule):
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
         self.make_optimizer = make_optimizer
         self.losses: list[Tensor] = []
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss: each token is predicted from those before it."""
-        logits = F.linear(self.norm(self.blocks(self.embedding(tokens[:, :-1]))), self.embedding.weight)
+        logits = self.head(self.norm(self.blocks(self.embedding(tokens[:, :-1]))))
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -7,7 +7,8 @@ come and go beside it:
 
 * In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once:
   one parameter's at a time. A parameter that is used in several places (tied weights, a shared module) gets its
-  gradient in parts, and autograd holds their sum until the last of them.
+  gradient in parts, and autograd holds their sum until the last of them. It adds the last part out of place: a linear
+  layer's part is a transposed view, and what it is a view of shares its memory. For a moment there are three.
 * In a step, the optimizer computes with temporary tensors: see [Note: memory of a step].
 
 Not counted: activations and other tensors of the module's own, what libraries hold for themselves (cuBLAS, nccl), and
@@ -67,10 +68,12 @@ def raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int:
     """Most bytes of gradients that autograd holds at once.
 
     Args:
-        parameters: each with the bytes of an element of its gradient.
+        parameters: each with the bytes of an element of its gradient. Those that are reached under several names are
+            taken for tied; a weight that is used twice under one name cannot be told from one that is used once.
     """
     sizes = [(spec.numel * itemsize, bool(spec.aliases)) for spec, itemsize in parameters]
-    return max((nbytes for nbytes, _ in sizes), default=0) + sum(nbytes for nbytes, tied in sizes if tied)
+    held = sum(nbytes for nbytes, tied in sizes if tied)
+    return held + max((2 * nbytes if tied else nbytes for nbytes, tied in sizes), default=0)
 
 
 def _step_nbytes(

@@ -8,6 +8,7 @@ so that activations, which the plan leaves out, are next to nothing.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,6 +54,24 @@ class Wide(nn.Module):
         return self.head(self.middle(x))
 
 
+class Tied(nn.Module):
+    """Two layers with one weight, the first and the last to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDE, 3 * WIDE, bias=False)
+        self.middle = nn.Linear(3 * WIDE, WIDE)
+        self.blocks = nn.ModuleList(Block(WIDE, hidden) for hidden in (320, 384, 320, 384))
+        self.head = nn.Linear(WIDE, 3 * WIDE, bias=False)
+        self.head.weight = self.stem.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).view(-1, 3, WIDE).sum(1)
+
+
 def wide() -> Case:
     return case("wide", Wide, units=("Block", "Linear"), batch=features(WIDE, shape=(1,)))
 
@@ -80,12 +99,12 @@ class Peak(pl.Callback):
 
 
 def measure(
-    rank: int, name: str, stage: int, make: MakeOptimizer = adamw, **settings: Any
+    rank: int, name: str, stage: int, make: MakeOptimizer = adamw, model: Callable[[], Case] = wide, **settings: Any
 ) -> tuple[int, int, dict[str, int]]:
     """Bytes at peak: counted, and by the plan; and the plan's categories."""
     forget_the_past()  # so that there is little to collect
     watch = Peak()
-    probe = Probe(wide(), make)
+    probe = Probe(model(), make)
     trainer = fit(
         probe,
         stage=stage,
@@ -140,6 +159,23 @@ def test_memory_at_peak_is_the_plan_s_formula(world_size: int) -> None:
 
     for rank, found in enumerate(run_world(world_size, every, timeout=150)):
         assert_as_planned(found, f"rank {rank} of {world_size}")
+
+
+def test_memory_at_peak_with_tied_weights() -> None:
+    """Autograd holds the gradients of both uses and their sum, and only then lets the two go."""
+
+    def tied() -> Case:
+        return case("tied", Tied, units=("Block",), batch=features(WIDE, shape=(1,)))
+
+    def every(rank: int) -> dict[str, Any]:
+        return {
+            f"{name}, stage {stage}": measure(rank, name, stage, model=tied) for name in PRECISIONS for stage in STAGES
+        }
+
+    for rank, found in enumerate(run_world(2, every, timeout=150)):
+        assert_as_planned(found, f"rank {rank}")
+        three = 3 * 4 * 3 * WIDE * WIDE
+        assert all(found[f"32-true, stage {stage}"][2]["raw_gradients"] == three for stage in STAGES)
 
 
 def test_memory_at_peak_with_offload() -> None:
