@@ -21,13 +21,11 @@ Loads are from the page cache: they show the work, not the disk.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shutil
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +37,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from lightning.pytorch.strategies import ModelParallelStrategy
+from offload_training import free_port, launched, quiet
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -254,18 +253,8 @@ def strategy_of(way: str) -> Any:
 
 def run_rank(rank: int, setting: Setting, port: int, results: Any) -> None:
     """One rank of a world."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(setting.world_size),
-        LOCAL_WORLD_SIZE=str(setting.world_size),
-        GROUP_RANK="0",
-        TORCHELASTIC_RUN_ID="benchmark",
-    )
+    quiet()
+    os.environ.update(launched(rank, setting.world_size, port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     actions = Actions(setting)
@@ -290,8 +279,9 @@ def run_rank(rank: int, setting: Setting, port: int, results: Any) -> None:
 
 def run_world(setting: Setting) -> dict[str, float]:
     """The slowest rank's best time, and the bytes and memory that go with it."""
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, (setting, free_port(), results), nprocs=setting.world_size)
+    results = mp.get_context("fork").SimpleQueue()
+    arguments = (setting, free_port(), results)
+    mp.start_processes(run_rank, arguments, nprocs=setting.world_size, start_method="fork")
     ranks = [[Measure(**m) for m in results.get()[1]] for _ in range(setting.world_size)]
     rounds = list(zip(*ranks, strict=True))
     best = min(rounds, key=lambda measures: max(m.seconds for m in measures))
@@ -302,15 +292,6 @@ def run_world(setting: Setting) -> dict[str, float]:
         "written": sum(m.written for m in best),
         "rss": max(m.rss for m in last),
     }
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    import socket
-
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 def main() -> None:
@@ -324,6 +305,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="where to write (default: the temporary folder)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="only these")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # what is forked must not have started more
     numel = 8192 * options.width + options.layers * (12 * options.width**2 + 11 * options.width)
     versions = f"torch {torch.__version__}, lightning {pl.__version__}, Python {sys.version.split()[0]}"
     print(f"{versions}, {os.cpu_count()} cores")

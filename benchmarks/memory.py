@@ -7,8 +7,8 @@ The engines of ``step_time.py`` train a batch of eight tokens, so that activatio
 ``AdamW(fused=True)``. Each of them runs twice, alone. In one run torch's allocator counts what it gives out and takes
 back; memory that ranks share is added as the kernel counts it, each page divided by those who map it. In the other it
 is the process that is looked at, a thousand times a second: what it has in memory, less what it had before the model
-was built. At rest is after a step and its ``zero_grad``, the peak is that of a step in the steady state. The plan's
-peak has no more than one gradient that autograd holds; for a tied weight, as in this model, it holds up to three.
+was built. At rest is after a step and its ``zero_grad``, the peak is that of a step in the steady state. Numbers are
+saved after every engine; earlier runs' cases and engines stay in the JSON until they are measured again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,7 +27,7 @@ import torch
 from engines import ENGINES, SIZES, Engine, Task
 from offload_training import numel_of
 from torch.profiler import ProfilerActivity, profile
-from worlds import Turns, World, WorldFailed
+from worlds import Turns, World, WorldFailed, restart_with
 
 from lightning_zero.comm.native import GlooCollectives
 from lightning_zero.plan import OptimizerCost
@@ -159,7 +158,7 @@ def measure(engine: Engine, task: Task, ranks: int) -> dict[str, float]:
     Raises:
         WorldFailed: if one of them does.
     """
-    environment = {**dict(engine.environment), **MALLOC}
+    environment = dict(engine.environment)
     world = World(ranks, partial(watched, engine, task), environment)
     try:
         world.turn(1)
@@ -223,7 +222,8 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
         if number >= len(cases):
             field.axis("off")
             continue
-        rows = list(cases[number]["engines"].values())[::-1]
+        engines = cases[number]["engines"]
+        rows = [engines[name] for name in ENGINES if name in engines][::-1]
         labels = [row["label"] for row in rows]
         light = ["#fdae6b" if row["ours"] else "#c6dbef" for row in rows]
         dark = ["#e6550d" if row["ours"] else "#6baed6" for row in rows]
@@ -240,8 +240,7 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure all cases, print their tables, and write JSON and plot."""
-    if any(name not in os.environ for name in MALLOC):  # read when a process starts, so not by what is forked
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC})
+    restart_with(MALLOC)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=["50m", "125m"])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
@@ -254,7 +253,7 @@ def main() -> None:
     print(results.headline(run))
     for package in sorted({ENGINES[name].package for name in options.engines if not ENGINES[name].installed}):
         print(f"left out: {package} is not installed")
-    cases = []
+    everything: list[dict[str, Any]] = []
     for model in options.models:
         numel = numel_of(*SIZES[model])
         for precision in options.precisions:
@@ -273,11 +272,13 @@ def main() -> None:
                         continue
                     kind = {"label": engine.label, "stage": engine.stage, "ours": engine.ours}
                     rows[name] = {**kind, **{key: round(nbytes / numel, 4) for key, nbytes in found.items()}}
+                    print(f"  {engine.label:26}{rows[name]['rest']:7.2f} / {rows[name]['peak']:.2f}", flush=True)
+                    case = {"model": model, "numel": numel, "precision": precision, "ranks": ranks}
+                    case.update(engines=dict(rows), run=run)
+                    everything = results.save(options.results / "memory.json", [case], KEY)
                 print("\n".join(lines_of(rows)), flush=True)
-                case = {"model": model, "numel": numel, "precision": precision, "ranks": ranks}
-                cases.append({**case, "engines": rows, "run": run})
-                everything = results.save(options.results / "memory.json", cases, KEY)
-    plot(everything, options.results / "memory.svg")
+    if everything:
+        plot(everything, options.results / "memory.svg")
 
 
 if __name__ == "__main__":

@@ -393,8 +393,9 @@ def measure_training(setting: Setting) -> dict[str, Any]:
     """Steps of a Trainer with each kind of offload, in worlds of each size."""
     found: dict[str, Any] = {}
     for world_size in setting.ranks:
-        results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(train, (asdict(setting), world_size, free_port(), results), nprocs=world_size)
+        results = mp.get_context("fork").SimpleQueue()
+        arguments = (asdict(setting), world_size, free_port(), results)
+        mp.start_processes(train, arguments, nprocs=world_size, start_method="fork")
         rounds: dict[str, list[Any]] = results.get()
         base = [seconds for seconds, _ in rounds["none"]]
         found[f"{world_size} ranks"] = {
@@ -477,8 +478,9 @@ def main() -> None:
             if part == "training":
                 found[part] = measure_training(setting)  # its worlds are processes of their own
             else:
-                results = mp.get_context("spawn").SimpleQueue()
-                mp.spawn(run_part, (part, setting, results), nprocs=1)
+                # Forked, which saves an import: this process computes nothing, so it has no threads to lose.
+                results = mp.get_context("fork").SimpleQueue()
+                mp.start_processes(run_part, (part, setting, results), nprocs=1, start_method="fork")
                 found[part] = results.get()
             MEASURES[part][1](found[part])
     if options.json is not None:

@@ -49,17 +49,33 @@ def available(name: str = "MemAvailable") -> int:
 
 
 def save(path: Path, cases: list[dict[str, Any]], key: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Write cases as JSON. Those of earlier runs stay, unless they agree with a new one in everything of ``key``.
+    """Write cases as JSON. What earlier runs have found stays, unless it was measured again.
+
+    A case agrees with one of an earlier run in everything of ``key``; if both have ``engines``, the earlier one's rows
+    of other engines stay, each with the ``run`` that it is from.
 
     Returns:
         All cases that the file has now.
     """
     old = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
-    new = {tuple(case[name] for name in key) for case in cases}
-    cases = [*(case for case in old if tuple(case[name] for name in key) not in new), *cases]
-    cases.sort(key=lambda case: [case[name] if isinstance(case[name], int) else str(case[name]) for name in key])
+    found = {tuple(case[name] for name in key): case for case in old}
+    for case in cases:
+        which = tuple(case[name] for name in key)
+        earlier = found.get(which, {})
+        stay = {
+            name: {**row, "run": row.get("run", earlier["run"])}
+            for name, row in earlier.get("engines", {}).items()
+            if name not in case["engines"]
+        }
+        found[which] = {**case, "engines": {**stay, **case["engines"]}} if stay else case
+    cases = sorted(
+        found.values(),
+        key=lambda case: [case[name] if isinstance(case[name], int) else str(case[name]) for name in key],
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)  # a run may be interrupted here
     return cases
 
 

@@ -161,14 +161,14 @@ def _in_trainer(strategy: Callable[[], Any]) -> Callable[..., None]:
 
 
 WAYS: dict[str, Engine] = {
-    "ddp": Engine("DDP", 0, ddp, 0.0),
-    "plain": Engine("PyTorch alone", 0, partial(way, name="plain"), 0.0),
-    "fsdp2": Engine("FSDP2", 3, partial(way, name="fsdp2"), 0.0),
-    **{f"zero{s}": Engine(f"zero{s}", s, partial(way, name=f"zero{s}"), 0.0, ours=True) for s in (1, 2, 3)},
-    "trainer-ddp": Engine("DDP in a Trainer", 0, _in_trainer(trainer_ddp), 0.0),
+    "ddp": Engine("DDP", 0, ddp),
+    "plain": Engine("PyTorch alone", 0, partial(way, name="plain")),
+    "fsdp2": Engine("FSDP2", 3, partial(way, name="fsdp2")),
+    **{f"zero{s}": Engine(f"zero{s}", s, partial(way, name=f"zero{s}"), ours=True) for s in (1, 2, 3)},
+    "trainer-ddp": Engine("DDP in a Trainer", 0, _in_trainer(trainer_ddp)),
     **{
         f"trainer-zero{s}": Engine(
-            f"zero{s} in a Trainer", s, _in_trainer(partial(ZeroStrategy, s, units=["Block"])), 0.0, ours=True
+            f"zero{s} in a Trainer", s, _in_trainer(partial(ZeroStrategy, s, units=["Block"])), ours=True
         )
         for s in (1, 2, 3)
     },
@@ -282,7 +282,7 @@ def main() -> None:
     run = results.circumstances()
     print(results.headline(run))
     plans = planned(options.worlds, LARGE)
-    starts = set_up(options.worlds, (256, options.blocks), options.steps)
+    starts = set_up(options.worlds, (256, options.blocks), min(options.steps, 5))  # these are long
     show_worlds(plans, starts, options.worlds)
     units = by_units(options.units, options.rounds, options.steps)
     show_units(units)

@@ -1,16 +1,22 @@
 """Seconds of a training step under every engine, side by side, as ratios to plain DDP in the same round.
 
-    python benchmarks/step_time.py                      # 10, 50 and 125 million parameters: takes hours
+    python benchmarks/step_time.py                      # 10, 50 and 125 million parameters: takes an hour
     python benchmarks/step_time.py --models 50m --worlds 2 --precisions fp32
     python benchmarks/step_time.py --models 50m --worlds 2 --precisions fp32 --wire
-    python benchmarks/step_time.py --models 1m --worlds 2 --precisions fp32 --rounds 1 --tokens 1 8 --engines zero3
+    python benchmarks/step_time.py --models 125m --worlds 4 --rounds 1 --steps 1 --engines zero1 zero2 zero3 fsdp2
 
 Every engine trains the same GPT from the same weights on the same tokens, with ``AdamW(fused=True)`` and the norm
 clipped. Worlds of processes are started for as many engines as fit into memory, always with one of DDP among them. Then
 they take turns, round after round: some steps each, while the others wait. A turn's first step is not timed. Shown are
 medians of the rounds: milliseconds of a step, and its ratio to DDP's turn in the same round, with the smallest and the
-largest. ``loss`` is the largest relative difference to DDP's loss, of all steps and ranks; 0 means that every bit is
-the same. With ``--wire`` batches are so small that the exchange between the ranks takes most of the step.
+largest. libc keeps what was freed, under every engine alike. ``loss`` is the largest relative difference to DDP's loss,
+of all steps and ranks; 0 means that every bit is the same. With ``--wire`` batches are so small that the exchange
+between the ranks takes most of the step.
+
+What has no room beside DDP is measured alone, after the others, and compared with the median of DDP's turns.
+
+Numbers are saved after every turn, so a run that is interrupted leaves what it has. Cases and engines of earlier runs
+stay in the JSON, with the command and the date they are from, until they are measured again.
 
 DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed run in a plain loop. Lightning's strategies, ours among them, run in a
 Trainer and pay for it ("DDP in a Trainer" shows how much). What is not installed is left out by name.
@@ -20,64 +26,119 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import results
 import torch
-from engines import ENGINES, SIZES, Engine, Task
+from engines import ENGINES, SIZES, Task
 from offload_training import numel_of
-from worlds import Report, World, WorldFailed
+from worlds import Report, World, WorldFailed, restart_with
 
 KEY = ("numel", "precision", "ranks", "batch")
+# glibc otherwise gives memory back to the system in one step and takes it again in the next, or does not, by chance:
+# that is up to a tenth of a step of any engine, from one run to the next.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 WIRE = (1, 8)
-PROCESS_NBYTES = 350 * 10**6  # of a rank, without its model
 
 
 class Table:
-    """Seconds and losses of one case, by engine.
+    """Seconds and losses of one case, by engine. DDP's world stays from group to group, until the ``with`` is over.
 
     Args:
         task: what is trained.
         ranks: in each world.
+        keep: called with the rows there are after each turn that was timed.
     """
 
-    def __init__(self, task: Task, ranks: int) -> None:
+    def __init__(self, task: Task, ranks: int, keep: Callable[[dict[str, dict[str, Any]]], None]) -> None:
         self.task, self.ranks = task, ranks
         self.rows: dict[str, dict[str, Any]] = {}
+        self._keep = keep
+        self._worlds: dict[str, World] = {}
+        self._losses: dict[str, list[list[float]]] = {}
+        self._ddp: list[float] = []  # of all groups
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close(list(self._worlds))
 
     def measure(self, names: list[str], rounds: int, steps: int) -> None:
-        """Start a world for DDP and each of ``names``, and have them take turns."""
-        worlds = {name: self._start(ENGINES[name]) for name in ["ddp", *names]}
-        seconds: dict[str, list[float]] = {name: [] for name in worlds}
-        losses: dict[str, list[list[float]]] = {name: [] for name in worlds}
+        """Start a world for each of ``names``, and have DDP's and them take turns.
+
+        Raises:
+            WorldFailed: if DDP's does. Other engines that fail are left out.
+        """
+        seconds: dict[str, list[float]] = {name: [] for name in ["ddp", *names]}
         try:
-            for turn in range(rounds + 1):
-                for name in list(worlds):
-                    reports = self._turn(worlds, name, steps)
-                    losses[name] += [[*step] for step in zip(*(report.losses for report in reports), strict=True)]
-                    if turn and reports:  # the first one sets up, allocates, and learns the order of units
+            for name in seconds:
+                self._set_up(name)
+            for number in range(rounds):
+                for name in [name for name in seconds if name in self._worlds]:
+                    reports = self._turn(name, steps)
+                    if reports:
                         seconds[name].append(max(statistics.fmean(report.seconds) for report in reports))
+                        self._note(name, f"round {number + 1} of {rounds}", seconds[name], seconds["ddp"])
         finally:
-            for world in worlds.values():
-                world.close()
-        if "ddp" not in worlds:
-            return
-        for name in worlds:
-            ratios = [a / b for a, b in zip(seconds[name], seconds["ddp"], strict=True)]
-            self.rows.setdefault(name, summary(name, seconds[name], ratios, difference(losses[name], losses["ddp"])))
+            self._close(names)
 
-    def _start(self, engine: Engine) -> World:
-        return World(self.ranks, partial(engine.train, self.task), dict(engine.environment))
-
-    def _turn(self, worlds: dict[str, World], name: str, steps: int) -> list[Report]:
+    def measure_alone(self, name: str, rounds: int, steps: int) -> None:
+        """Start a world for one that has no room beside DDP's; it is compared with the median of DDP's turns before."""
+        self._close(["ddp"])
+        seconds: list[float] = []
         try:
-            return worlds[name].turn(steps)
+            self._set_up(name)
+            while name in self._worlds and len(seconds) < rounds:
+                if reports := self._turn(name, steps):
+                    seconds.append(max(statistics.fmean(report.seconds) for report in reports))
+                    base = [statistics.median(self._ddp)] * len(seconds)
+                    self._note(name, f"alone {len(seconds)} of {rounds}", seconds, base)
+        finally:
+            self._close([name])
+
+    def _set_up(self, name: str) -> None:
+        """The first two steps, which build, allocate, and learn the order of units."""
+        if name in self._worlds:
+            return
+        engine = ENGINES[name]
+        start = time.perf_counter()
+        self._worlds[name] = World(self.ranks, partial(engine.train, self.task), dict(engine.environment))
+        self._losses[name] = []
+        if self._turn(name, 1):
+            print(f"  set up          {engine.label:26}{time.perf_counter() - start:7.1f} s", flush=True)
+
+    def _turn(self, name: str, steps: int) -> list[Report]:
+        try:
+            reports = self._worlds[name].turn(steps)
         except WorldFailed as error:
+            self._close([name])
+            if name == "ddp":
+                raise
             print(f"{ENGINES[name].label} failed: {error}", flush=True)
-            worlds.pop(name).close()
             return []
+        self._losses[name] += [[*step] for step in zip(*(report.losses for report in reports), strict=True)]
+        return reports
+
+    def _note(self, name: str, turn: str, seconds: list[float], base: list[float]) -> None:
+        """Print the turn, and bring the row up to date."""
+        if name == "ddp":
+            self._ddp.append(seconds[-1])
+            seconds = base = self._ddp
+        ratios = [a / b for a, b in zip(seconds, base, strict=True)]
+        print(f"  {turn:16}{ENGINES[name].label:26}{1000 * seconds[-1]:7.1f} ms{ratios[-1]:8.3f}x", flush=True)
+        self.rows[name] = summary(name, seconds, ratios, difference(self._losses[name], self._losses["ddp"]))
+        self.rows[name]["alone"] = turn.startswith("alone")
+        self._keep(dict(self.sorted_rows()))
+
+    def _close(self, names: list[str]) -> None:
+        for name in names:
+            if name in self._worlds:
+                self._worlds.pop(name).close()
 
     def lines(self) -> list[str]:
         """For a person, with the differences that the goals are about."""
@@ -119,26 +180,26 @@ def summary(name: str, seconds: list[float], ratios: list[float], loss_differenc
 
 
 def difference(losses: list[list[float]], expected: list[list[float]]) -> float:
-    """The largest relative difference of any step's loss on any rank."""
-    pairs = [pair for ours, ddp in zip(losses, expected, strict=True) for pair in zip(ours, ddp, strict=True)]
+    """The largest relative difference of any step's loss on any rank; ``expected`` may go further."""
+    pairs = [pair for ours, ddp in zip(losses, expected, strict=False) for pair in zip(ours, ddp, strict=True)]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
 def groups(names: list[str], numel: int, ranks: int, memory: float) -> list[list[str]]:
-    """Engines whose worlds fit into memory together with one of DDP; each alone with it where not even two do."""
+    """Engines whose worlds fit into memory together with one of DDP. One that does not is in none."""
 
-    def needed(name: str) -> float:
-        return ranks * (PROCESS_NBYTES + ENGINES[name].peak * numel)
+    def fit(group: list[str]) -> bool:
+        engines = [ENGINES[name] for name in ("ddp", *group)]
+        rest = sum(engine.process + engine.rest * numel for engine in engines)
+        return ranks * (rest + max(engine.peak - engine.rest for engine in engines) * numel) <= memory
 
-    found: list[list[str]] = []
-    left = 0.0
+    found: list[list[str]] = [[]]
     for name in names:
-        if not found or needed(name) > left:
-            found.append([])
-            left = memory - needed("ddp")
-        found[-1].append(name)
-        left -= needed(name)
-    return found or [[]]
+        if fit([*found[-1], name]):
+            found[-1].append(name)
+        elif fit([name]):
+            found.append([name])
+    return found
 
 
 def plot(cases: list[dict[str, Any]], path: Path) -> None:
@@ -156,7 +217,7 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
             field.axis("off")
             continue
         case = cases[number]
-        rows = list(case["engines"].values())[::-1]
+        rows = [case["engines"][name] for name in ENGINES if name in case["engines"]][::-1]
         shades = ["#e6550d" if row["ours"] else colours[row["stage"]] for row in rows]
         bars = field.barh([row["label"] for row in rows], [row["ratio"] for row in rows], color=shades)
         field.bar_label(bars, fmt="%.2f", padding=2)
@@ -168,17 +229,18 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure all cases, print their tables, and write JSON and plot."""
+    restart_with(MALLOC)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=["10m", "50m", "125m"])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4], help="numbers of ranks")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="only these, and DDP")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each engine (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps in a turn (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, nargs=2, default=(4, 128), help="a rank's sequences and their length")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="only these, beside DDP")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each engine (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps in a turn (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(2, 64), help="a rank's sequences and their length")
     parser.add_argument("--wire", action="store_true", help=f"short for --tokens {WIRE[0]} {WIRE[1]}")
     parser.add_argument(
-        "--memory-gib", type=float, help="what worlds may take together (default: 80 %% of what is free)"
+        "--memory-gib", type=float, help="what worlds may take together (default: 90 %% of what is free)"
     )
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of JSON and plot")
     options = parser.parse_args()
@@ -189,23 +251,42 @@ def main() -> None:
     print(results.headline(found))
     for package in sorted(missing):
         print(f"left out: {package} is not installed")
-    cases = []
     for model in options.models:
-        numel = numel_of(*SIZES[model])
         for precision in options.precisions:
             for ranks in options.worlds:
-                tokens = WIRE if options.wire else tuple(options.tokens)
-                batch = f"{tokens[0]}x{tokens[1]}"
-                print(f"\n{model} ({numel / 1e6:.1f} million), {precision}, {ranks} ranks, {batch} tokens", flush=True)
-                table = Table(Task(*SIZES[model], precision, tokens), ranks)
-                memory = 2**30 * options.memory_gib if options.memory_gib else 0.8 * results.available()
-                for group in groups(names, numel, ranks, memory):
-                    table.measure(group, options.rounds, options.steps)
-                print("\n".join(table.lines()), flush=True)
-                case = {"model": model, "numel": numel, "precision": precision, "ranks": ranks, "batch": batch}
-                cases.append({**case, "engines": dict(table.sorted_rows()), "run": found})
-                everything = results.save(options.results / "step_time.json", cases, KEY)
-    plot(everything, options.results / "step_time.svg")
+                case = {"model": model, "numel": numel_of(*SIZES[model]), "precision": precision, "ranks": ranks}
+                run_case({**case, "run": found}, names, options)
+
+
+def run_case(case: dict[str, Any], names: list[str], options: argparse.Namespace) -> None:
+    """Measure one case, print its table, and save it after every turn."""
+    tokens = WIRE if options.wire else tuple(options.tokens)
+    case["batch"] = batch = f"{tokens[0]}x{tokens[1]}"
+    model, numel, precision, ranks = (case[name] for name in ("model", "numel", "precision", "ranks"))
+    print(f"\n{model} ({numel / 1e6:.1f} million), {precision}, {ranks} ranks, {batch} tokens", flush=True)
+    memory = 2**30 * options.memory_gib if options.memory_gib else 0.9 * results.available()
+    together = groups(names, numel, ranks, memory)
+    alone = [name for name in names if not any(name in group for group in together)]
+    for name in alone:
+        print(f"{ENGINES[name].label} does not fit into memory beside DDP: it comes alone, after all others")
+    if len(together) > 1:
+        print(f"all at once do not fit into memory: {len(together)} groups, one after the other, each beside DDP")
+    everything: list[dict[str, Any]] = []
+
+    def keep(rows: dict[str, dict[str, Any]]) -> None:
+        everything[:] = results.save(options.results / "step_time.json", [{**case, "engines": rows}], KEY)
+
+    try:
+        with Table(Task(*SIZES[model], precision, tokens), ranks, keep) as table:
+            for group in together:
+                table.measure(group, options.rounds, options.steps)
+            for name in alone:
+                table.measure_alone(name, options.rounds, options.steps)
+    except WorldFailed as error:
+        print(f"DDP failed, with which all are compared: {error}", flush=True)
+    print("\n".join(table.lines()), flush=True)
+    if everything:
+        plot(everything, options.results / "step_time.svg")
 
 
 if __name__ == "__main__":

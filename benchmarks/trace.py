@@ -213,7 +213,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(**chosen, folder=folder)
-        mp.spawn(_run, args=(setting, free_port()), nprocs=setting.ranks)
+        method = "spawn" if setting.device == "cuda" else "fork"  # the latter saves an import
+        mp.start_processes(_run, (setting, free_port()), nprocs=setting.ranks, start_method=method)
         ranges = [Range(**found) for found in json.loads((Path(folder) / "ranges.json").read_text())]
         output.mkdir(parents=True, exist_ok=True)
         (output / "trace.json.gz").write_bytes((Path(folder) / "trace.json.gz").read_bytes())

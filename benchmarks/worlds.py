@@ -29,6 +29,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 _PR_SET_PDEATHSIG = 1
 
 
+def restart_with(variables: dict[str, str]) -> None:
+    """Begin this program anew unless these variables are set: libc reads its own once, and forked ranks never."""
+    if any(name not in os.environ for name in variables):
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **variables})
+
+
 @dataclass
 class Report:
     """One turn on one rank: seconds of each step but the first, and losses of all of them; ``extra`` for the asker."""
@@ -86,6 +93,8 @@ class Turns:
         seconds = [after - before for before, after in zip(self._stamps, self._stamps[1:], strict=False)]
         losses = [float(loss) for loss in self._losses]
         self._losses.clear()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)  # others compute now, and need what was freed; the next first step pays
         self._commands.send(Report(seconds[1:] or seconds, losses, self.at_end()))
 
 

@@ -44,13 +44,31 @@ def test_cases_of_earlier_runs_stay_unless_measured_again(tmp_path: Path, result
     assert found == [(50, 2, 3), (50, 4, 4), (125, 2, 1)]
 
 
+def test_rows_of_earlier_runs_stay_with_the_run_they_are_from(tmp_path: Path, results: ModuleType) -> None:
+    path = tmp_path / "found.json"
+    for run, rows in (("a", {"ddp": 1, "zero1": 2}), ("b", {"ddp": 3, "zero2": 4}), ("c", {"zero3": 5})):
+        engines = {name: {"ms": ms} for name, ms in rows.items()}
+        results.save(path, [{"numel": 50, "run": run, "engines": engines}], ("numel",))
+
+    (case,) = json.loads(path.read_text())["cases"]
+    assert case["run"] == "c"
+    assert case["engines"] == {
+        "zero1": {"ms": 2, "run": "a"},
+        "ddp": {"ms": 3, "run": "b"},
+        "zero2": {"ms": 4, "run": "b"},
+        "zero3": {"ms": 5},
+    }
+
+
 def test_worlds_that_wait_fit_into_memory_beside_ddp(step_time: ModuleType) -> None:
-    # Two ranks of 100 million parameters: DDP 2 * (0.35 + 1.9) = 4.5 GB, FSDP2 3.1, zero3 3.5.
+    # Two ranks of 100 million parameters wait with, in GB: DDP 2 * (0.1 + 1.7) = 3.6, FSDP2 2 * (0.1 + 0.8) = 1.8,
+    # zero3 2 * (0.1 + 1.4) = 3.0; and one trains, FSDP2 with 2 * (2.2 - 0.8) = 2.8 more, zero3 with 1.0.
     names = ["fsdp2", "zero3", "fsdp2-whole"]
 
-    assert step_time.groups(names, 10**8, 2, 11.2e9) == [["fsdp2", "zero3"], ["fsdp2-whole"]]
-    assert step_time.groups(names, 10**8, 2, 11.0e9) == [["fsdp2"], ["zero3"], ["fsdp2-whole"]]
-    assert step_time.groups(names, 10**8, 2, 1e9) == [["fsdp2"], ["zero3"], ["fsdp2-whole"]]
+    assert step_time.groups(names, 10**8, 2, 13.1e9) == [names]
+    assert step_time.groups(names, 10**8, 2, 11.3e9) == [["fsdp2", "zero3"], ["fsdp2-whole"]]
+    assert step_time.groups(names, 10**8, 2, 11.1e9) == [["fsdp2"], ["zero3"], ["fsdp2-whole"]]
+    assert step_time.groups(names, 10**8, 2, 7.7e9) == [["zero3"]]
     assert step_time.groups([], 10**8, 2, 1e9) == [[]]
 
 
