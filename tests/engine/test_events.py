@@ -97,6 +97,7 @@ def test_equal_spans_are_told_apart() -> None:
     assert [what for what, *_ in listener.heard] == ["begin", "begin", "end", "end"]
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11, once
 def test_a_profiler_shows_ranges() -> None:
     spans = Spans()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

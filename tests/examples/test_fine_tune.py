@@ -13,7 +13,7 @@ from examples.fine_tune import FineTunedGPT, LowRankLinear, PackageText
 from examples.language_model import ByteGPT
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.comm import ControlGroup
-from tests.helpers.script import ROOT, run_script
+from tests.helpers.script import ROOT, run_forked
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "context": 64}
 
@@ -66,7 +66,7 @@ def test_a_run_from_a_sharded_checkpoint(tmp_path: Path) -> None:
     base = {"state_dict": ByteGPT(**TINY).state_dict()}
     save_checkpoint_directory(base, tmp_path / "base.ckpt", ControlGroup(None), plan_summary={})
 
-    stdout, stderr = run_script(
+    stdout, stderr = run_forked(
         [
             str(ROOT / "examples" / "fine_tune.py"),
             "fit",

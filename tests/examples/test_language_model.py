@@ -24,7 +24,7 @@ from examples.language_model import (
     generate,
     in_validation,
 )
-from tests.helpers.script import ROOT, Finished, run_script
+from tests.helpers.script import ROOT, Finished, run_forked
 
 CONFIGS = sorted((ROOT / "configs").glob("zero*.yaml"))
 
@@ -256,7 +256,7 @@ STEPS = 30
 
 def run_example(command: str, config: Path, data: Path, folder: Path, *options: str) -> Finished:
     """A small model on the text files in ``data``, with the configuration as it is otherwise."""
-    return run_script(
+    return run_forked(
         [
             str(ROOT / "examples" / "language_model.py"),
             command,
@@ -276,6 +276,7 @@ def run_example(command: str, config: Path, data: Path, folder: Path, *options: 
         ],
         cwd=folder,
         timeout=240,
+        ranks=2,
     )
 
 

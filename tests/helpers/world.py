@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-__all__ = ["Failure", "WorldError", "free_port", "run_world", "subprocess_env"]
+__all__ = ["Failure", "WorldError", "free_port", "rank_environment", "run_world", "subprocess_env"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,7 +148,7 @@ def subprocess_env(**variables: str) -> dict[str, str]:
     """The environment for a test that starts its own processes: ours, without a trace of a world or of pytest."""
     foreign = ("PYTEST_", "TORCHELASTIC_", "SLURM_", "LIGHTNING_", "PL_")
     ours = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    for name in _rank_environment(0, 1, 0):
+    for name in rank_environment(0, 1, 0):
         ours.pop(name, None)
     path = os.pathsep.join(filter(None, (str(ROOT), ours.get("PYTHONPATH"))))
     return {**ours, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **_LOOPBACK, **variables}
@@ -256,7 +256,8 @@ def _reserved_port() -> Iterator[int]:
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if any(name == "lo" for _, name in socket.if_nameindex()) else {}
 
 
-def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that ``torchrun`` sets."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -308,7 +309,7 @@ def _redirect_output(path: Path) -> None:
 def _prepare(rank: int, setting: _Setting) -> None:
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.update(_rank_environment(rank, setting.world_size, setting.port))
+    os.environ.update(rank_environment(rank, setting.world_size, setting.port))
     os.environ.update(_LOOPBACK)
     os.environ.update(setting.environment)
     rank_zero_only.rank = rank

@@ -1,10 +1,10 @@
-"""A training in a process that may have only so much memory: ``python -m tests.strategy.limited KIND STAGE FOLDER``.
+"""A training in a process that may have only so much memory: ``python -m tests.strategy.limited STAGE FOLDER``.
 
-``KIND`` is ``files`` (``NvmeOffload``) or ``none``. Beyond what the process has before it makes the model, it may have
-what the plan of the run with files expects, and ``SLACK_NBYTES``. The limit is the system's own (``RLIMIT_DATA``: heap
-and private mappings, touched or not), so that it is hard and needs no privilege.
+It is trained twice, in a process each: with ``none``, and with ``files`` (``NvmeOffload``). Beyond what the process has
+before it makes the model, it may have what the plan of the run with files expects, and ``SLACK_NBYTES``. The limit is
+the system's own (``RLIMIT_DATA``: heap and private mappings, touched or not): it is hard, and needs no privilege.
 
-Prints one line of JSON: what was allowed, expected and found, in bytes.
+Prints one line of JSON: what was allowed, expected and found, in bytes, for each of the two.
 """
 
 from __future__ import annotations
@@ -138,13 +138,12 @@ def status(name: str) -> int:
     return int(lines[name].split()[0]) * 1024
 
 
-def main(kind: str, stage: int, folder: Path) -> dict[str, Any]:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+def limited(kind: str, stage: int, folder: Path) -> dict[str, Any]:
+    """What a process has found that has imported everything, and has no limit yet."""
     case, plan = CASES[stage], plan_of(stage, folder)
     device, host = plan.expected_memory(), plan.expected_host_memory()
     disk = plan.expected_disk()
-    train(kind, stage, folder, layers=2, width=WIDTH)  # imports, threads and libraries are the process, not the run
+    train(kind, stage, folder, layers=2, width=WIDTH)  # threads and libraries are the process, not the run
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     process_rss, process_data = status("VmRSS"), status("VmData")
@@ -172,5 +171,27 @@ def main(kind: str, stage: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def main(stage: int, folder: Path) -> dict[str, Any]:
+    """What was found, by kind."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for kind in ("none", "files"):
+        reader, writer = os.pipe()
+        pid = os.fork()  # of a process that has no other threads, as nothing was computed
+        if pid == 0:
+            code = 1
+            try:
+                os.write(writer, json.dumps(limited(kind, stage, folder)).encode())
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(writer)
+        with open(reader) as pipe:
+            found[kind] = json.loads(pipe.read())
+        os.waitpid(pid, 0)
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))))
+    print(json.dumps(main(int(sys.argv[1]), Path(sys.argv[2]))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,24 +15,21 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /pro
 MIB = 2**20
 
 
-@pytest.fixture
-def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``limited(kind, stage)``: what a limited process has found."""
-    # What is freed goes back to the system, instead of staying with the C library for later: the limit and the peak are
-    # then about what is in use. Otherwise the peak of one and the same run varies by 40 MB.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-
-    def run(kind: str, stage: int) -> dict[str, Any]:
-        arguments = ["-m", "tests.strategy.limited", kind, str(stage), str(tmp_path)]
-        return json.loads(run_script(arguments, cwd=tmp_path, timeout=100).stdout.splitlines()[-1])
-
-    return run
+@pytest.fixture(scope="module", params=[2, 3], ids=["stage 2", "stage 3"])
+def limited(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What limited processes have found, by kind of offload."""
+    folder = tmp_path_factory.mktemp("limited")
+    with pytest.MonkeyPatch.context() as patch:
+        # What is freed goes back to the system, instead of staying with the C library for later: the limit and the peak
+        # are then about what is in use. Otherwise the peak of one and the same run varies by 40 MB.
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+        patch.setenv("MALLOC_ARENA_MAX", "1")
+        arguments = ["-m", "tests.strategy.limited", str(request.param), str(folder)]
+        return json.loads(run_script(arguments, cwd=folder, timeout=200).stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_state_that_has_no_room_in_memory_is_trained_in_files(limited: Any, stage: int) -> None:
-    found = limited("files", stage)
+def test_state_that_has_no_room_in_memory_is_trained_in_files(limited: dict[str, Any]) -> None:
+    found = limited["files"]
 
     assert found["error"] is None
     # 32 layers of 1024 * 1024 + 1024, two tensors of fp32 each, are more than the whole run is allowed.
@@ -46,9 +42,8 @@ def test_state_that_has_no_room_in_memory_is_trained_in_files(limited: Any, stag
     assert found["left"] == []
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_same_training_without_files_has_no_room(limited: Any, stage: int) -> None:
-    found = limited("none", stage)
+def test_the_same_training_without_files_has_no_room(limited: dict[str, Any]) -> None:
+    found = limited["none"]
 
     assert found["losses"] is None
     assert "alloc" in found["error"], found["error"]
