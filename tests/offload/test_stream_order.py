@@ -35,6 +35,8 @@ class SimulatedEvent:
 class SimulatedStreams:
     """Stands in for ``Streams`` of a CUDA device."""
 
+    beside = True
+
     def __init__(self) -> None:
         self.behind: dict[str, set[str]] = {"compute": set(), "gather": set(), "transfer": set()}
         self.current = "compute"
