@@ -17,7 +17,7 @@ A phase ends with one small agreement on the host. A phase is a stretch of forwa
 A unit that is needed while another one computes in its slot is gathered into memory of its own, for that once: with one
 slot (``prefetch=0``) and activation checkpointing around blocks, the block that is recomputed and the one behind it.
 Afterwards the slot still holds the other one, and the unit is nowhere. That is recorded with the order, or the ledger
-would promise the unit at its next use.
+would promise the unit at its next use. So is a use of the unit while it lies there, for which nothing is gathered.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class OrderChange:
 class _Order(NamedTuple):
     uses: tuple[int, ...]
     beside: frozenset[int]
+    held: frozenset[int]
     prefetch: int
 
 
@@ -59,11 +60,14 @@ class _Phase:
     place: str
     uses: tuple[int, ...] | None  # the order to replay; None: record
     beside: frozenset[int] = frozenset()  # which of its uses do not get the slot
+    held: frozenset[int] = frozenset()  # which find their unit beside its slot already, in use
     prefetch: int = 0
     cursor: int = 0  # next expected use
     issued: int = 0  # uses[:issued] have been gathered or were resident
     seen: list[int] = field(default_factory=list)
-    aside: set[int] = field(default_factory=set)  # which of those seen did not get the slot, while recording
+    aside: set[int] = field(default_factory=set)  # while recording: which of those seen did not get the slot,
+    apart: set[int] = field(default_factory=set)  # units for which that was so at last,
+    again: set[int] = field(default_factory=set)  # and which of those seen found their unit beside it
     served: list[int] = field(default_factory=list)
     change: OrderChange | None = None
 
@@ -131,9 +135,13 @@ class UnitOrder:
         uses = phase.uses
         if uses is None:
             if not self._resident(unit):
+                phase.apart.discard(unit)
                 if not self._may_take(unit):
                     phase.aside.add(len(phase.seen) - 1)
+                    phase.apart.add(unit)
                 self._ask(unit, None)
+            elif unit in phase.apart:
+                phase.again.add(len(phase.seen) - 1)
             return
         cursor = phase.cursor
         position = cursor if cursor < len(uses) and uses[cursor] == unit else self._find(phase, unit)
@@ -190,6 +198,10 @@ class UnitOrder:
         void = set(units)
         self._ledger = {slot: unit for slot, unit in self._ledger.items() if unit not in void}
 
+    def record_anew(self, beginning: str) -> None:
+        """Forget the orders of phases whose names begin so. The same call on every rank."""
+        self._recorded = {name: order for name, order in self._recorded.items() if not name.startswith(beginning)}
+
     def abandon(self) -> None:
         """Drop the phase after an error; recorded orders stay."""
         self._phase, self.recording = None, False
@@ -216,6 +228,8 @@ class UnitOrder:
         position = phase.issued
         unit = (phase.uses or ())[position]
         phase.issued += 1
+        if position in phase.held:
+            return
         slot = self._slots[unit]
         if self._ledger.get(slot) != unit:
             if position not in phase.beside:
@@ -238,8 +252,11 @@ class UnitOrder:
             unit = uses[phase.issued]
             slot = self._slots[unit]
             holder = self._ledger.get(slot)
-            # Not what is needed now (uses[cursor - 1], not pinned yet) or before this one.
-            if holder != unit and (holder in uses[phase.cursor - 1 : phase.issued] or not self._may_take(unit)):
+            # Not what is needed now (uses[cursor - 1], not pinned yet) or before this one. What is needed now may be in
+            # the slot although the ledger has another unit there: it was to lie beside it, and found it free.
+            needed = slot == self._slots[uses[phase.cursor - 1]]
+            before = holder in uses[phase.cursor - 1 : phase.issued]
+            if holder != unit and (needed or before or not self._may_take(unit)):
                 return
             self._issue_next(phase)
 
@@ -273,8 +290,9 @@ class UnitOrder:
         if phase.uses is None:
             # Ranks that took different units agree on what was gathered, in which order; looking ahead in it would
             # throw out units that a rank still needs.
-            own = _Order(tuple(phase.seen), frozenset(phase.aside), self._prefetch)
-            self._recorded[phase.name] = own if agreed else _Order(tuple(phase.served), frozenset(), 0)
+            own = _Order(tuple(phase.seen), frozenset(phase.aside), frozenset(phase.again), self._prefetch)
+            served = _Order(tuple(phase.served), frozenset(), frozenset(), 0)
+            self._recorded[phase.name] = own if agreed else served
         elif phase.change is not None:
             self._changes[phase.name] = self._changes.get(phase.name, 0) + 1
             if self._changes[phase.name] == 1:
@@ -286,4 +304,4 @@ class UnitOrder:
 
 
 def _signature(phase: _Phase) -> int:
-    return zlib.crc32(f"{phase.seen}{sorted(phase.aside)}".encode())
+    return zlib.crc32(f"{phase.seen}{sorted(phase.aside)}{sorted(phase.again)}".encode())

@@ -118,6 +118,8 @@ class Residency:
                     if not unit.pins:
                         unit.release()
                 self._order.forget([unit.index for unit in self._whole])
+                if name.startswith("forward"):  # its backward has to find the slots filled again: that is all new, too
+                    self._order.record_anew("backward")
             self._collectives.shards_changed()
             if self.root is not None:
                 self.acquire(self.root)

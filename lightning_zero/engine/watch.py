@@ -51,7 +51,7 @@ class ParameterWatch:
         if owners is None:
             owners = self._owners[unit.index] = self._find_owners(unit)
         for owner, key, parameter in owners:
-            if owner.get(key) is not parameter:
+            if owner["_parameters"].get(key) is not parameter:
                 raise ParameterAccessError(
                     f"Parameter '{self._names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
                     "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "
@@ -117,7 +117,7 @@ class ParameterWatch:
             for spec, parameter in zip(flat.layout.parameters, flat.parameters, strict=True):
                 for name in (spec.name, *spec.aliases):
                     prefix, _, key = name.rpartition(".")
-                    owners.append((self._module.get_submodule(prefix)._parameters, key, parameter))
+                    owners.append((vars(self._module.get_submodule(prefix)), key, parameter))
         return owners
 
 

@@ -277,8 +277,20 @@ def build_plan(
         offload=validate_offload(offload, chosen),
     )
     if chosen.shards_parameters:
+        _refuse_weights_that_write_to_themselves(module)
         return _plan_units(units_of(tree, rules), settings)
     return _plan_buckets(make_buckets([held.spec for held in tree.parameters], bucket_nbytes, dtypes=dtypes), settings)
+
+
+def _refuse_weights_that_write_to_themselves(module: nn.Module) -> None:
+    """``max_norm`` scales the rows that a forward looks up in place: in gathered weights, which are given up then."""
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ValueError(
+                f"'{name}' is a {type(child).__name__} with max_norm={child.max_norm}, which changes its weight in "
+                "every forward. With sharded parameters (stage 3) that would be lost. Use stage 2, or scale the rows "
+                "in on_train_batch_end inside `with lightning_zero.full_parameters(module):`."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

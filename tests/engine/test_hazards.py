@@ -444,6 +444,17 @@ def test_parameters_that_were_replaced_are_noticed() -> None:
         assert "layers.1.up.weight" in message
 
 
+def test_a_module_that_was_built_anew_is_noticed() -> None:
+    def body(driver: Driver, step: int) -> None:
+        driver.backward(driver.loss(step))
+        driver.step()
+        layer = driver.model.layers[1].up
+        layer.__init__(layer.in_features, layer.out_features)  # type: ignore[misc]
+
+    for message in failures_of(body, 3):
+        assert "layers.1.up.weight" in message
+
+
 def test_a_cast_of_the_module_during_training_is_noticed() -> None:
     """The engine would bind the old memory again at the next forward, and the cast would be silently undone."""
 

@@ -288,6 +288,19 @@ def test_a_unit_that_was_beside_its_slot_is_gathered_for_its_next_use(prefetch: 
         assert found == [(None, True, [0, 1, 1])] * 4
 
 
+def test_a_unit_that_lies_beside_its_slot_is_not_gathered_again_while_it_is_in_use() -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(3):
+            rank.issued.clear()
+            rank.order.open("backward", "backward")
+            rank.use(0, lambda: rank.use(1, lambda: rank.use(1)))
+            assert rank.order.close()[1:] == (None, True)
+            assert rank.issued == [0, 1]
+            rank.step()
+
+    world(2, [0, 0], 0, body)
+
+
 def test_ranks_at_different_places_are_told_where() -> None:
     def body(rank: Rank) -> None:
         rank.order.open("forward", f"batch {rank.rank}")

@@ -18,11 +18,15 @@ WIDTH = 8
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.keeps = False  # what autograd saves, as it is
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.stale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.stale = self.linear.weight.detach()
+        if self.keeps:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                return x + self.linear(x).tanh()
         return x + self.linear(x).tanh()
 
 
@@ -83,3 +87,14 @@ def test_backward_in_a_known_order_of_a_forward_in_a_new_one_and_the_other_way_r
     run.engine._residency._order._recorded.pop("forward 0 of other_step")
     new = run.backward(run.forward("other_step"))
     assert all(torch.equal(first[name], known[name]) and torch.equal(first[name], new[name]) for name in first)
+
+
+def test_raw_views_of_a_slot_are_filled_again_by_the_backward_of_a_forward_in_a_new_order() -> None:
+    run = Run()
+    for block in run.module[1:]:
+        block.keeps = True
+    first = run.backward(run.forward("training_step"))
+    run.backward(run.forward("training_step"))
+    run.engine._residency._order._recorded.pop("forward 0 of training_step")
+    again = run.backward(run.forward("training_step"))
+    assert all(torch.equal(first[name], again[name]) for name in first)

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.cases import Stack
+from tests.helpers.cases import Block, Stack
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import (
@@ -74,6 +74,42 @@ def test_recomputed_blocks_share_one_slot_in_a_steady_order(use_reentrant: bool)
         return [str(warning.message) for warning in caught if "order of units changed" in str(warning.message)]
 
     assert run_world(2, play) == [[], []]
+
+
+class Teacher(Net):
+    """A block computes while another one is recomputed; and the block that had its slot is left out later on."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Stack(*[Block() for _ in range(9)]))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = self.model.layers
+        self.count += 1
+
+        def region(x: Tensor) -> Tensor:
+            student = layers[1](x)
+            with torch.no_grad():
+                teacher = layers[0](x)
+            return student + teacher
+
+        x = checkpoint(region, layers[3](self.model.stem(x)), use_reentrant=True)
+        return self.model.head(layers[6](x) if self.count <= 3 else x)
+
+
+def test_what_was_to_lie_beside_its_slot_and_finds_it_free_stays_until_it_has_computed() -> None:
+    def play(rank: int) -> list[list[Tensor]]:
+        found = []
+        for strategy in (zero(1), zero(3, prefetch=2)):
+            module = Teacher()
+            with quiet(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the order changes, which is what this is about
+                fit(strategy, module, 7)
+            found.append(list(module.losses))
+        return found
+
+    for first, third in run_world(2, play):
+        assert all(map(torch.equal, first, third))
 
 
 class CompiledBlocks(Net):
