@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import warnings
@@ -390,10 +391,14 @@ class LiveBytes(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.known[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage)
                 self.largest = max(self.largest, storage.nbytes())
-        self.known = {key: weak for key, weak in self.known.items() if not weak.expired()}
-        sizes = [self.size(weak) for weak in self.known.values()]
-        self.peak = max(self.peak, sum(sizes))
+        if self.alive() > self.peak:
+            gc.collect()  # what is only held by a cycle does not count, whenever Python gets to it
+            self.peak = max(self.peak, self.alive())
         return result
+
+    def alive(self) -> int:
+        self.known = {key: weak for key, weak in self.known.items() if not weak.expired()}
+        return sum(self.size(weak) for weak in self.known.values())
 
     @staticmethod
     def size(weak: Any) -> int:
@@ -410,6 +415,7 @@ def test_each_rank_holds_its_shard_and_at_most_one_unit() -> None:
             return Net(layers)
 
     def setup(rank: int) -> tuple[int, int, int, int]:
+        gc.freeze()  # what was imported need not be looked through again and again
         module = Module(build)
         with quiet():
             trainer = make_trainer(strategy(3))
