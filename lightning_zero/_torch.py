@@ -180,11 +180,18 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 def take_gradient(parameter: Tensor) -> Tensor | None:
     """A parameter's gradient, which it no longer has then; unseen by torch function modes. 2.11 to 2.13."""
     if not _modes():
-        gradient, parameter.grad = parameter.grad, None
+        gradient = _get_gradient(parameter)
+        _set_gradient(parameter, None)
         return gradient
     with torch._C.DisableTorchFunction():
-        gradient, parameter.grad = parameter.grad, None
+        gradient = _get_gradient(parameter)
+        _set_gradient(parameter, None)
     return gradient
+
+
+# The descriptor itself, past what a subclass of Parameter shows in its place.
+_get_gradient: Callable[[Tensor], Tensor | None] = getattr(Tensor.grad, "__get__")  # noqa: B009
+_set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "__set__")  # noqa: B009
 
 
 class untracked:

@@ -29,6 +29,8 @@ __all__ = ["GradientBucket"]
 
 _STRIDED = torch.strided
 _requires_grad: Any = getattr(Tensor.requires_grad, "__get__")  # noqa: B009 - a descriptor, whatever its type says
+_get_gradient: Any = getattr(Tensor.grad, "__get__")  # noqa: B009 - past what user code sees: ``engine/binding.py``
+_set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009
 
 
 class GradientBucket:
@@ -72,13 +74,16 @@ class GradientBucket:
         self._transfers = transfers
         self._leaving: Transfer | None = None  # brings the reduced gradients to the host, out of the full buffer
         count = len(flat.parameters)
+        self.numbers = [0] * count
+        """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
+        self.merged: set[int] = set()  # in the running backward: sums that are already in what arrives
         self.arrived = [False] * count  # in the running round
         self.local = [False] * count  # holds unreduced gradients of earlier micro-steps
         self.used = [False] * count  # had a gradient in an earlier round of the running backward
         self.full: Tensor | None = resident
         self.launched = False  # a reduction was started in the running backward
         self.dirty = False  # gradients arrived that no reduction has taken yet
-        self._views = views_of(resident, flat.layout) if resident is not None else None
+        self.views = views_of(resident, flat.layout) if resident is not None else None
         self._gaps = _gaps_of(resident, flat.layout) if resident is not None else []
         self._known: tuple[Tensor, list[Tensor], list[Tensor]] | None = (
             None  # the buffer that is given again, and views of it
@@ -120,12 +125,12 @@ class GradientBucket:
 
     def has_gradient(self, position: int) -> bool:
         """Whether this rank had a gradient for a parameter since the gradients were last cleared and published."""
-        return self.arrived[position] or self.used[position] or self._still_local(position)
+        return self.arrived[position] or self.used[position] or self.still_local(position)
 
     @property
     def has_gradients(self) -> bool:
         """Whether that is so for all of them."""
-        return self.complete or all(self.has_gradient(position) for position in range(len(self.arrived)))
+        return self.complete or all(map(self.has_gradient, range(len(self.arrived))))
 
     def give_buffer(self, full: Tensor | None, lasting: bool = False) -> None:
         """Collect into ``full`` from now on.
@@ -138,14 +143,14 @@ class GradientBucket:
             self._empty_buffer()
         self.full, self._plain = full, False
         if full is None:
-            self._views, self._gaps = None, []
+            self.views, self._gaps = None, []
             return
         if self._known is not None and self._known[0] is full:
-            _, self._views, self._gaps = self._known
+            _, self.views, self._gaps = self._known
             return
-        self._views, self._gaps = views_of(full, self.layout), _gaps_of(full, self.layout)
+        self.views, self._gaps = views_of(full, self.layout), _gaps_of(full, self.layout)
         if lasting:
-            self._known = (full, self._views, self._gaps)
+            self._known = (full, self.views, self._gaps)
 
     def collect_in_shard(self) -> bool:
         """Collect where the averages are to be, if no other rank adds to them and nothing is there. Returns whether."""
@@ -161,7 +166,7 @@ class GradientBucket:
             position: which parameter of the layout.
             gradient: full shape, any floating dtype. Read once.
         """
-        if self._views is None:
+        if self.views is None:
             raise RuntimeError(f"A gradient of unit '{self.unit.name}' arrived before memory for it was claimed.")
         if self._fresh and not torch.is_grad_enabled():
             self._fresh, self.dirty = False, True
@@ -177,10 +182,12 @@ class GradientBucket:
         with untracked():
             if gradient.layout is not _STRIDED:
                 gradient = gradient.to_dense()
-            if again:
-                self._views[position].add_(gradient)
+            if position in self.merged:
+                self.views[position].copy_(gradient)  # of itself, if the hooks left it where it was
+            elif again:
+                self.views[position].add_(gradient)
             else:
-                self._views[position].copy_(gradient)
+                self.views[position].copy_(gradient)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
         self._plain = (
@@ -198,11 +205,11 @@ class GradientBucket:
         """
         if not self._plain or self.missing < 2 or self.arrived[position] or torch.is_grad_enabled() or watched():
             return False
-        gradient = parameter.grad
-        if gradient is None or gradient.layout is not _STRIDED or self._views is None:
+        gradient = _get_gradient(parameter)
+        if gradient is None or gradient.layout is not _STRIDED or self.views is None:
             return False
-        self._views[position].copy_(gradient)
-        parameter.grad = None
+        self.views[position].copy_(gradient)
+        _set_gradient(parameter, None)
         self.arrived[position] = True
         self.missing -= 1
         return True
@@ -212,9 +219,9 @@ class GradientBucket:
 
         Afterwards ``missing`` says how many gradients of the round are left.
         """
-        if not self._plain or self.arrived[position] or gradient.layout is not _STRIDED or self._views is None:
+        if not self._plain or self.arrived[position] or gradient.layout is not _STRIDED or self.views is None:
             return False
-        self._views[position].copy_(gradient)
+        self.views[position].copy_(gradient)
         self.arrived[position] = True
         self.missing -= 1
         return True
@@ -233,7 +240,7 @@ class GradientBucket:
 
         Collective: every rank, in the agreed order of buckets.
         """
-        full, views = self.full, self._views
+        full, views = self.full, self.views
         if full is None or views is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
         if full is self.shard and self._plain and not self.missing:  # all of it is there, and nobody else's is to come
@@ -247,7 +254,7 @@ class GradientBucket:
         with untracked():
             empty = self._gaps
             if not self.complete:
-                missing = [i for i, a in enumerate(self.arrived) if not a and not self._still_local(i)]
+                missing = [i for i, a in enumerate(self.arrived) if not a and not self.still_local(i)]
                 empty = [*(views[position] for position in missing), *empty]
             if empty:
                 torch._foreach_zero_(empty)
@@ -308,9 +315,11 @@ class GradientBucket:
                 so that the optimizer skips a parameter that nobody used.
         """
         self.settle()
-        for parameter, view, had in zip(self._shard_parameters, self.shard_views, used, strict=True):
+        shown = zip(self._shard_parameters, self.shard_views, used, strict=True)
+        for position, (parameter, view, had) in enumerate(shown):
             if had and parameter is not None and parameter.grad is not view:
                 parameter.grad = view
+                self.numbers[position] += 1
         self.reset()
 
     def keep_local(self) -> None:
@@ -330,6 +339,7 @@ class GradientBucket:
                     with untracked():
                         view.copy_(own[position])
                 shard.parameter.grad = view
+                self.numbers[position] += 1
                 self.local[position], self.arrived[position] = True, False
 
     def reset(self) -> None:
@@ -338,6 +348,7 @@ class GradientBucket:
         self.arrived, self.local, self.used = [False] * count, [False] * count, [False] * count
         self.launched, self.dirty, self._plain, self._fresh = False, False, False, not self.in_place
         self.missing = count
+        self.merged.clear()
         self._pending, self._carry, self._leaving = None, None, None
         if self.resident is None:
             self.give_buffer(None)
@@ -346,7 +357,7 @@ class GradientBucket:
         parameter = self._shard_parameters[position]
         return parameter is not None and parameter.grad is not None
 
-    def _still_local(self, position: int) -> bool:
+    def still_local(self, position: int) -> bool:
         """Whether unreduced gradients of earlier micro-steps are there and were not cleared by ``zero_grad``."""
         return self.local[position] and self._has_grad(position)
 

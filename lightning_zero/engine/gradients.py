@@ -1,0 +1,173 @@
+"""What ``.grad`` of the user's parameters is: autograd's own gradient, one of earlier micro-steps, or slices.
+
+[Note: three gradients]
+* While a backward runs, and until the engine takes it over at the end of its accumulation, a gradient is autograd's:
+  this rank's own, whole. Tensor hooks and post-accumulate hooks see that one, added to what was accumulated before.
+* After micro-steps that do not reduce, where full gradients stay (``zero1``): the sum so far, whole and of this rank.
+* After a backward that reduces: the average, of which this rank has a slice. A ``SlicedGradient`` stands there, which
+  can be edited element by element, and says what to do where the whole is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._torch import untracked
+from lightning_zero.engine.binding import Binding, set_gradient
+from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.sliced_gradient import SlicedGradient
+from lightning_zero.engine.writes import Writes
+from lightning_zero.errors import ParameterAccessError
+
+__all__ = ["UserGradients"]
+
+
+class _Place(NamedTuple):
+    bucket: GradientBucket
+    position: int
+
+    @property
+    def shard(self) -> nn.Parameter | None:
+        """What the optimizer steps on."""
+        return self.bucket.flat.shards[self.position].parameter
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The sum of this rank's gradients over micro-steps, where that stays whole."""
+        bucket, position = self
+        if bucket.resident is None or bucket.views is None or not bucket.still_local(position):
+            return None
+        return bucket.views[position]
+
+
+class UserGradients:
+    """``.grad`` of all trainable parameters of an engine.
+
+    Args:
+        buckets: where gradients are collected and averaged.
+        writes: told of edits.
+        running: whether a backward runs.
+    """
+
+    def __init__(self, buckets: Iterable[GradientBucket], writes: Writes, running: Callable[[], bool]) -> None:
+        self._places = {
+            parameter: _Place(bucket, position)
+            for bucket in buckets
+            for position, parameter in enumerate(bucket.flat.parameters)
+        }
+        self._writes = writes
+        self._running = running
+        self._shown: dict[nn.Parameter, tuple[int, SlicedGradient]] = {}  # by the number of the gradient it is of
+
+    def read(self, binding: Binding, local: Tensor | None) -> Tensor | None:
+        """What ``.grad`` is. ``local``: what autograd holds there."""
+        parameter = binding.parameter
+        place = self._places.get(parameter)
+        if place is None:
+            return local
+        if local is not None:
+            return self._accumulated(binding, place, local)
+        whole = place.whole
+        if whole is not None:
+            return whole
+        return (
+            None if place.shard is None or place.shard.grad is None else self._sliced(binding, place, place.shard.grad)
+        )
+
+    def write(self, binding: Binding, value: Tensor | None) -> None:
+        """``.grad = value``, of which everything but this rank's slice is dropped, outside of a backward.
+
+        Raises:
+            ParameterAccessError: for a tensor that is not of the parameter's shape and dtype.
+        """
+        parameter = binding.parameter
+        place = self._places.get(parameter)
+        if place is None or place.shard is None or self._running():
+            set_gradient(parameter, value)
+            return
+        what, whole = f"the gradient of '{binding.name}'", place.whole
+        if value is None:
+            if place.shard.grad is not None and whole is None:
+                self._writes.note(f"{what} (None)", 0)
+            place.shard.grad = None
+            return
+        if value is whole or value is self._current(parameter, place):
+            return  # what ``p.grad += x`` assigns
+        if value.shape != parameter.shape or value.dtype != parameter.dtype:
+            raise ParameterAccessError(
+                f"A tensor of shape {list(value.shape)} and {value.dtype} was assigned to {what}, which has shape "
+                f"{list(parameter.shape)} and {parameter.dtype}."
+            )
+        with untracked():
+            if whole is not None:
+                whole.copy_(value)
+            elif isinstance(value, SlicedGradient):
+                self._writes.note(what, value.history)
+                self._replace(place, value.own)
+            else:
+                self._writes.note(what, value)
+                start, numel = place.bucket.flat.shards[place.position].start, place.shard.numel()
+                self._replace(place, value.reshape(-1).narrow(0, start if numel else 0, numel))
+
+    def _replace(self, place: _Place, own: Tensor) -> None:
+        """Let this rank's slice of a parameter's averaged gradient be ``own``: 1-D. Read once."""
+        bucket, position = place
+        view = bucket.shard_views[position]
+        view.copy_(own)
+        if place.shard is not None and place.shard.grad is None:
+            bucket.numbers[position] += 1
+            place.shard.grad = view
+
+    def _accumulated(self, binding: Binding, place: _Place, local: Tensor) -> Tensor:
+        """A gradient on its way through the user's hooks, with what was accumulated before, as autograd would show it.
+
+        Raises:
+            ParameterAccessError: if what was accumulated before is averaged already.
+        """
+        bucket, position = place
+        if not self._running():
+            return local
+        whole = place.whole
+        if whole is not None:
+            if position not in bucket.merged:
+                with untracked():
+                    whole.add_(local.to_dense() if local.layout is not torch.strided else local)
+                bucket.merged.add(position)
+                set_gradient(binding.parameter, whole)
+                return whole
+            return local
+        if place.shard is not None and place.shard.grad is not None:
+            raise ParameterAccessError(
+                f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation. In this stage the "
+                "gradients of earlier micro-steps are averaged and in slices already, so that their sum with this one "
+                "is not there. Use stage 1, a hook on the tensor (`parameter.register_hook`), which gets this "
+                "micro-step's gradient, or edit the sum in `on_before_optimizer_step`."
+            )
+        return local
+
+    def _current(self, parameter: nn.Parameter, place: _Place) -> Tensor | None:
+        number, shown = self._shown.get(parameter, (-1, None))
+        return shown if number == place.bucket.numbers[place.position] else None
+
+    def _sliced(self, binding: Binding, place: _Place, own: Tensor) -> SlicedGradient:
+        parameter, (bucket, position) = binding.parameter, place
+        number = bucket.numbers[position]
+        known = self._shown.get(parameter)
+        if known is not None and known[0] == number:
+            return known[1]
+        shard, name = bucket.flat.shards[position], binding.name
+
+        def alive() -> bool:
+            kept = shard.parameter is not None and shard.parameter.grad is not None
+            return kept and bucket.numbers[position] == number
+
+        def edited(digest: int) -> None:
+            self._writes.note(f"the gradient of '{name}'", digest)
+
+        sliced = SlicedGradient(own, shard.start, parameter.shape, name, alive, edited, parameter.device)
+        self._shown[parameter] = (number, sliced)
+        return sliced

@@ -1,0 +1,85 @@
+"""What user code wrote to parameters and gradients, so that the ranks find out where they wrote different things.
+
+Under plain data parallelism a rank that writes something else than the others goes on with a model of its own. Shards
+make one model, of which every rank holds a part, so there it would be a mixture that no rank meant. What is written is
+noted as a number that depends on every bit, and compared in an agreement that the ranks make anyway.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from torch import Tensor
+
+from lightning_zero.comm import ControlGroup
+from lightning_zero.engine.checksum import checksum
+from lightning_zero.errors import DivergenceError
+
+__all__ = ["Writes"]
+
+_REMEMBERED = 4096
+
+
+class Writes:
+    """The writes of one rank since the ranks last compared."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+        """0 if nothing was written."""
+        self._notes: list[tuple[str, int]] = []
+
+    def note(self, what: str, value: Tensor | int) -> None:
+        """Note one write.
+
+        Args:
+            what: to which parameter or gradient, in words that mean the same on every rank.
+            value: all of what is there now, or a number that tells it from others.
+        """
+        number = checksum(value) if isinstance(value, Tensor) else value
+        self.digest = zlib.crc32(f"{self.digest} {what} {number}".encode()) or 1
+        if len(self._notes) < _REMEMBERED:
+            self._notes.append((what, number))
+
+    def forget(self) -> None:
+        """The ranks have compared, or the step was given up."""
+        self.digest = 0
+        self._notes.clear()
+
+    def compare(self, digests: list[int], control: ControlGroup) -> None:
+        """Go on if all ranks wrote the same.
+
+        Args:
+            digests: of every rank, by rank; the same list on every rank.
+            control: the ranks.
+
+        Raises:
+            DivergenceError: on every rank, naming the first difference.
+
+        Collective: every rank.
+        """
+        if not any(digests):
+            return
+        if digests.count(digests[0]) < len(digests):
+            notes = control.gather_objects(self._notes)
+            self.forget()
+            raise DivergenceError(_difference(notes, digests))
+        self.forget()
+
+
+def _difference(notes: list[list[tuple[str, int]]], digests: list[int]) -> str:
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    pairs = zip(notes[0], notes[other], strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(notes[0]), len(notes[other])))
+    wrote = [f"rank {rank} {_said(notes[rank], place)}" for rank in (0, other)]
+    return (
+        f"The ranks wrote different things: {wrote[0]}, {wrote[1]}. Parameters and averaged gradients are one for all "
+        "ranks, of which each holds a part. Write the same on every rank: seed random numbers alike, reduce what a "
+        "write depends on over the ranks (`self.all_gather`, `sync_dist=True`), and do not ask for the rank before it."
+    )
+
+
+def _said(notes: list[tuple[str, int]], place: int) -> str:
+    if place >= len(notes):
+        return "wrote nothing more" if notes else "wrote nothing"
+    what, number = notes[place]
+    return f"wrote {what} (values {number & 0xFFFFFFFF:08x})"
