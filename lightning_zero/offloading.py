@@ -121,7 +121,8 @@ def offloaded_steps(engine: ZeroEngine, local_ranks: int) -> OffloadedSteps | No
         return None
 
     def window_stepped(flat: Flat, start: int, values: Tensor) -> tuple[()]:
-        return engine.part_stepped(cast("FlatParameters", flat), start, values)  # all that optimizers know are these
+        cast("FlatParameters", flat).refresh_part(start, values)  # all that optimizers know are these
+        return ()
 
     return OffloadedSteps(
         unit_stepped=engine.unit_stepped,

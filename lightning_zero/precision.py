@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchmetrics import Metric
 
 from lightning_zero.comm import ControlGroup
@@ -79,7 +80,6 @@ class ZeroPrecision(Precision):
         self._control = ControlGroup(None)
         self._adapter: Callable[[Optimizer], ShardedOptimizer] | None = None
         self._on_skip: Callable[[Optimizer], None] | None = None
-        self._watching: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     @classmethod
     def convert(cls, plugin: Precision) -> ZeroPrecision:
@@ -128,7 +128,6 @@ class ZeroPrecision(Precision):
         control: ControlGroup,
         adapter: Callable[[Optimizer], ShardedOptimizer],
         on_skip: Callable[[Optimizer], None],
-        watching: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Connect to a run.
 
@@ -137,13 +136,11 @@ class ZeroPrecision(Precision):
             control: agreements between hosts.
             adapter: finds the sharded view of an optimizer.
             on_skip: called when a step is skipped because gradients overflowed.
-            watching: around the user's hooks between backward and step, by name.
         """
         self._device_type = device.type
         self._control = control
         self._adapter = adapter
         self._on_skip = on_skip
-        self._watching = watching
 
     # ------------------------------------------------------------------- dtypes
 
@@ -161,7 +158,7 @@ class ZeroPrecision(Precision):
         """Whether ``convert_module`` has anything to do: then the parameters' values must be in memory first."""
         dtype = _TRUE.get(self.precision)
         return dtype is not None and any(
-            parameter.is_floating_point() and parameter.dtype is not dtype and type(parameter.data) is Tensor
+            parameter.is_floating_point() and parameter.dtype is not dtype and _is_plain(parameter)
             for child in module.modules()
             if self._casts(child, dtype)
             for parameter in child._parameters.values()
@@ -177,7 +174,7 @@ class ZeroPrecision(Precision):
         if not self._casts(module, dtype):
             return
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point() and type(parameter.data) is Tensor:
+            if parameter is not None and parameter.is_floating_point() and _is_plain(parameter):
                 parameter.data = parameter.data.to(dtype)
         if dtype is torch.float64 and not isinstance(module, Metric):
             for key, buffer in module._buffers.items():
@@ -233,8 +230,7 @@ class ZeroPrecision(Precision):
         overflow = False
         if self.scaler is not None and not nothing:
             overflow = self.scaler.unscale(self._sharded(optimizer).gradients(), self._control)
-        with self._watching("on_before_optimizer_step"):
-            self._after_closure(model, optimizer)
+        self._after_closure(model, optimizer)
         if overflow:
             if self._on_skip is not None:
                 self._on_skip(optimizer)
@@ -272,3 +268,9 @@ class ZeroPrecision(Precision):
         if self._adapter is None:
             raise RuntimeError("ZeroPrecision only works together with ZeroStrategy: Trainer(strategy='zero3', ...).")
         return self._adapter(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is made of one tensor, whatever it shows at the moment."""
+    composed: bool = is_traceable_wrapper_subclass(parameter)
+    return not composed

@@ -269,9 +269,7 @@ class ZeroStrategy(ParallelStrategy):
         self._setup_engine(self.lightning_module)
         self.checkpoints.begin(trainer.callbacks, training=fitting)  # type: ignore[attr-defined]
         self.model_to_device()
-        self.precision_plugin.attach(
-            self.root_device, self.engine.control, self.adapter, self._hold_schedulers, self.engine.watching
-        )
+        self.precision_plugin.attach(self.root_device, self.engine.control, self.adapter, self._hold_schedulers)
         if fitting:
             self.engine.prepare_training()
             if self._activation_policy is not None:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from lightning_zero._torch import storage_key
 from lightning_zero.config import ActivationPolicy
+from lightning_zero.engine.binding import get_data
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.recompute import Recomputation
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.saved import SavedOnHost
-from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.plan.recomputed import find_recomputed
 
 __all__ = ["Activations"]
@@ -79,8 +80,8 @@ class Activations:
         sharded = [unit for unit in self._engine.units if isinstance(unit, ShardedUnit)]
         tensors += [slot.buffer for unit in sharded for slot in (unit.home, unit.own) if slot is not None]
         module = self._engine.module
-        tensors += [tensor for tensor in (*module.parameters(), *module.buffers()) if type(tensor.data) is Tensor]
-        return frozenset(storage_key(tensor) for tensor in tensors)
+        tensors += [get_data(tensor) for tensor in (*module.parameters(), *module.buffers())]
+        return frozenset(storage_key(tensor) for tensor in tensors if type(tensor) is Tensor)
 
     def _stays(self, key: int) -> bool:
         return key in self._standing

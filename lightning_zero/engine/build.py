@@ -19,13 +19,14 @@ from lightning_zero.engine.flat import FlatParameters, ParameterShard, views_of
 from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.reducer import GradientReducer
 from lightning_zero.engine.replicated import ReplicatedUnit
+from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.slots import Slot
-from lightning_zero.engine.unit import ShardedUnit, Unit
+from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, UnitPlan, ZeroPlan, staging_nbytes
 
-__all__ = ["UnitBuilder", "build_reducer", "check_materialisable", "synchronise_buffers"]
+__all__ = ["UnitBuilder", "build_reducer", "check_materialisable", "copy_slice", "synchronise_buffers"]
 
 _UNRECORDED = (
     "'{name}' is on the meta device, and how it was to be initialised is not known. Build the module inside "
@@ -116,7 +117,7 @@ class UnitBuilder:
     def _put(self, value: Tensor, shard: ParameterShard) -> None:
         """Keep this rank's part of a parameter. A disk that fails is reported when all ranks are through."""
         try:
-            _copy_slice(value, shard.start, shard.data)
+            copy_slice(value, shard.start, shard.data)
         except OffloadError as error:
             self._failure = self._failure or error
 
@@ -324,6 +325,7 @@ def _as_bytes(value: Tensor) -> Tensor:
     return value.view(-1).as_strided((value.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
-def _copy_slice(value: Tensor, start: int, destination: Tensor) -> None:
+def copy_slice(value: Tensor, start: int, destination: Tensor) -> None:
+    """Make 1-D ``destination`` the elements of ``value`` from ``start`` on."""
     with untracked():
         destination.copy_(value.reshape(-1).narrow(0, start if destination.numel() else 0, destination.numel()))

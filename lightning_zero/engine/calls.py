@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero._torch import hook_gradient, sequence_number
 from lightning_zero.engine.events import Span
-from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.engine.sharded import ShardedUnit
 
 __all__ = ["ForwardCall", "hook_outputs", "refuse_double_backward"]
 

@@ -27,13 +27,14 @@ from lightning_zero._torch import (
 )
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.config import Tier
+from lightning_zero.engine.access import ParameterAccess
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, synchronise_buffers
 from lightning_zero.engine.calls import ForwardCall, hook_outputs, refuse_double_backward
 from lightning_zero.engine.deferred import InitRecord
 from lightning_zero.engine.events import Phase, Span, Spans
-from lightning_zero.engine.flat import FlatParameters, ParameterShard
+from lightning_zero.engine.flat import ParameterShard
 from lightning_zero.engine.hooks import EngineHooks
 from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.publishing import PublishedWeights
@@ -41,7 +42,8 @@ from lightning_zero.engine.reducer import GradientReducer, report_width
 from lightning_zero.engine.registry import forget, register
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.residency import Residency
-from lightning_zero.engine.unit import ShardedUnit, Unit
+from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.watch import ParameterWatch
 from lightning_zero.errors import OffloadError
 from lightning_zero.offload.homes import Homes
@@ -93,7 +95,7 @@ class ZeroEngine:
         self.device = homes.device
         self.streams = homes.streams
         self.spans = Spans()
-        placeholders = Placeholders()
+        self.placeholders = placeholders = Placeholders()
         self.units: list[Unit] = UnitBuilder(module, plan, collectives, control, homes, placeholders, record).build()
         synchronise_buffers(module, collectives, homes.device, record)
         flats = [flat for unit in self.units for flat in unit.flats]
@@ -108,14 +110,13 @@ class ZeroEngine:
         self.updating = False  # between the beginning and the end of an optimizer step: masters may be half updated
         self.listeners: list[Callable[[], None]] = []  # told when masters were written from outside
         self._reducer: GradientReducer | None = None
-        self.placeholders = placeholders
-        frozen = [p for flat in flats if not flat.layout.trainable for p in flat.parameters]
-        self._watch = ParameterWatch(module, self.names, frozen, placeholders)
+        self._watch = ParameterWatch(module, self.names, flats)
         self._replicated = [u for u in self.units if isinstance(u, ReplicatedUnit) and not u.always_bound]
-        width = 4 + report_width(sum(flat.layout.trainable for flat in flats))
+        width = 5 + report_width(sum(flat.layout.trainable for flat in flats))
         self._agreement = Agreement(control, width, self.spans)
+        self.access = ParameterAccess(self)
         self._residency = self._make_residency()
-        self.weights = PublishedWeights(self._replicated, collectives, self.spans)
+        self.weights = PublishedWeights(self._replicated, collectives, self.spans, self.access.writes, module)
         self._stepped: Unit | None = None  # whose masters are on their way back from the host
         self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
         self._running: dict[str, Span | None] = {}  # stretches of time that begin and end in different calls
@@ -147,6 +148,7 @@ class ZeroEngine:
             self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.homes)
             self._reducer.spans = self.spans
             self._hooks.watch_gradients(self._reducer.buckets)
+            self.access.watch_gradients(self._reducer.buckets)
 
     # ----------------------------------------------------------------- forward
 
@@ -159,38 +161,25 @@ class ZeroEngine:
 
         Collective: every rank, with the same names in the same order.
         """
-        used = None
         if self._depth == 0:
             if self.updating and self.plan.offload is not None:
                 raise RuntimeError(_TORN.format(doing=f"{name} cannot run"))
             self._watch.check_trainable()
             for unit in self._sharded:
                 unit.outstanding = 0
-            used = self.weights.look_at(name, self._watch.would_watch(name))
         self.enter(name)
         try:
-            with self.watching(name, used):
-                yield
+            yield
+            self.leave(failed=False)
         except BaseException:
             self.abandon()
             raise
-        if used is not None:
-            self.weights.looked_at(name)
-        self.leave(failed=False)
-
-    @contextmanager
-    def watching(self, name: str, used: Callable[[nn.Parameter, bool], None] | None = None) -> Iterator[None]:
-        """The first time for a ``name``, raise at any use of what is not there: placeholders, and reduced gradients.
-
-        Raises:
-            ParameterAccessError: naming the parameter.
-        """
-        with self._watch.first_time(name, lambda: self._backwards > 0 and not self._in_backward, used):
-            yield
 
     def enter(self, name: str) -> None:
         """Begin a scope in which units may be needed; scopes nest."""
         self._recover()
+        if self._depth == 0 and not self._in_backward:
+            self.access.take_over()
         self._depth += 1
         if self._depth > 1 or self._in_backward:
             return
@@ -302,6 +291,7 @@ class ZeroEngine:
         if self._depth > 0:
             self._close_forward()
         else:
+            self.access.take_over(plain=False)
             self._segment = 0
         self.weights.bind()
         self._in_backward = True
@@ -367,7 +357,7 @@ class ZeroEngine:
             rows = self._residency.close(report)
         elif self._reduces_now and self._reducer is not None:
             place = f"backward {self._backwards} (of {self._scope})"
-            rows = [row[4:] for row in self._agreement.round(place, [0, 0, 0, 0, *report])]
+            rows = [row[5:] for row in self._agreement.round(place, [0, 0, 0, 0, 0, *report])]
         if self._reducer is not None:
             if self._reduces_now:
                 self._reducer.close(rows)
@@ -414,10 +404,14 @@ class ZeroEngine:
                 self.homes.settle()  # copies of what is about to be written
         self.weights.settle()  # other ranks may still be reading what is about to be written
         self._returned.clear()
+        self.access.take_over()
+        self.access.note_written()
         self._steps += 1
-        self._agreement.round(
-            f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
+        rows = self._agreement.round(
+            f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards",
+            [self.access.writes.digest],
         )
+        self.access.writes.compare([row[0] for row in rows], self.control)
         self.updating = True
         self._running["step"] = self.spans.begin(Phase.STEP, label)
 
@@ -462,20 +456,6 @@ class ZeroEngine:
         self._stepped.send_back(self.homes.transfers)
         self._returned.add(index)
 
-    def part_stepped(self, flat: FlatParameters, start: int, values: Tensor) -> tuple[()]:
-        """Bring a part of updated masters, which is about to go back to disk, to the compute copies.
-
-        Args:
-            flat: whose.
-            start: element of the shard.
-            values: 1-D on the host. Read before this returns.
-
-        Returns:
-            What still has to be waited for before ``values`` may change: nothing.
-        """
-        flat.refresh_part(start, values)
-        return ()
-
     def agree_stepped(self, failure: BaseException | None) -> None:
         """Tell the other ranks how the update went.
 
@@ -513,8 +493,24 @@ class ZeroEngine:
             self._returned.clear()
         self.after_optimizer_step(units)
         self.updating = torn
+        self.masters_were_written()
+
+    def masters_were_written(self) -> None:
+        """Tell optimizers that masters were written by something other than their step. Local."""
+        if self.plan.offload is not None:
+            self.homes.fetcher.forget()
         for listener in self.listeners:
             listener()
+
+    @property
+    def computes(self) -> bool:
+        """Whether a forward or a backward runs, in which units are gathered."""
+        return self._depth > 0 or self._in_backward
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs."""
+        return self._in_backward
 
     # ----------------------------------------------------------------- failure
 
@@ -532,6 +528,8 @@ class ZeroEngine:
         self._returned.clear()
         for unit in self.units:
             unit.forget_sent()
+            unit.note_written()
+        self.access.writes.forget()
         self._depth, self._in_backward, self._segment = 0, False, 0
         self.weights.unbind()
 
@@ -539,6 +537,7 @@ class ZeroEngine:
         """Take the hooks off the module. Its parameters stay as they are."""
         self.weights.settle()
         self._hooks.remove()
+        self.access.release()
         forget(self.module.modules())
 
     # ----------------------------------------------------------------- private
@@ -554,6 +553,8 @@ class ZeroEngine:
             self._memory_for_backward,
             self.homes.fetcher if self.plan.offload is not None else None,
             self.spans,
+            self.access.writes,
+            self.masters_were_written,
         )
 
     def _recover(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
+from lightning_zero.engine.binding import get_data, is_absent
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.flat import FlatParameters, views_of
 from lightning_zero.engine.replicated import ReplicatedUnit
@@ -72,7 +73,9 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
     failure: Exception | None = None
     with engine.paused():
         engine.agree(f"the beginning of {what}")
-        before = [(p, p.data) for u in units for f in u.flats for p in f.parameters]
+        engine.access.take_over()
+        bindings = [engine.access.bindings[p] for u in units for f in u.flats for p in f.parameters]
+        before = [(b, get_data(b.parameter), is_absent(b.parameter)) for b in bindings]
         changed: list[int] = []
         try:
             shown = [part for unit in units for part in _show(engine, unit)]
@@ -88,10 +91,15 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
             else:
                 changed = _keep(engine, shown)
         finally:
+            for binding, data, was_absent in before:
+                binding.held = False
+                if was_absent:
+                    binding.hide()
+                else:
+                    binding.show(data)
             for unit in units:
                 unit.held = False
-            for parameter, data in before:
-                parameter.data = data
+                unit.note_written()
         if changed:
             engine.masters_changed(changed)
     if failure is not None:
@@ -111,7 +119,7 @@ def give_back(engine: ZeroEngine) -> None:
     Collective: every rank.
     """
     with gathered(engine, engine.names):
-        full = [(parameter, parameter.data.clone()) for parameter in engine.names]
+        full = [(parameter, get_data(parameter).clone()) for parameter in engine.names]
     engine.detach()
     for parameter, data in full:
         parameter.data = data
@@ -154,7 +162,9 @@ def _show(engine: ZeroEngine, unit: Unit) -> list[_Shown]:
             own = flat.master
             full = gather_layout(engine, flat, own, f"full parameters of '{unit.name}'")
         for parameter, view in zip(flat.parameters, views_of(full, flat.layout), strict=True):
-            parameter.data = view
+            binding = engine.access.bindings[parameter]
+            binding.held = True
+            binding.show(view)
         shown.append(_Shown(unit=unit, flat=flat, full=full, own=own, shared=shared))
     unit.held = True
     return shown
@@ -205,7 +215,7 @@ def _collect(shown: Sequence[_Shown]) -> None:
     moved = []
     for part in shown:
         for parameter, view in zip(part.flat.parameters, views_of(part.full, part.flat.layout), strict=True):
-            data = parameter.data
+            data = get_data(parameter)
             if data.numel() and (data.data_ptr() != view.data_ptr() or data.stride() != view.stride()):
                 moved.append((view, data.clone()))
     for view, data in moved:

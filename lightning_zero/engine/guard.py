@@ -30,8 +30,8 @@ from lightning_zero._torch import (
     storage_key,
     top_saved_tensor_hooks,
 )
+from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.slots import Slot
-from lightning_zero.engine.unit import ShardedUnit
 from lightning_zero.engine.version_check import check_version
 
 __all__ = ["SavedTensorGuard"]
@@ -49,12 +49,14 @@ class _SlotView(NamedTuple):
         version: the weights it showed.
         view: of ``slot``, without a graph. Its values are the unit's whenever that is there.
         slot: the unit's home, or its own shard.
+        writes: how often user code had written to the parameter.
     """
 
     unit: ShardedUnit
     version: int
     view: Tensor
     slot: Slot
+    writes: int
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,13 @@ class SavedTensorGuard:
         if slot is not None and isinstance(slot.owner, ShardedUnit):
             unit = slot.owner
             if slot is unit.home or slot is unit.own:
-                return _new(_SlotView, (unit, unit.version, tensor.detach(), slot))
+                return _new(_SlotView, (unit, unit.version, tensor.detach(), slot, tensor._version))
             # Memory that is borrowed for once is not kept alive: the same view of the home slot says where to look.
             with torch.no_grad():
                 view = unit.home.buffer.view(tensor.dtype).as_strided(
                     tensor.shape, tensor.stride(), tensor.storage_offset()
                 )
-            return _SlotView(unit, unit.version, view, unit.home)
+            return _SlotView(unit, unit.version, view, unit.home, view._version)
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
             return _Handed(outer[0](tensor), outer[1])
@@ -137,7 +139,9 @@ class SavedTensorGuard:
         kind = type(packed)
         tensor: Tensor
         if kind is _SlotView:
-            unit, version, tensor, slot = packed
+            unit, version, tensor, slot, writes = packed
+            if unit.version == version and tensor._version != writes:
+                check_version(tensor, writes, tensor.dtype, tensor.shape)
             if unit.in_backward and unit.storage is slot and unit.version == version and not _makes_graph():
                 return tensor  # its backward is running, as nearly always
             return self._unpack_view(packed)

@@ -17,7 +17,7 @@ from lightning_zero._torch import storage_key
 from lightning_zero.config import Tier
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.offload import RestingTensor
 
 __all__ = ["Beside", "Claims", "Holdings", "holdings"]

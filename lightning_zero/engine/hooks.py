@@ -10,9 +10,11 @@ from weakref import ref
 from torch import Tensor, nn
 
 from lightning_zero._torch import disable_dynamo
+from lightning_zero.engine.binding import binding_of, is_absent
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.unit import ShardedUnit, Unit
+from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import ParameterAccessError
 
 if TYPE_CHECKING:
@@ -116,11 +118,15 @@ class EngineHooks:
             if engine is not None:
                 engine.gradient_arrived(bucket, position, parameter)
 
-        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+        register: Any = Tensor.register_post_accumulate_grad_hook
+        handle = register(parameter, arrived)
+        self._handles.append(handle)
+        binding = binding_of(parameter)
+        if binding is not None:
+            binding.last_hook = handle.id
 
     def _around(self, module: nn.Module, before: Any, after: Any) -> None:
-        holds = self._engine.placeholders.holds
-        first, last = (_Attached(disable_dynamo(hook), module, holds) for hook in (before, after))
+        first, last = (_Attached(disable_dynamo(hook), module) for hook in (before, after))
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
 
@@ -133,24 +139,20 @@ class _Attached:
     Args:
         function: the hook.
         module: where it is registered.
-        is_placeholder: whether a tensor stands for a parameter that is not in memory.
     """
 
-    __slots__ = ("_function", "_is_placeholder", "_module")
+    __slots__ = ("_function", "_module")
 
-    def __init__(
-        self, function: Callable[..., Any], module: nn.Module, is_placeholder: Callable[[Tensor], bool]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
         self._function = function
         self._module = ref(module)
-        self._is_placeholder = is_placeholder
 
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         module = self._module()
-        if module is not None and any(self._is_placeholder(parameter.data) for parameter in module.parameters()):
+        if module is not None and any(map(is_absent, module.parameters())):
             raise ParameterAccessError(
                 f"A copy of {type(module).__name__} was asked for while its parameters are spread over the ranks: it "
                 "would hold NaN. Copy it inside `with lightning_zero.full_parameters(module):`, on every rank, which "

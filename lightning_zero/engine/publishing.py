@@ -10,29 +10,27 @@ Where the module computes with what the user sees (one dtype), weights may be re
 step, and no hook would notice. A torn read is the worst that could happen, so there the step itself waits.
 
 [Note: weights that are read where no module is called]
-``F.linear(x, self.head.weight)`` in a training step reads a weight that no forward has brought. So the first time a
-scope runs, everything is waited for at its beginning, and every torch call is looked at. Waited for at the beginning
-from then on is a unit that was used before one of its modules was called, and one with a parameter that was not used
-at all: what of it a branch not taken yet will do is not known. What is used with its module at first, and in a later
-branch before it, shows NaN there, as every weight does that is read outside of its module in stage 3.
+``F.linear(x, self.head.weight)`` in a training step reads a weight that no forward has brought. Its parameter is absent
+then (``engine/binding.py``), asks for its values, and gets them. Dynamo cannot trace that, so where parts of the module
+are compiled everything is waited for at the beginning of a scope.
 
 [Note: who may write]
 A rank has its result before the others have read its part. Until then nothing may be written to it. The engine waits
-for them before it writes, at the next step. Where the first run of a scope wrote to parameters (noise on weights, say),
-the scope begins only when all have read. A forward that is called outside of Lightning's step methods never waits for
-that: a rank that runs one alone is told so at the next agreement, and must get there.
+for them before it writes, at the next step. User code may not write to these copies at all: its masters are of another
+dtype, so what is written is refused at the end of the scope.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from lightning_zero._torch import is_compiled_module
 from lightning_zero.comm import Collectives, Pending
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.replicated import ReplicatedUnit
+from lightning_zero.engine.writes import Writes
 
 __all__ = ["PublishedWeights"]
 
@@ -44,21 +42,27 @@ class PublishedWeights:
         units: those whose parameters show placeholders between scopes.
         collectives: the wire.
         spans: told what is waited for.
+        writes: told what user code wrote.
+        module: which they are of.
     """
 
-    def __init__(self, units: Sequence[ReplicatedUnit], collectives: Collectives, spans: Spans) -> None:
+    def __init__(
+        self,
+        units: Sequence[ReplicatedUnit],
+        collectives: Collectives,
+        spans: Spans,
+        writes: Writes,
+        module: nn.Module,
+    ) -> None:
         self._scoped = tuple(units)
         self._collectives = collectives
         self._spans = spans
+        self._writes = writes
+        self._module = module
         self._arriving: dict[ReplicatedUnit, list[Pending]] = {}
         self._lent: list[Pending] = []  # arrived; other ranks may still be reading this rank's part
-        self._early: dict[str, frozenset[ReplicatedUnit]] = {}  # by scope that has been looked at
-        self._written: set[str] = set()  # scopes that write to parameters
         self._open = False  # parameters show values
-        self._owners = {p: unit for unit in units for flat in unit.flats for p in flat.parameters}
-        self._called: set[ReplicatedUnit] = set()
-        self._method = ""  # of Lightning, that is about to begin
-        self._use: _Use | None = None  # while a scope is being looked at
+        self._compiled: dict[str, bool] = {}  # by scope
 
     def publish(self, unit: ReplicatedUnit) -> None:
         """Start to bring a unit's new weights to all ranks. Collective: every rank, in the same order."""
@@ -93,69 +97,32 @@ class PublishedWeights:
         Args:
             scope: what begins; what its modules bring themselves is left for them. ``None``: everything is needed.
         """
-        method, self._method = self._method, ""
-        early = None if scope is None else self._early.get(scope)
-        if scope is not None:
-            self._called.clear()
-        if early is None:
+        if self._arriving and (scope is None or self._is_compiled(scope)):
             self._receive(list(self._arriving))
-        elif self._arriving:
-            self._receive([unit for unit in early if unit in self._arriving])
-        if scope is not None and scope == method and (early is None or scope in self._written):
-            self.settle()
         self._open = True
         for unit in self._scoped:
             if unit not in self._arriving:
                 unit.bind()
 
     def unbind(self) -> None:
-        """Let parameters show placeholders again."""
+        """Let parameters show placeholders again.
+
+        Raises:
+            ParameterAccessError: if user code wrote to one.
+        """
         self._open = False
-        for unit in self._scoped:
-            unit.unbind()
+        try:
+            for unit in self._scoped:
+                if unit not in self._arriving and not unit.held and unit.written:
+                    unit.note_written(self._writes)
+        finally:
+            for unit in self._scoped:
+                unit.unbind()
 
     def bring(self, units: Iterable[ReplicatedUnit]) -> None:
-        """A module with parameters of these units is about to compute."""
-        if self._use is not None:
-            self._called.update(units)
-        if self._arriving:
+        """Parameters of these units are about to be computed with; not between scopes."""
+        if self._arriving and self._open:
             self._receive([unit for unit in units if unit in self._arriving])
-
-    def look_at(self, scope: str, possible: bool) -> Callable[[nn.Parameter, bool], None] | None:
-        """Begin to note how parameters are used in a step method, which is about to begin.
-
-        Args:
-            scope: its name.
-            possible: whether torch calls are looked at in it.
-
-        Returns:
-            What is to be told of every parameter that a torch function gets, and whether that may write to it;
-            ``None`` if that is known.
-        """
-        self._method = scope
-        if not possible or not self._scoped or scope in self._early:
-            return None
-        use = self._use = _Use()
-
-        def used(parameter: nn.Parameter, writes: bool) -> None:
-            unit = self._owners.get(parameter)
-            if unit is None:
-                return
-            use.seen.add(parameter)
-            use.writes = use.writes or writes
-            if unit not in self._called:
-                use.early.add(unit)
-
-        return used
-
-    def looked_at(self, scope: str) -> None:
-        """End what ``look_at`` began, if all of the scope was seen."""
-        use, self._use = self._use, None
-        if use is not None:
-            unseen = {unit for parameter, unit in self._owners.items() if parameter not in use.seen}
-            self._early[scope] = frozenset(use.early | unseen)
-            if use.writes:
-                self._written.add(scope)
 
     def abandon(self) -> None:
         """Leave what is under way to the wire, after an error."""
@@ -163,7 +130,11 @@ class PublishedWeights:
         self._collectives.abandon([*under_way, *self._lent])
         self._arriving.clear()
         self._lent.clear()
-        self._use, self._method = None, ""
+
+    def _is_compiled(self, scope: str) -> bool:
+        if scope not in self._compiled:
+            self._compiled[scope] = any(is_compiled_module(module) for module in self._module.modules())
+        return self._compiled[scope]
 
     def _receive(self, units: Sequence[ReplicatedUnit]) -> None:
         for unit in units:
@@ -173,12 +144,3 @@ class PublishedWeights:
             self._lent += self._arriving.pop(unit)
             if self._open:
                 unit.bind()
-
-
-@dataclass
-class _Use:
-    """What one run of a scope did with parameters."""
-
-    seen: set[nn.Parameter] = field(default_factory=set)
-    early: set[ReplicatedUnit] = field(default_factory=set)  # used before one of their modules was called
-    writes: bool = False

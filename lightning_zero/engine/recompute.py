@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero._torch import current_graph_task, disable_dynamo
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.module_states import ModuleStates, StateWatch
-from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.version_check import VersionCheck
 
 __all__ = ["Recomputation"]

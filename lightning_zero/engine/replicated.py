@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, Pending
-from lightning_zero.engine.flat import FlatParameters, views_of
+from lightning_zero.engine.binding import get_data, set_data
+from lightning_zero.engine.flat import FlatParameters
 from lightning_zero.engine.unit import Unit
 from lightning_zero.plan import UnitPlan
 
@@ -28,7 +29,7 @@ class ReplicatedUnit(Unit):
         super().__init__(plan, flats)
         self.buffers = tuple(buffers)
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._views = [views_of(buffer, flat.layout) for buffer, flat in zip(buffers, flats, strict=True)]
+        self._views = self._bindings(buffers)
         # Another compute dtype must not be seen from outside a step: there the parameter shows its own dtype (and NaN).
         self.always_bound = all(flat.layout.dtype == flat.layout.compute_dtype for flat in flats)
         for flat in self.flats:
@@ -39,9 +40,31 @@ class ReplicatedUnit(Unit):
         """Let the user's parameters be the full values."""
         if self.held:
             return
-        for flat, views in zip(self.flats, self._views, strict=True):
-            for parameter, view in zip(flat.parameters, views, strict=True):
-                parameter.data = view
+        for parameter, view, kind in self._views:
+            parameter.__class__ = kind
+            set_data(parameter, view)
+
+    def _held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        yield from ((parameter, view) for parameter, view, _ in self._views)
+
+    def bring_home(self) -> None:
+        """Take values over from tensors that user code made parameters of (``set_``, ``parameter.data = ...``).
+
+        Raises:
+            ValueError: if one has another shape or dtype.
+        """
+        for parameter, view, _ in self._views:
+            data = get_data(parameter)
+            if data.shape != view.shape or data.dtype != view.dtype:
+                raise ValueError(
+                    f"A parameter of '{self.name}' has shape {list(data.shape)} and {data.dtype} now, expected "
+                    f"{list(view.shape)} and {view.dtype}. A sharded parameter cannot change its shape or dtype."
+                )
+            if data.numel() and (data.data_ptr() != view.data_ptr() or data.stride() != view.stride()):
+                with untracked():
+                    view.copy_(data)
+                set_data(parameter, view)
+                self.void(parameter)
 
     def unbind(self) -> None:
         """Let the user's parameters show placeholders, unless they can always show the truth."""

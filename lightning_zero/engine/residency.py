@@ -26,7 +26,9 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.order import OrderChange, UnitOrder
-from lightning_zero.engine.unit import ShardedUnit, Unit
+from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import OffloadError
 from lightning_zero.offload.fetch import Fetcher
 from lightning_zero.plan import ZeroPlan
@@ -46,6 +48,8 @@ class Residency:
         restore: what the saved-tensor guard asks for a unit's memory during backward.
         fetcher: brings shards from where they rest; ``None``: they rest on the device.
         spans: told of gathers, and of waiting for them.
+        writes: what user code wrote.
+        wrote: told of units that were written to, when this rank's part was taken over.
     """
 
     def __init__(
@@ -56,11 +60,16 @@ class Residency:
         streams: Streams,
         agreement: Agreement,
         restore: Callable[[ShardedUnit], tuple[Tensor, bool]],
-        fetcher: Fetcher | None = None,
-        spans: Spans | None = None,
+        fetcher: Fetcher | None,
+        spans: Spans,
+        writes: Writes,
+        wrote: Callable[[], None],
     ) -> None:
         self._units = units
-        self._spans = spans or Spans()
+        self._writes = writes
+        self._wrote = wrote
+        self._kept: list[ShardedUnit] = []
+        self._spans = spans
         self._agreement = agreement
         self._fetcher = fetcher
         self._failure: OffloadError | None = None  # a shard that could not be fetched: its unit computes with NaN
@@ -141,12 +150,15 @@ class Residency:
         if self.root is not None and self.root.pins:
             self.release(self.root)
         recorded = self._order.recording
-        rows, change, self.uniform = self._order.close([int(self._failure is not None), *values])
+        told = [int(self._failure is not None), self._writes.digest, *values]
+        rows, change, self.uniform = self._order.close(told)
         if any(row[0] for row in rows):
             failure, self._failure = self._failure, None
             advice = "Resume from the last checkpoint, which is intact."
             self._agreement.control.raise_together(failure, "fetch its part of the weights", advice)
-        rows = [row[1:] for row in rows]
+        self._writes.compare([row[1] for row in rows], self._agreement.control)
+        self._take_over()
+        rows = [row[2:] for row in rows]
         if recorded:
             # Poisoned memory makes what is resident a matter of each rank's own path, so all start afresh.
             loose = [unit for unit in self.sharded if not unit.pins]
@@ -170,9 +182,15 @@ class Residency:
     def release(self, unit: ShardedUnit) -> None:
         """Take back one ``acquire``; the last one lets the memory be used by another unit."""
         unit.unpin()
-        if unit.pins:
+        if unit.pins > unit.kept:
             return
+        if unit.written and not unit.held:
+            unit.keep(self._writes)
+            if unit.kept:
+                self._kept.append(unit)
         unit.unbind(self._streams)
+        if unit.kept:
+            return
         if self._order.recording:
             unit.poison(self._streams)
         elif unit.storage is not unit.home and unit.storage is not unit.own:
@@ -213,7 +231,24 @@ class Residency:
             self._collectives.abandon(unit.pending)
             unit.abandon()
         self._failure = None
+        self._kept.clear()
         self._order.abandon()
+
+    def _take_over(self) -> None:
+        """Bring home what user code wrote to gathered units: nobody gathers any more, and all wrote the same."""
+        if not self._kept:
+            return
+        kept, self._kept = list(dict.fromkeys(self._kept)), []
+        failure: OffloadError | None = None
+        for unit in kept:
+            try:
+                unit.write_back(self._collectives)
+            except OffloadError as error:
+                failure = failure or error
+        if self._fetcher is not None:
+            self._agreement.control.raise_together(failure, "keep what was written to parameters")
+        self.masters_changed([unit.index for unit in kept])
+        self._wrote()
 
     def _in_their_shards(self) -> tuple[ShardedUnit, ...]:
         """See [Note: a world of one]. The root stays in its slot: what is saved of it is not guarded."""

@@ -1,27 +1,23 @@
-"""One unit at run time: its master shards, the slot it computes in, and the user's parameters bound to views of it."""
+"""One unit at run time: its master shards, and what user code wrote to its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm import Collectives, Pending, Streams
-from lightning_zero.comm.streams import Event
 from lightning_zero.config import Tier
-from lightning_zero.engine.events import Span
+from lightning_zero.engine.binding import absent_kind, get_data, original_kind, set_data, shown_kind
+from lightning_zero.engine.checksum import checksum
 from lightning_zero.engine.flat import FlatParameters, views_of
-from lightning_zero.engine.slots import Slot, carve
-from lightning_zero.engine.states import UnitState, UnitStateMachine
-from lightning_zero.errors import OffloadError
-from lightning_zero.offload.fetch import Fetcher
-from lightning_zero.offload.resting import RestingTensor
+from lightning_zero.engine.writes import Writes
+from lightning_zero.errors import ParameterAccessError
 from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.plan import UnitPlan
 
-__all__ = ["ShardedUnit", "Unit"]
+__all__ = ["Unit"]
 
 
 class Unit:
@@ -32,9 +28,16 @@ class Unit:
         self.index = plan.index
         self.name = plan.name or "(root)"
         self.flats = tuple(flats)
-        parameters = [(flat.parameters, flat.placeholders) for flat in flats]
-        self._placeholders = [pair for known in parameters for pair in zip(*known, strict=True)]
-        self._parameters = [parameter for parameter, _ in self._placeholders]
+        self._placeholders = [
+            (parameter, placeholder, absent_kind(original_kind(parameter)))
+            for flat in flats
+            for parameter, placeholder in zip(flat.parameters, flat.placeholders, strict=True)
+        ]
+        self._parameters = [parameter for parameter, _, _ in self._placeholders]
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._positions = {id(parameter): position for position, parameter in enumerate(self._parameters)}
+        # Parameters of whose memory an alias is out, through which it may be written to unseen: what was there before.
+        self._handed: dict[int, int] = {}
         self.version = 0
         # Forward calls of the running step whose backward has not started: their gradients are still to come.
         self.outstanding = 0
@@ -44,8 +47,87 @@ class Unit:
 
     def show_placeholders(self) -> None:
         """Let the user's parameters stand for values that are not there."""
-        for parameter, placeholder in self._placeholders:
-            parameter.data = placeholder
+        for parameter, placeholder, kind in self._placeholders:
+            set_data(parameter, placeholder)
+            parameter.__class__ = kind
+
+    def _bindings(self, buffers: Sequence[Tensor]) -> list[tuple[nn.Parameter, Tensor, type[nn.Parameter]]]:
+        """Each of the user's parameters, the view of ``buffers`` that holds its full value, and its class then."""
+        return [
+            (parameter, view, shown_kind(original_kind(parameter)))
+            for buffer, flat in zip(buffers, self.flats, strict=True)
+            for parameter, view in zip(flat.parameters, views_of(buffer, flat.layout), strict=True)
+        ]
+
+    def overwrite(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Make everything that was made of a parameter's master, part of which has just been written, the new value.
+
+        Args:
+            parameter: which.
+            value: all of it.
+        """
+        with untracked():
+            for flat in self.flats:
+                if any(known is parameter for known in flat.parameters):
+                    flat.refresh()
+            for known, view in self._held_views():
+                if known is parameter:
+                    view.copy_(value)
+        self.void(parameter)
+
+    def void(self, parameter: nn.Parameter) -> None:
+        """Let a graph that has saved the parameter notice that it was changed."""
+        torch.autograd.graph.increment_version(parameter)
+        self._versions[self._positions[id(parameter)]] += 1
+
+    def _held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The full values that are in memory now, even if parameters do not show them."""
+        return iter(())
+
+    @property
+    def written(self) -> bool:
+        """Whether user code may have written to parameters since ``note_written``. Only while they show values."""
+        return bool(self._handed) or [parameter._version for parameter in self._parameters] != self._versions
+
+    def note_handed_out(self, parameter: nn.Parameter) -> None:
+        """Note that an alias of the memory of a parameter that shows its values is out."""
+        self._handed.setdefault(self._positions[id(parameter)], checksum(get_data(parameter)))
+
+    def note_assigned(self, parameter: nn.Parameter) -> None:
+        """Note that the values of a parameter are about to be replaced while they are shown, unseen by its version."""
+        self._versions[self._positions[id(parameter)]] -= 1
+
+    def note_written(self, writes: Writes | None = None) -> bool:
+        """Tell what was written, and begin anew.
+
+        Args:
+            writes: told of it; ``None``: nobody has to know.
+
+        Returns:
+            Whether anything was.
+
+        Raises:
+            ParameterAccessError: if masters are of another dtype than what was written to: naming the parameter.
+        """
+        versions, before, handed = [p._version for p in self._parameters], self._versions, self._handed
+        self._versions, self._handed = versions, {}
+        found = False
+        if writes is not None:
+            specs = [(spec, flat) for flat in self.flats for spec in flat.layout.parameters]
+            for position, ((spec, flat), parameter) in enumerate(zip(specs, self._parameters, strict=True)):
+                if versions[position] == before[position] and (
+                    position not in handed or handed[position] == checksum(get_data(parameter))
+                ):
+                    continue
+                found = True
+                if flat.layout.compute_dtype != flat.layout.dtype:
+                    raise ParameterAccessError(
+                        f"'{spec.name}' was written to while it computes in {flat.layout.compute_dtype}; its values "
+                        f"are kept in {flat.layout.dtype}, so what was written would be lost or rounded. Write to it "
+                        "inside `with lightning_zero.full_parameters(module):`, on every rank."
+                    )
+                writes.note(f"'{spec.name}'", get_data(parameter))
+        return found
 
     def send_back(self, transfers: Transfers) -> None:
         """Start to bring updated masters from the host to the weights; those on disk went there piece by piece."""
@@ -71,252 +153,4 @@ class Unit:
         """Note that weights changed, so that a graph of the old weights is refused as plain torch refuses it."""
         self.version += 1
         torch.autograd.graph.increment_version(self._parameters)
-
-
-class ShardedUnit(Unit):
-    """A unit whose full parameters exist only while it computes.
-
-    Args:
-        plan: the unit.
-        flats: its flat parameters with their master shards.
-        slot: where it always computes.
-    """
-
-    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], slot: Slot) -> None:
-        super().__init__(plan, flats)
-        self.home = slot
-        self.nbytes = sum(flat.layout.numel * flat.layout.compute_dtype.itemsize for flat in flats)
-        self.in_backward = False  # acquired for its running backward
-        self.span: Span | None = None  # of that, if somebody listens
-        self.machine = UnitStateMachine(self.name)
-        self.storage: Slot | None = None  # where the full parameters are: home, or memory for this once
-        self.pins = 0
-        self.kin = frozenset((self.index, *plan.ancestors))
-        """Units that stay while this one is in backward: itself, and those around it."""
-        self.pending: list[Pending] = []
-        """Transfers that still write into the storage."""
-        self.sources = [flat.master if flat.weights is None else flat.weights for flat in flats]
-        """What the full parameters are gathered from, of each layout: 1-D, wherever it rests."""
-        self._home_buffers = self._carve(slot)
-        self._home_views = self._bindings(self._home_buffers)
-        self._moves = list(zip(self.sources, self._home_buffers, strict=True))
-        self._views = self._home_views
-        self._what = f"parameters of unit '{self.name}'"
-        self._filled_at = -1  # version of the weights in storage
-        self._scratch: Slot | None = None
-        self.own: Slot | None = None
-        """This rank's shard, where it is the whole unit and can be computed with as it lies."""
-        self._own_views: list[tuple[nn.Parameter, Tensor]] = []
-
-    @property
-    def fits_in_shard(self) -> bool:
-        """Whether this rank's shard is what the slot would hold, and where autograd's views of both mean the same."""
-        if len(self.sources) != 1 or isinstance(self.sources[0], RestingTensor) or self.flats[0].rest.offloaded:
-            return False
-        source, buffer = self.sources[0], self._home_buffers[0]
-        alike = (source.dtype, source.device, source.shape) == (buffer.dtype, buffer.device, buffer.shape)
-        return alike and source.storage_offset() == buffer.storage_offset() and source.is_contiguous()
-
-    def stay_in_shard(self) -> None:
-        """Compute in the shard from now on where ``launch`` allows it. Only in a world of one, if ``fits_in_shard``.
-
-        It still needs its slot: see [Note: probation].
-        """
-        with untracked():
-            self.own = Slot(self.sources[0].view(torch.uint8))
-        self._own_views = self._bindings([self.sources[0]])
-
-    def _carve(self, slot: Slot) -> list[Tensor]:
-        layouts = [flat.layout for flat in self.flats]
-        with untracked():
-            return carve(slot.buffer, layouts, [layout.compute_dtype for layout in layouts])
-
-    def _bindings(self, buffers: Sequence[Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each of the user's parameters, and the view of ``buffers`` that holds its full value."""
-        return [
-            pair
-            for buffer, flat in zip(buffers, self.flats, strict=True)
-            for pair in zip(flat.parameters, views_of(buffer, flat.layout), strict=True)
-        ]
-
-    @property
-    def state(self) -> UnitState:
-        return self.machine.state
-
-    @property
-    def resident(self) -> bool:
-        """Whether the full, current weights are here or on their way."""
-        return self.machine.state is not UnitState.COLD and self._filled_at == self.version
-
-    def launch(
-        self,
-        collectives: Collectives,
-        streams: Streams,
-        masters: Event,
-        fetcher: Fetcher | None,
-        in_place: bool = False,
-    ) -> OffloadError | None:
-        """Start gathering the full parameters, into the slot unless somebody still computes there.
-
-        Args:
-            collectives: the wire.
-            streams: where device work is ordered.
-            masters: event after which the shards hold the current weights.
-            fetcher: brings shards from where they rest; ``None``: all rest on the device.
-            in_place: compute in the shard if it is the whole unit, and gather nothing.
-
-        Returns:
-            Why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
-
-        Collective: every rank, in the agreed order of units.
-        """
-        failure: OffloadError | None = None
-        if in_place and self.own is not None and not self.pins:
-            self.release()
-            streams.wait(masters)
-            self._is_filled(self.own, self._own_views)
-            return None
-        target = self._take_storage()
-        at_home = target is self.home
-        if at_home and fetcher is None and not streams.beside:  # once or twice for every unit: nothing to be ordered
-            with untracked():
-                pending = [collectives.all_gather(buffer, self._what, None, source) for source, buffer in self._moves]
-            self._is_filled(target, self._home_views, pending)
-            return None
-        buffers = self._home_buffers if at_home else self._carve(target)
-        pending = []
-        with untracked(), streams.gathering(target.free):
-            streams.wait(masters)
-            for flat, source, buffer in zip(self.flats, self.sources, buffers, strict=True):
-                if fetcher is None or not flat.rest.offloaded:
-                    pending.append(collectives.all_gather(buffer, self._what, source=source))
-                else:  # this rank's part of the gather must come, whatever happens
-                    failure = _fetch(fetcher, source, collectives.own_range(buffer)) or failure
-                    pending.append(collectives.all_gather(buffer, self._what))
-        if target is self._scratch:  # this rank only takes part: it has the weights in use already, or never needs them
-            for handle in pending:
-                handle.wait()
-            self._scratch = None
-            return failure
-        self._is_filled(target, self._home_views if at_home else self._bindings(buffers), pending)
-        return failure
-
-    def _is_filled(
-        self, storage: Slot, views: list[tuple[nn.Parameter, Tensor]], pending: Sequence[Pending] = ()
-    ) -> None:
-        """Note where the current weights are, or will be when what is ``pending`` has come."""
-        self.storage, self._views, self._filled_at = storage, views, self.version
-        self.pending = [handle for handle in pending if not handle.done]
-        storage.owner = self
-        self.machine.move(UnitState.INFLIGHT)
-
-    def _take_storage(self) -> Slot:
-        """The slot, given up by its last owner, or fresh memory where that is not possible."""
-        if self.pins:
-            self._scratch = Slot.allocate(self.home.buffer.numel(), self.home.buffer.device)
-            return self._scratch
-        if self.machine.state is not UnitState.COLD:
-            self.release()
-        home = self.home
-        if home.pins:
-            return Slot.allocate(home.buffer.numel(), home.buffer.device)
-        if home.owner is not None and home.owner is not self:
-            home.owner.release()
-        return home
-
-    def wait(self) -> None:
-        """Order everything from now on behind the gather."""
-        if self.machine.state is UnitState.INFLIGHT:
-            for handle in self.pending:
-                handle.wait()
-            self.pending = []
-            self.machine.move(UnitState.WARM)
-
-    def bind(self) -> None:
-        """Let the user's parameters be views of the full values."""
-        machine = self.machine
-        if machine.state is UnitState.BOUND:
-            return
-        self.wait()
-        machine.move(UnitState.BOUND)
-        if not self.held:
-            for parameter, view in self._views:
-                parameter.data = view
-
-    def unbind(self, streams: Streams) -> None:
-        """Let the user's parameters show placeholders again; the slot keeps the values until another unit needs it."""
-        if self.machine.state is not UnitState.BOUND:
-            return
-        self.machine.move(UnitState.WARM)
-        if not self.held:
-            self.show_placeholders()
-        if self.storage is not None:
-            self.storage.free = streams.mark()
-
-    def pin(self) -> None:
-        """Forbid that another unit takes the memory."""
-        self.pins += 1
-        if self.storage is not None:
-            self.storage.pins += 1
-
-    def unpin(self) -> None:
-        """Take back one ``pin``."""
-        self.pins -= 1
-        if self.storage is not None:
-            self.storage.pins -= 1
-
-    def release(self) -> None:
-        """Give the slot up: only this rank's shard stays.
-
-        Raises:
-            RuntimeError: if somebody still computes with it.
-        """
-        if self.machine.state is UnitState.COLD:
-            return
-        if self.pins:
-            raise RuntimeError(
-                f"Unit '{self.name}' is still computing and cannot give its slot up ({self.pins} pins). This is an "
-                "error in lightning_zero itself; please report it with the model that shows it."
-            )
-        if self.machine.state is UnitState.INFLIGHT:
-            self.wait()
-        if self.storage is not None and self.storage.owner is self:
-            self.storage.owner = None
-        self.storage = None
-        self._views = self._home_views
-        self.machine.move(UnitState.COLD)
-
-    def poison(self, streams: Streams) -> None:
-        """Fill the memory with NaN and give it up, so that whoever kept a stale view computes NaN, not nonsense."""
-        if self.state is not UnitState.WARM or self.pins or self.storage is None or self.storage is self.own:
-            return
-        with untracked():
-            for flat, buffer in zip(self.flats, self._carve(self.storage), strict=True):
-                if flat.layout.compute_dtype.is_floating_point:
-                    buffer.fill_(float("nan"))
-        self.storage.free = streams.mark()
-        self.release()
-
-    def abandon(self) -> None:
-        """Forget every claim after an error in the middle of a step; values are gathered anew when next needed."""
-        if not self.held:
-            self.show_placeholders()
-        if self.storage is not None:
-            self.storage.pins = 0
-            self.storage.owner = None
-        self.storage, self.pending, self._views = None, [], self._home_views
-        self.pins, self.outstanding, self.in_backward = 0, 0, False
-        self.machine = UnitStateMachine(self.name)
-
-
-def _fetch(fetcher: Fetcher, source: Tensor, own: Tensor) -> OffloadError | None:
-    """Bring a shard from where it rests. Returns why that was not possible: it is NaN then."""
-    try:
-        if source.dtype == own.dtype:
-            fetcher.fetch(source, own)
-        else:
-            own.copy_(source)
-    except OffloadError as error:
-        own.fill_(float("nan") if own.dtype.is_floating_point else 0)
-        return error
-    return None
+        self._versions = [version + 1 for version in self._versions]

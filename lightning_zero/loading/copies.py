@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.engine import ParameterShard, ZeroEngine
+from lightning_zero.engine.binding import placeholders_allowed
 
 __all__ = ["NotedCopies"]
 
@@ -44,7 +45,8 @@ class NotedCopies(TorchFunctionMode):
                 same = tuple(value.shape) == tuple(shard.spec.shape)
                 self.copies.append((shard, value if same else value.expand(shard.spec.shape)))
                 return args[0]
-        result = func(*args, **(kwargs or {}))
+        with placeholders_allowed():
+            result = func(*args, **(kwargs or {}))
         if func in _DETACHING and isinstance(args[0], nn.Parameter):
             self._detached[id(result)] = (result, args[0])
         return result

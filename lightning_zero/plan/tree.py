@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_zero.plan.flat import ParameterSpec
 
@@ -158,7 +158,8 @@ def _read_parameter(parameter: nn.Parameter, names: list[str]) -> ParameterSpec 
             f"Parameter '{names[0]}' has no shape yet: it belongs to a lazy module. "
             "Run one forward pass (or give the layer its sizes) before the plan is built."
         )
-    if type(parameter.data) is not torch.Tensor:
+    subclass: bool = is_traceable_wrapper_subclass(parameter)  # mypy takes it for impossible
+    if subclass:
         if not parameter.requires_grad:
             return None
         raise ValueError(

@@ -16,7 +16,7 @@ from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.placeholder import Placeholders
-from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import build_plan
 

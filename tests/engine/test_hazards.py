@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
+from lightning_zero.engine.binding import original_kind
 from lightning_zero.errors import ParameterAccessError
 from tests.helpers.cases import WIDTH, Case, Stack, case
 from tests.helpers.hazards import HAZARDS, Hazard
@@ -307,7 +308,7 @@ def test_a_backward_that_raises_leaves_nothing_behind(stage: int, at_step: int) 
 def test_a_forward_that_raises_leaves_nothing_behind(stage: int, at_step: int) -> None:
     def body(driver: Driver, step: int) -> None:
         if step == at_step:
-            with pytest.raises(RuntimeError, match=r"mat1 and mat2|used by linear"):
+            with pytest.raises(RuntimeError, match=r"mat1 and mat2|linear\(\) needs them"):
                 driver.model.layers[0].down(torch.zeros(2, WIDTH - 1))
             handle = driver.model.layers[1].down.register_forward_pre_hook(_interrupt)
             with pytest.raises(Interrupted):
@@ -379,13 +380,13 @@ READS: dict[str, Callable[[nn.Module], Tensor]] = {
 }
 
 
-def test_reading_a_placeholder_raises_or_gives_nan() -> None:
+def test_reading_a_placeholder_raises() -> None:
     def look(model: nn.Module) -> None:
         plausible = []
         for name, read in READS.items():
             with contextlib.suppress(ParameterAccessError):
-                if not read(model.layers[1]).isnan().any():
-                    plausible.append(name)
+                read(model.layers[1])
+                plausible.append(name)
         assert not plausible
 
     _looks_inside(look)
@@ -494,7 +495,7 @@ def test_parameters_keep_their_identity(stage: int) -> None:
         for name, parameter in driver.model.named_parameters():
             now = (id(parameter), *parameter.shape)
             assert seen.setdefault(name, now) == now
-            assert type(parameter) is nn.Parameter
+            assert original_kind(parameter) is nn.Parameter
             assert vars(parameter) == {}
 
     assert_plays_exactly(body, stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -143,15 +144,13 @@ def test_weights_that_are_used_without_their_module_are_whole(stage: int, option
         assert bool(plain[1]) == ("val_check_interval" in options)
 
 
-def test_a_unit_that_is_used_early_is_waited_for_early() -> None:
+def test_a_weight_that_is_used_without_its_module_is_waited_for_there() -> None:
     told = run_world(2, lambda rank: fit(Net(functional=True), 2, "bf16-mixed").told)[0]
     step = steps_of(told)[1]
     start = step.index(("begin", Phase.FORWARD, "training_step"))
-    early = [e[2] for e in step[:start] if e[:2] == ("begin", Phase.WAIT_PUBLISH)]
+    assert not [e[2] for e in step[:start] if e[:2] == ("begin", Phase.WAIT_PUBLISH)]
     late = [e[2] for e in step[start:] if e[:2] == ("begin", Phase.WAIT_PUBLISH)]
-    assert len(early) == 1
-    assert len(late) == 6
-    assert not set(early) & set(late)
+    assert len(late) == len(set(late)) == 7
 
 
 class Branching(Net):
@@ -177,16 +176,32 @@ class Branching(Net):
 
 
 class Noisy(Net):
-    """Writes to weights in a step, on rank 0 long before rank 1 begins it."""
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        time.sleep(0.05 * self.global_rank)
+    """Writes to the 16-bit copies of weights."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         with torch.no_grad():
-            for block in self.blocks:
-                block.weight.mul_(1.5 + self.global_rank)
+            self.blocks[1].weight.mul_(1.5)
         return super().training_step(batch, batch_idx)
+
+
+class NoisyData(Net):
+    """Writes to them unseen by their versions."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.blocks[1].weight.data.mul_(1.5)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("net", [Noisy, NoisyData])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_writing_to_copies_of_another_dtype_is_refused(stage: int, net: type[Net]) -> None:
+    """The masters would not get it, or get it rounded."""
+    message = (
+        r"not in memory" if stage == 3 else r"'blocks.1.weight' was written to while it computes in torch.bfloat16"
+    )
+    failures = run_world(2, lambda rank: fit(net(), stage, "bf16-mixed"), expect_failure=True)
+    assert all(f.type == "ParameterAccessError" and re.search(message, f.message) for f in failures.values())
+    assert len(failures) == 2
 
 
 class Scaling(Net):
@@ -228,7 +243,7 @@ class Late(Net):
 
 def test_waiting_late_changes_no_number() -> None:
     """Against steps that wait for everything themselves."""
-    nets: tuple[type[Net], ...] = Branching, Noisy, Scaling, Late
+    nets: tuple[type[Net], ...] = Branching, Scaling, Late
 
     def run(rank: int) -> dict[str, tuple[list[float], list[float]]]:
         late = [fit(net(), 1, "bf16-mixed").losses for net in nets]

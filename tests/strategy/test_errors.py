@@ -268,23 +268,11 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("name", READS)
-def test_a_parameter_read_outside_its_unit_is_named_in_the_first_step(name: str) -> None:
-    messages = told(lambda rank: fit(Module(outside(READS[name], 0))))
+def test_a_parameter_read_outside_its_unit_is_named_in_every_step(name: str, step: int) -> None:
+    messages = told(lambda rank: fit(Module(outside(READS[name], step))))
     check(messages, "ParameterAccessError", f"'{WEIGHT}'", "full_parameters")
-
-
-def test_a_parameter_read_outside_its_unit_later_is_nan() -> None:
-    def run(rank: int) -> list[list[float]]:
-        modules = [Module(outside(use, 1)) for use in READS.values()]
-        for module in modules:
-            fit(module)
-        return [module.losses for module in modules]
-
-    for losses_of_rank in run_world(2, run, timeout=90):
-        for name, (first, second, _) in zip(READS, losses_of_rank, strict=True):
-            assert first == first, name
-            assert second != second, f"{name} in the second step gave {second}, a number that means nothing"
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -313,7 +301,7 @@ def test_an_in_place_change_outside_the_unit_raises(name: str) -> None:
         assert message.startswith("ParameterAccessError"), message
         assert WEIGHT in message, message
     later = told(lambda rank: fit(Module(outside(write(WRITES[name]), 1))))
-    assert all(message.startswith(("RuntimeError", "ParameterAccessError")) for message in later), later
+    assert all(message.startswith("ParameterAccessError") and WEIGHT in message for message in later), later
 
 
 def test_an_in_place_change_where_it_is_allowed_is_kept() -> None:

@@ -1,0 +1,199 @@
+"""The engine's side of what user code does to parameters and gradients: ``engine/binding.py`` sees it and asks here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import proxy
+
+from torch import Tensor, nn
+
+from lightning_zero._torch import untracked
+from lightning_zero.engine.binding import Binding, get_data, is_absent, set_gradient
+from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.build import copy_slice
+from lightning_zero.engine.gradients import UserGradients
+from lightning_zero.engine.replicated import ReplicatedUnit
+from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.writes import Writes
+from lightning_zero.errors import ParameterAccessError
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import ZeroEngine
+
+__all__ = ["ParameterAccess"]
+
+
+class ParameterAccess:
+    """All of an engine's parameters as user code sees them.
+
+    Args:
+        engine: who asked for it; its units are built.
+    """
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self._engine: ZeroEngine = proxy(engine)
+        self.writes = Writes()
+        self._gradients: UserGradients | None = None
+        self._assigned: list[Binding] = []
+        self._units: dict[nn.Parameter, Unit] = {}
+        self.bindings: dict[nn.Parameter, Binding] = {}
+        for unit in engine.units:
+            for flat in unit.flats:
+                for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
+                    self._units[parameter] = unit
+                    self.bindings[parameter] = Binding(parameter, shard.spec.name, placeholder, self)
+        self._plain = [u for u in engine.units if isinstance(u, ReplicatedUnit) and u.always_bound]
+
+    def watch_gradients(self, buckets: Sequence[GradientBucket]) -> None:
+        """Show gradients in ``.grad`` from now on."""
+        self._gradients = UserGradients(buckets, self.writes, lambda: self._engine.in_backward)
+
+    def release(self) -> None:
+        """Make the parameters ordinary ones again."""
+        for binding in self.bindings.values():
+            binding.release()
+
+    # ------------------------------------------------------------ what a binding asks
+
+    def bring(self, binding: Binding) -> bool:
+        """Let an absent parameter show its values, if this rank can do so alone."""
+        unit = self._units[binding.parameter]
+        if not isinstance(unit, ReplicatedUnit):
+            return False
+        self._engine.weights.bring([unit])
+        return not is_absent(binding.parameter)
+
+    def assigned(self, binding: Binding, value: Tensor | None) -> bool:
+        """Note that a parameter is about to be ``value``. Returns whether the values have to be copied instead.
+
+        Raises:
+            ParameterAccessError: if it cannot be taken over.
+        """
+        unit, parameter = self._units[binding.parameter], binding.parameter
+        if value is not None:
+            self._check_kind(binding, value)
+            self._check_apart(binding, value)
+        if unit in self._plain:
+            self._assigned.append(binding)
+            return False
+        if not is_absent(parameter):  # its unit computes, in memory that has to stay
+            unit.note_assigned(parameter)
+            return True
+        if self._engine.computes:
+            raise ParameterAccessError(
+                f"'{binding.name}' was written to during a forward or backward, outside of the module that owns it, "
+                "where its values are not in memory. Write to it in a hook between steps, in the forward of its "
+                "module, or inside `with lightning_zero.full_parameters(module):`, on every rank."
+            )
+        self._assigned.append(binding)
+        return False
+
+    def handed_out(self, binding: Binding) -> None:
+        """Note that an alias of a parameter's memory left, through which it may be written to unseen."""
+        unit = self._units[binding.parameter]
+        if not (binding.external or unit.held):
+            unit.note_handed_out(binding.parameter)
+
+    def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
+        """What ``.grad`` is. ``local``: what autograd holds there."""
+        return local if self._gradients is None else self._gradients.read(binding, local)
+
+    def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
+        """``.grad = value``."""
+        if self._gradients is None:
+            set_gradient(binding.parameter, value)
+        else:
+            self._gradients.write(binding, value)
+
+    # ---------------------------------------------------------- what the engine asks
+
+    def note_written(self) -> None:
+        """Look for writes to parameters that show their values all the time. Local.
+
+        Raises:
+            ValueError: if a parameter has another shape or dtype now.
+        """
+        for unit in self._plain:
+            if unit.written and not unit.held:
+                unit.bring_home()
+                unit.note_written(self.writes)
+
+    def take_over(self, plain: bool = True) -> None:
+        """Take values over that were assigned since the last time. Local: the ranks compare at their next agreement.
+
+        Every rank has assigned the whole value, so what other ranks would have to send is here already.
+
+        Args:
+            plain: also to parameters that show their values all the time. Not between a forward and its backward, which
+                still needs the old ones.
+
+        Raises:
+            ParameterAccessError: if a parameter has another shape or dtype now.
+            OffloadError: if a disk failed.
+        """
+        if not self._assigned:
+            return
+        engine = self._engine
+        mine = [
+            b
+            for b in dict.fromkeys(self._assigned)
+            if b.external and (plain or self._units[b.parameter] not in self._plain)
+        ]
+        self._assigned = [b for b in self._assigned if b.external and b not in mine]
+        for binding in mine:
+            value = get_data(binding.parameter)
+            self._check_kind(binding, value)
+            self.writes.note(f"'{binding.name}'", value)
+        for binding in mine:
+            binding.external = False
+            unit = self._units[binding.parameter]
+            if isinstance(unit, ReplicatedUnit):
+                if unit.always_bound:
+                    unit.bring_home()
+                    continue
+                engine.weights.settle([unit])
+            value, shard = get_data(binding.parameter), engine.shards[binding.name]
+            copy_slice(value, shard.start, shard.data)
+            binding.hide()
+            unit.overwrite(binding.parameter, value)
+        if mine:
+            engine.masters_were_written()
+
+    def _check_kind(self, binding: Binding, value: Tensor) -> None:
+        parameter = binding.placeholder
+        wrong = next(
+            (
+                f"{what} {getattr(value, what)}, the parameter has {getattr(parameter, what)}"
+                for what in ("shape", "dtype", "device")
+                if getattr(value, what) != getattr(parameter, what)
+            ),
+            None,
+        )
+        if wrong is not None:
+            raise ParameterAccessError(
+                f"'{binding.name}' cannot be changed to a tensor of {wrong}: memory for parameters, gradients and the "
+                "optimizer is laid out at set-up. Convert the module before `trainer.fit` (or in `configure_model`), "
+                "or choose `Trainer(precision=...)`."
+            )
+
+    def _check_apart(self, binding: Binding, value: Tensor) -> None:
+        first, end = _range(value)
+        for parameter, other in self.bindings.items():
+            if other is binding or is_absent(parameter):
+                continue
+            start, stop = _range(get_data(parameter))
+            if start < end and first < stop:
+                raise ParameterAccessError(
+                    f"'{binding.name}' was assigned memory of '{other.name}', so that one would follow the other. Copy "
+                    "the values (`.clone()`), or tie the parameters before `trainer.fit`."
+                )
+
+
+def _range(value: Tensor) -> tuple[int, int]:
+    """First address of a tensor, and the one behind it."""
+    if not value.numel():
+        return 0, 0
+    with untracked():
+        steps = ((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
+        return value.data_ptr(), value.data_ptr() + (1 + sum(steps)) * value.element_size()

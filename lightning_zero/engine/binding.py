@@ -1,0 +1,378 @@
+"""What user code meets in place of its parameters: the only file that rebinds one, and sees what is done to it.
+
+[Note: a class that is seen through]
+A parameter of the engine stays the user's object: same ``id``, name, shape, dtype and ``requires_grad``. Only its class
+becomes a subclass of what it was (as torch itself turns an ``UninitializedParameter`` into a ``Parameter``), of the
+same name, so that three things that torch never tells anybody about are seen:
+
+* ``.grad``: between a backward and the step gradients are slices; what stands there is ``engine/gradients.py``'s.
+* ``.data``: a tensor that is assigned, and an alias that is handed out and may be written to unseen.
+* any torch function on a parameter whose values are *absent*. Then it shows a placeholder and has a second subclass
+  with a ``__torch_function__``: questions about shape, dtype and the like are answered, what needs values has them
+  brought if that is possible without the other ranks, and raises otherwise. Where values are present torch finds its
+  own disabled ``__torch_function__``, so that computing costs what it does on any parameter.
+
+[Note: values that are assigned]
+``parameter.data = tensor``, or a function that overwrites all of an absent parameter (``copy_``, ``nn.init``), lets the
+parameter be an ordinary tensor, as under plain torch, until the engine next computes, steps or saves. Then the values
+are taken over, and the tensor that was assigned is let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._torch import storage_key, untracked
+from lightning_zero.engine.questions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing
+from lightning_zero.errors import ParameterAccessError
+
+__all__ = [
+    "Binding",
+    "Owner",
+    "absent_kind",
+    "binding_of",
+    "get_data",
+    "is_absent",
+    "original_kind",
+    "placeholders_allowed",
+    "set_data",
+    "shown_kind",
+]
+
+# The descriptors themselves, past the properties below.
+get_data: Callable[[Tensor], Tensor] = getattr(Tensor.data, "__get__")  # noqa: B009
+set_data: Callable[[Tensor, Tensor], None] = getattr(Tensor.data, "__set__")  # noqa: B009
+get_gradient: Callable[[Tensor], Tensor | None] = getattr(Tensor.grad, "__get__")  # noqa: B009
+set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "__set__")  # noqa: B009
+
+_BINDINGS: dict[int, ref[Binding]] = {}  # by id of the parameter, which its binding keeps alive
+_allowed = 0  # how many ``placeholders_allowed`` are active
+
+
+class Owner(Protocol):
+    """What a binding asks of its engine."""
+
+    def bring(self, binding: Binding) -> bool:
+        """Let an absent parameter show its values, if this rank can do so alone."""
+
+    def assigned(self, binding: Binding, value: Tensor | None) -> bool:
+        """Note that the parameter is about to be ``value``, or a tensor that is yet to be filled.
+
+        Returns:
+            Whether it has to stay where it is, so that the values have to be copied.
+
+        Raises:
+            ParameterAccessError: if it cannot be taken over.
+        """
+
+    def handed_out(self, binding: Binding) -> None:
+        """Note that an alias of the parameter's memory left, through which it may be written to unseen."""
+
+    def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
+        """What ``.grad`` is. ``local``: what autograd holds there."""
+
+    def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
+        """``.grad = value``."""
+
+
+class Binding:
+    """One of the user's parameters.
+
+    Args:
+        parameter: it.
+        name: its first name in the module.
+        placeholder: what it shows while its values are absent.
+        owner: the engine.
+    """
+
+    def __init__(self, parameter: nn.Parameter, name: str, placeholder: Tensor, owner: Owner) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.placeholder = placeholder
+        self._owner = ref(owner)
+        self.base: type[nn.Parameter] = original_kind(parameter)
+        self.external = False
+        """Whether the parameter is an ordinary tensor at the moment, whose values are to be taken over."""
+        self.held = False
+        """Whether it shows full values in the user's hands (``full_parameters``): it may be pointed anywhere."""
+        self.last_hook: int | None = None
+        """Id of the engine's post-accumulate hook, which runs after the user's."""
+        key = id(parameter)
+        _BINDINGS[key] = ref(self, lambda gone: _BINDINGS.pop(key) if _BINDINGS.get(key) is gone else None)
+        shows_placeholder = storage_key(get_data(parameter)) == storage_key(placeholder)
+        parameter.__class__ = (absent_kind if shows_placeholder else shown_kind)(self.base)
+
+    @property
+    def owner(self) -> Owner | None:
+        """The engine, as long as it lives."""
+        return self._owner()
+
+    def show(self, value: Tensor) -> None:
+        """Let the parameter be ``value``."""
+        self.parameter.__class__ = shown_kind(self.base)
+        set_data(self.parameter, value)
+
+    def hide(self) -> None:
+        """Let the parameter stand for values that are not there."""
+        set_data(self.parameter, self.placeholder)
+        self.parameter.__class__ = absent_kind(self.base)
+
+    def release(self) -> None:
+        """Make the parameter what it was before; it shows what it shows."""
+        self.parameter.__class__ = self.base
+        _BINDINGS.pop(id(self.parameter), None)
+
+    def assign(self, value: Tensor) -> None:
+        """``parameter.data = value``."""
+        parameter, owner = self.parameter, self.owner
+        if owner is None or self.held or (self.external and not is_absent(parameter)):
+            self.show(value)
+            return
+        if value is parameter or _same_memory(value, get_data(parameter)):
+            return  # ``module.to(...)`` that changes nothing
+        if owner.assigned(self, value):
+            with untracked():
+                get_data(parameter).copy_(value)
+            return
+        self.external = True
+        self.show(value)
+
+    def make_room(self) -> None:
+        """Let an absent parameter be a tensor that is about to be overwritten."""
+        owner = self.owner
+        if owner is not None:
+            owner.assigned(self, None)  # raises, or lets it be any tensor: absent parameters are nowhere
+        with untracked():
+            memory = torch.empty(self.placeholder.shape, dtype=self.placeholder.dtype, device=self.placeholder.device)
+        self.external = True
+        self.show(memory)
+
+
+def binding_of(parameter: Tensor) -> Binding | None:
+    """The binding of a parameter, if an engine looks after it."""
+    weak = _BINDINGS.get(id(parameter))
+    binding = None if weak is None else weak()
+    return binding if binding is not None and binding.parameter is parameter else None
+
+
+def is_absent(parameter: Tensor) -> bool:
+    """Whether a parameter's values are not in memory."""
+    return isinstance(parameter, _Absent)
+
+
+@contextmanager
+def placeholders_allowed() -> Iterator[None]:
+    """While active, absent parameters hand placeholders out: to code that only passes them on."""
+    global _allowed
+    _allowed += 1
+    try:
+        yield
+    finally:
+        _allowed -= 1
+
+
+def original_kind(parameter: Tensor) -> type[nn.Parameter]:
+    """The class of a parameter before an engine looked after it."""
+    kind: Any = type(parameter)
+    original: type[nn.Parameter] = kind._base if issubclass(kind, _Shown) else kind
+    return original
+
+
+def shown_kind(base: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of parameters that were of class ``base``, while their values are there."""
+    return _kinds(base)[0]
+
+
+def absent_kind(base: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The same while they are not."""
+    return _kinds(base)[1]
+
+
+class _Shown:
+    """Sees ``.data`` and ``.grad``; copies of it are ordinary parameters."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return id(self)  # as of every tensor, without a torch function to answer it
+
+    @property
+    def data(self: Any) -> Tensor:
+        binding = binding_of(self)
+        if binding is not None and not _allowed:
+            if is_absent(self) and not _bring([binding]):
+                raise _refusal([binding], "data")
+            if not binding.held and (owner := binding.owner) is not None:
+                owner.handed_out(binding)
+        return get_data(self)
+
+    @data.setter
+    def data(self: Any, value: Tensor) -> None:
+        binding = binding_of(self)
+        if binding is None:
+            set_data(self, value)
+        else:
+            binding.assign(value)
+
+    @property
+    def grad(self: Any) -> Tensor | None:
+        local, binding = get_gradient(self), binding_of(self)
+        owner = None if binding is None else binding.owner
+        return local if binding is None or owner is None else owner.read_gradient(binding, local)
+
+    @grad.setter
+    def grad(self: Any, value: Tensor | None) -> None:
+        binding = binding_of(self)
+        owner = None if binding is None else binding.owner
+        if binding is None or owner is None:
+            set_gradient(self, value)
+        else:
+            owner.write_gradient(binding, value)
+
+    @grad.deleter
+    def grad(self: Any) -> None:
+        self.grad = None
+
+    def register_post_accumulate_grad_hook(self: Any, hook: Any) -> Any:
+        """As every parameter's; what the hook does to ``.grad`` counts, because the engine looks at it afterwards."""
+        register: Any = Tensor.register_post_accumulate_grad_hook
+        handle = register(self, hook)
+        binding = binding_of(self)
+        if binding is not None and binding.last_hook in self._post_accumulate_grad_hooks:
+            hooks = self._post_accumulate_grad_hooks  # torch goes by the order of insertion: moving is not enough
+            hooks[binding.last_hook] = hooks.pop(binding.last_hook)
+        return handle
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        with _ordinary(self):
+            return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        with _ordinary(self):
+            return self.__reduce_ex__(protocol)
+
+
+class _Absent(_Shown):
+    """Answers questions, and raises where values are needed."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _called(func, args, kwargs or {})
+
+    def __repr__(self: Any) -> str:
+        name = self.__class__.__name__
+        values = "values are not in memory, see lightning_zero.full_parameters"
+        return f"{name} of shape {tuple(self.shape)}, {self.dtype}, {self.device}: {values}"
+
+    def __format__(self: Any, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+@cache
+def _kinds(base: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+    kinds: list[type[nn.Parameter]] = []
+    meta: Any = type(base)
+    for own in (_Shown, _Absent):
+        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__slots__": (), "_base": base}
+        kinds.append(meta(base.__name__, (own, base), namespace))
+    return kinds[0], kinds[1]
+
+
+@contextmanager
+def _ordinary(parameter: Any) -> Iterator[None]:
+    """For a moment the class that it had before, so that copies are made as of any parameter.
+
+    Raises:
+        ParameterAccessError: if there are no values to copy.
+    """
+    binding = binding_of(parameter)
+    if isinstance(parameter, _Absent) and binding is not None and not _bring([binding]):
+        raise _refusal([binding], "a copy")
+    kind = type(parameter)
+    parameter.__class__ = original_kind(parameter)
+    try:
+        yield
+    finally:
+        parameter.__class__ = kind
+
+
+_OURS = frozenset(["__set__"])  # what the engine does to parameters, whatever they show
+_raw = torch._C.DisableTorchFunctionSubclass
+
+
+def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A torch function got an absent parameter."""
+    name = getattr(func, "__name__", "")
+    if _allowed or name in _OURS or func in (get_data, get_gradient):  # user code meets properties instead
+        with _raw():
+            return func(*args, **kwargs)
+    bindings = [b for tensor in _absent([*args, *kwargs.values()]) if (b := binding_of(tensor)) is not None]
+    if bindings and _bring(bindings):
+        return func(*args, **kwargs)
+    if name in FREE:
+        with _raw():
+            return func(*args, **kwargs)
+    first: Any = args[0] if args else None
+    if name in MODELS or (name in SHAPES and not isinstance(first, _Absent)):
+        with _raw():
+            return func(*args, **kwargs)
+    if name == "__get__":
+        with _raw():
+            result = func(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            return result
+    elif name in STRIDES:  # those of the values, not those of the placeholder
+        return func(torch.empty(first.shape, device="meta"), *args[1:], **kwargs)
+    elif name == "type" and not args[1:] and not kwargs:
+        with _raw():
+            return func(first)
+    elif name in CASTS and isinstance(first, _Absent):
+        with _raw(), untracked():
+            if changes_nothing(name, first, args[1:], kwargs):
+                return first
+    if len(bindings) == 1 and (
+        (name in OVERWRITES and first is bindings[0].parameter) or getattr(func, "__module__", "") == "torch.nn.init"
+    ):
+        bindings[0].make_room()
+        return func(*args, **kwargs)
+    raise _refusal(bindings, f"{name}()")
+
+
+def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, _Absent):
+            yield value  # type: ignore[misc]
+        elif isinstance(value, tuple | list):
+            yield from _absent(value)
+
+
+def _bring(bindings: Sequence[Binding]) -> bool:
+    return all((owner := binding.owner) is not None and owner.bring(binding) for binding in bindings)
+
+
+def _same_memory(value: Tensor, data: Tensor) -> bool:
+    if value.shape != data.shape or value.dtype != data.dtype or storage_key(value) != storage_key(data):
+        return False
+    return value.storage_offset() == data.storage_offset() and value.stride() == data.stride()
+
+
+def _refusal(bindings: Sequence[Binding], use: str) -> ParameterAccessError:
+    name = f"'{bindings[0].name}'" if bindings else "of a module that is gone"
+    return ParameterAccessError(
+        f"The values of parameter {name} are not in memory here, and {use} needs them: they are spread "
+        "over the ranks, and there only while a module that owns them runs. Call that module instead of reading its "
+        "weight, or make a module around both the unit (ZeroStrategy(units=[...])). To look at values, change them, or "
+        "take `state_dict()`, use `with lightning_zero.full_parameters(module):` on every rank; for an average of "
+        "weights, do so in a callback at the end of an epoch. To save, `trainer.save_checkpoint` needs none of this."
+    )

@@ -1,0 +1,302 @@
+"""What user code does between two hooks has the effect that it has under DDP, or is an error that names the object.
+
+Every case is written as a user writes it, runs under ``strategy="ddp"`` and in every stage with two processes, and says
+where an error is right. Anything else has to give DDP's losses and parameters, bit for bit, on every rank.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy, full_parameters
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
+
+# Stage 3 twice: every parameter in the root, and every layer a unit of its own.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3 units": {"stage": 3, "units": ["Linear"]},
+}
+Act = Callable[["Net"], Any]
+
+
+class Net(pl.LightningModule):
+    """Three layers, a teacher of the last one, and something that a user does in a hook."""
+
+    def __init__(self, hook: str, act: Act) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.c = nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 3)
+        self.teacher = nn.Linear(10, 3).requires_grad_(False)
+        self.losses: list[float] = []
+        self.number = 0
+        self.act = act
+        self.in_step = hook == "training_step"
+        if not self.in_step:
+            setattr(self, hook, lambda *args, **kwargs: act(self))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.number = batch_idx
+        if self.in_step:
+            self.act(self)
+        torch.manual_seed(31 * int(batch) + self.global_rank)
+        hidden = torch.tanh(self.b(torch.tanh(self.a(torch.randn(5, 6)))))
+        loss = self.c(hidden).square().mean() + (self.c(hidden) - self.teacher(hidden)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that users do.
+
+    Args:
+        hook: where.
+        act: what.
+        errors: by strategy, what the error says.
+        options: of the Trainer.
+    """
+
+    hook: str
+    act: Act
+    errors: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def at(number: int, act: Act) -> Act:
+    """Only in one step."""
+    return lambda net: act(net) if net.number == number else None
+
+
+def everywhere(message: str) -> dict[str, str]:
+    return dict.fromkeys(STRATEGIES, message)
+
+
+SHARDED = {"3": "not in memory", "3 units": "not in memory"}
+UNITS = {"3 units": "not in memory"}
+
+
+@torch.no_grad()
+def average_in_place(net: Net) -> None:
+    for slow, fast in zip(net.teacher.parameters(), net.c.parameters(), strict=True):
+        slow.mul_(0.5).add_(fast, alpha=0.5)
+
+
+def average_by_assignment(net: Net) -> None:
+    for slow, fast in zip(net.teacher.parameters(), net.c.parameters(), strict=True):
+        slow.data = slow.data * 0.5 + fast.data * 0.5
+
+
+def average_through_data(net: Net) -> None:
+    for slow, fast in zip(net.teacher.parameters(), net.c.parameters(), strict=True):
+        slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
+
+
+def from_vector(net: Net) -> None:
+    numel = sum(parameter.numel() for parameter in net.parameters())
+    nn.utils.vector_to_parameters(torch.linspace(-1, 1, numel), net.parameters())
+
+
+def prune_half(net: Net) -> None:
+    prune.l1_unstructured(net.b, "weight", amount=0.5)
+    prune.remove(net.b, "weight")
+
+
+def seeded(act: Act) -> Act:
+    def seed_and_act(net: Net) -> None:
+        torch.manual_seed(3)
+        act(net)
+
+    return seed_and_act
+
+
+@torch.no_grad()
+def clamp(net: Net) -> None:
+    net.b.weight.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def scale_by_rank(net: Net) -> None:
+    net.b.weight.mul_(1.0 + 0.1 * net.global_rank)
+
+
+@torch.no_grad()
+def write_in_part(net: Net) -> None:
+    net.b.weight[2:4] = 0.25
+
+
+WEIGHTS = {"weight": torch.eye(10), "bias": torch.zeros(10)}
+
+WRITES = {
+    "momentum encoder in a step": Case("training_step", average_in_place, UNITS),
+    "momentum encoder after a batch": Case("on_train_batch_end", average_in_place, SHARDED),
+    "momentum encoder, assigned": Case("training_step", average_by_assignment, UNITS),
+    "momentum encoder, through data": Case("training_step", average_through_data, UNITS),
+    "the same after a batch": Case("on_train_batch_end", average_through_data, SHARDED),
+    "vector at the start": Case("on_train_start", from_vector),
+    "vector later": Case("on_train_batch_start", at(1, from_vector)),
+    "vector before a step": Case("on_before_optimizer_step", at(1, from_vector)),
+    "initialiser": Case("on_train_batch_end", at(1, seeded(lambda net: nn.init.trunc_normal_(net.b.weight)))),
+    "reset_parameters": Case("on_train_batch_start", at(1, seeded(lambda net: net.b.reset_parameters()))),
+    "state of a submodule": Case("on_train_batch_end", at(1, lambda net: net.b.load_state_dict(WEIGHTS))),
+    "pruning": Case("on_train_batch_end", at(1, prune_half), SHARDED),
+    "clamp": Case("on_train_batch_end", clamp, SHARDED),
+    "rows": Case("training_step", write_in_part, UNITS),
+    "cast that changes nothing": Case("training_step", lambda net: net.to(torch.float32)),
+    "copy": Case("on_train_batch_end", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10)))),
+    "other values on each rank": Case(
+        "on_train_batch_end", scale_by_rank, {**everywhere(r"'b.weight' \(values"), **SHARDED}
+    ),
+    "other values on each rank, in a step": Case(
+        "training_step", scale_by_rank, {**everywhere(r"'b.weight' \(values"), **UNITS}
+    ),
+    "other values on each rank, assigned": Case(
+        "on_train_batch_end",
+        at(1, lambda net: setattr(net.b.weight, "data", torch.eye(10) * (1 + net.global_rank))),
+        everywhere(r"'b.weight' \(values"),
+    ),
+    "on one rank only": Case(
+        "on_train_batch_end",
+        at(1, lambda net: setattr(net.b.weight, "data", torch.eye(10)) if net.global_rank else None),
+        everywhere(r"'b.weight' \(values.*wrote nothing|wrote nothing.*'b.weight' \(values"),
+    ),
+    "another dtype": Case("on_train_batch_end", at(1, lambda net: net.half()), everywhere("'a.weight'")),
+    "memory of another": Case(
+        "on_train_batch_end",
+        at(1, lambda net: setattr(net.teacher.weight, "data", net.c.weight.data)),
+        {**everywhere("assigned memory of 'c.weight'"), **SHARDED},
+    ),
+    "another object": Case(
+        "on_train_batch_end",
+        at(1, lambda net: net.b.load_state_dict(WEIGHTS, assign=True)),
+        {"3 units": "'b.weight' of unit 'b' was replaced"},
+    ),
+}
+
+
+def rows(net: Net) -> None:
+    if net.b.weight.grad is not None:
+        net.b.weight.grad[2:5] = 0
+
+
+def masked(net: Net) -> None:
+    mask = (torch.arange(100).view(10, 10) % 3 == 0).float()
+    if net.b.weight.grad is not None:
+        net.b.weight.grad.mul_(mask)
+        net.c.weight.grad = net.c.weight.grad * 0.5
+
+
+def halve(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def noise(net: Net) -> None:
+    net.b.weight.grad.add_(torch.randn(10, 10))  # type: ignore[union-attr]
+
+
+GRADIENTS = {
+    "rows after backward": Case("on_after_backward", rows),
+    "rows before the step": Case("on_before_optimizer_step", rows),
+    "rows, accumulated": Case("on_before_optimizer_step", rows, options={"accumulate_grad_batches": 2}),
+    "mask": Case("on_after_backward", masked),
+    "none": Case("on_after_backward", at(2, lambda net: setattr(net.b.weight, "grad", None))),
+    "whole tensor": Case("on_after_backward", at(2, lambda net: setattr(net.b.weight, "grad", torch.ones(10, 10)))),
+    "module.zero_grad": Case("on_after_backward", at(2, lambda net: net.zero_grad())),
+    "clip_grad_value_": Case("on_before_optimizer_step", lambda net: nn.utils.clip_grad_value_(net.parameters(), 1e-3)),
+    "clip_grad_norm_": Case(
+        "on_before_optimizer_step",
+        lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+        everywhere("grad_norm"),
+    ),
+    "norm": Case("on_after_backward", lambda net: net.b.weight.grad.norm(), everywhere("'b.weight'")),
+    "hook of a tensor": Case("on_train_start", lambda net: net.b.weight.register_hook(lambda grad: grad * 0.5)),
+    "hook behind the accumulation": Case(
+        "on_train_start", lambda net: net.b.weight.register_post_accumulate_grad_hook(halve)
+    ),
+    "the same, accumulated": Case(
+        "on_train_start",
+        lambda net: net.b.weight.register_post_accumulate_grad_hook(halve),
+        {name: "'b.weight'" for name in STRATEGIES if name != "1"},
+        {"accumulate_grad_batches": 2},
+    ),
+    "seeded noise": Case("on_after_backward", seeded(noise)),
+    "other noise on each rank": Case("on_after_backward", noise, everywhere("gradient of 'b.weight'")),
+}
+
+READS = {
+    "norm of a weight": Case("on_train_batch_end", lambda net: net.b.weight.norm(), SHARDED),
+    "state_dict": Case("on_train_batch_end", lambda net: net.state_dict(), SHARDED),
+    "torch.save": Case("on_train_batch_end", lambda net: torch.save(net.b.weight, io.BytesIO()), SHARDED),
+    "detach": Case("on_train_batch_end", lambda net: net.b.weight.detach(), SHARDED),
+    "shape, dtype and the like": Case(
+        "on_train_batch_end",
+        lambda net: (
+            net.b.weight.shape,
+            net.b.weight.stride(),
+            net.b.weight.is_contiguous(),
+            net.b.weight.numel(),
+            repr(net.b.weight),
+            torch.zeros_like(net.b.weight).sum(),
+            torch.ones(100).view_as(net.b.weight),
+            net.b.weight.to("cpu"),
+            len(net.b.weight),
+            net.b.weight in set(net.parameters()),
+        ),
+    ),
+}
+
+CASES = {**WRITES, **GRADIENTS, **READS}
+
+
+def play(strategy: Any, case: Case) -> Any:
+    """Losses and whole parameters, or the error."""
+    net = Net(case.hook, case.act)
+    try:
+        with quiet():
+            trainer = make_trainer(strategy, **case.options)
+            trainer.fit(net, DataLoader(range(4), batch_size=None))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    with full_parameters(net):
+        return net.losses, {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_as_under_ddp_or_an_error_by_name(name: str) -> None:
+    case = CASES[name]
+    rounding = {"2", "3", "3 units"} if case.options else set()  # sums over micro-steps: see docs/user-code.md
+
+    def run(rank: int) -> tuple[Any, dict[str, Any]]:
+        expected = play("ddp", case)
+        return expected, {kind: play(ZeroStrategy(**options), case) for kind, options in STRATEGIES.items()}
+
+    for expected, found in run_world(2, run, timeout=120):
+        for kind, result in found.items():
+            if kind in case.errors:
+                assert isinstance(result, str), f"stage {kind}: an error was expected"
+                assert re.search(case.errors[kind], result), f"stage {kind}: {result}"
+                assert result.startswith(("ParameterAccessError", "DivergenceError")), f"stage {kind}: {result}"
+                continue
+            assert not isinstance(result, str), f"stage {kind}: {result}"
+            if isinstance(expected, str):
+                continue  # it fails under DDP
+            close = torch.allclose if kind in rounding else torch.equal
+            assert close(torch.tensor(result[0]), torch.tensor(expected[0])), f"stage {kind}: losses"
+            for parameter, value in expected[1].items():
+                assert close(result[1][parameter], value), f"stage {kind}: {parameter}"
