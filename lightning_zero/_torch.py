@@ -1,6 +1,6 @@
 """Every private, renamed or version-dependent torch name this package touches, with the versions each covers.
 
-Supported: torch 2.11, 2.12, 2.13.
+Supported: torch 2.11, 2.12, 2.13, 2.14, 2.15.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "forbid_writes",
     "hook_gradient",
     "is_compiled_module",
+    "new_group",
     "next_sequence_number",
     "pop_saved_tensor_hooks",
     "profiler_runs",
@@ -59,53 +61,63 @@ def reduce_scatter_single(shard: Tensor, bucket: Tensor, group: Any, async_op: b
 
 
 def default_store() -> Any:
-    """The key-value store behind the default process group. 2.11 to 2.13."""
+    """The key-value store behind the default process group. 2.11 to 2.15."""
     return dist.distributed_c10d._get_default_store()
 
 
+def new_group(backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group of all ranks. Since 2.15 annotated as if it could be no group, as it is for a rank that is left out.
+
+    Collective: every rank of the default group.
+    """
+    made: Any = dist.new_group(backend=backend, timeout=timeout)
+    group: dist.ProcessGroup = made
+    return group
+
+
 def profiler_runs() -> bool:
-    """Whether a torch profiler (or ``emit_nvtx``) is recording in this process; 40 ns. 2.11 to 2.13."""
+    """Whether a torch profiler (or ``emit_nvtx``) is recording in this process; 40 ns. 2.11 to 2.15."""
     return profiler._is_profiler_enabled
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the current backward has finished. Only from inside a backward. 2.11 to 2.13."""
+    """Run ``callback`` when the current backward has finished. Only from inside a backward. 2.11 to 2.15."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def current_graph_task() -> int:
-    """The id of the backward running on this thread, -1 outside of one. 2.11 to 2.13."""
+    """The id of the backward running on this thread, -1 outside of one. 2.11 to 2.15."""
     return int(torch._C._current_graph_task_id())
 
 
 def sequence_number(node: Any) -> int:
-    """The autograd node's creation number on its thread. 2.11 to 2.13."""
+    """The autograd node's creation number on its thread. 2.11 to 2.15."""
     return int(node._sequence_nr())
 
 
 def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:
-    """Install a saved-tensor hook pair for this thread. 2.11 to 2.13."""
+    """Install a saved-tensor hook pair for this thread. 2.11 to 2.15."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def pop_saved_tensor_hooks() -> None:
-    """Remove the innermost saved-tensor hook pair of this thread. 2.11 to 2.13."""
+    """Remove the innermost saved-tensor hook pair of this thread. 2.11 to 2.15."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
-    """The innermost active saved-tensor hook pair, or ``None``. 2.11 to 2.13."""
+    """The innermost active saved-tensor hook pair, or ``None``. 2.11 to 2.15."""
     hooks: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of the memory behind ``tensor``: equal for all its views. 2.11 to 2.13."""
+    """Identity of the memory behind ``tensor``: equal for all its views. 2.11 to 2.15."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class WeakStorage:
-    """The memory behind a tensor, without keeping it. 2.11 to 2.13.
+    """The memory behind a tensor, without keeping it. 2.11 to 2.15.
 
     While this exists, no other memory gets the same ``storage_key``.
 
@@ -132,14 +144,14 @@ class WeakStorage:
 
 
 def version_probe(tensor: Tensor) -> Tensor:
-    """A tensor without memory whose ``_version`` counts the changes of ``tensor`` and its views. 2.11 to 2.13."""
+    """A tensor without memory whose ``_version`` counts the changes of ``tensor`` and its views. 2.11 to 2.15."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
 
 
 def forbid_writes(tensor: Tensor) -> bool:
-    """Make every write through ``tensor``'s storage raise. Returns whether this torch can. 2.11 to 2.13."""
+    """Make every write through ``tensor``'s storage raise. Returns whether this torch can. 2.11 to 2.15."""
     forbid = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
     if forbid is None:
         return False
@@ -152,7 +164,7 @@ def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
     torch's own wrapper takes 3 microseconds for each call. Where nothing is being compiled this one takes 0.1: it is
     marked as torch's is, so that Dynamo calls it and does not look inside, and only under a running Dynamo are calls
-    from ``function`` kept from it as well. 2.11 to 2.13.
+    from ``function`` kept from it as well. 2.11 to 2.15.
     """
     disabled: Callable[..., Any] = torch._dynamo.disable(function)
     compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -171,14 +183,14 @@ def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Whether calling ``module`` runs ``torch.compile``d code. 2.11 to 2.13."""
+    """Whether calling ``module`` runs ``torch.compile``d code. 2.11 to 2.15."""
     if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
         return True
     return hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
 
 
 def take_gradient(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient, which it no longer has then; unseen by torch function modes. 2.11 to 2.13."""
+    """A parameter's gradient, which it no longer has then; unseen by torch function modes. 2.11 to 2.15."""
     if not _modes():
         gradient = _get_gradient(parameter)
         _set_gradient(parameter, None)
@@ -220,7 +232,7 @@ class untracked:
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:
-    """What ``register_hook`` does to a tensor with a graph, but for the handle: in half the time. 2.11 to 2.13.
+    """What ``register_hook`` does to a tensor with a graph, but for the handle: in half the time. 2.11 to 2.15.
 
     Returns:
         Whether it was done; not where the tensor has hooks already, or somebody looks at what is done to it.
@@ -236,7 +248,7 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:
 
 
 def watched() -> bool:
-    """Whether a torch function mode sees what is done to tensors now. 2.11 to 2.13."""
+    """Whether a torch function mode sees what is done to tensors now. 2.11 to 2.15."""
     return bool(_modes())
 
 
@@ -244,7 +256,7 @@ _modes = torch._C._is_torch_function_mode_enabled
 
 
 def next_sequence_number() -> int:
-    """The creation number that the next autograd node of this thread will get. 2.11 to 2.13."""
+    """The creation number that the next autograd node of this thread will get. 2.11 to 2.15."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
@@ -252,7 +264,7 @@ _HOOKED_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """``step`` of the optimizer's class without the wrapper that runs step hooks, bound to it. 2.11 to 2.13."""
+    """``step`` of the optimizer's class without the wrapper that runs step hooks, bound to it. 2.11 to 2.15."""
     step: Any = type(optimizer).step
     while getattr(step, "__code__", None) is _HOOKED_CODE:
         step = step.__wrapped__
@@ -261,7 +273,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def put_hooks_innermost(optimizer: Optimizer, before: int, after: int) -> None:
-    """Make one pre-hook the last of an optimizer's own and one post-hook the first. 2.11 to 2.13.
+    """Make one pre-hook the last of an optimizer's own and one post-hook the first. 2.11 to 2.15.
 
     Args:
         optimizer: whose hooks; not while it runs them.

@@ -85,7 +85,7 @@ class FlatShard(Tensor):
     Raises:
         ValueError: if ``local`` is not such a range.
 
-    Source: ``_Checkpointable``, the three methods by which DTensor describes itself to DCP (torch 2.11 to 2.13).
+    Source: ``_Checkpointable``, the three methods by which DTensor describes itself to DCP (torch 2.11 to 2.15).
     """
 
     _local: Tensor

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.13
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.15
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,

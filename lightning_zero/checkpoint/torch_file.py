@@ -235,7 +235,7 @@ class _Pickler(pickle.Pickler):
     def _whole(self, storage: Any) -> _Storage:
         """A storage of a tensor that describes itself (sparse, quantized, of a class of its own)."""
         is_untyped = isinstance(storage, torch.UntypedStorage)
-        untyped = storage if is_untyped else storage._untyped_storage  # private: 2.11 to 2.13
+        untyped = storage if is_untyped else storage._untyped_storage  # private: 2.11 to 2.15
         dtype = torch.uint8 if is_untyped else storage.dtype
         memory = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
         identity = ("storage", untyped.device, untyped.data_ptr(), dtype) if untyped.nbytes() else object()
@@ -260,7 +260,7 @@ def _form(dtype: torch.dtype) -> _Form:
     rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(_PROTOCOL)
     if isinstance(arguments[0], torch.UntypedStorage):
         return _Form(rebuild, torch.UntypedStorage, arguments[6:])
-    return _Form(rebuild, getattr(torch, arguments[0]._pickle_storage_type()), arguments[6:])  # private: 2.11 to 2.13
+    return _Form(rebuild, getattr(torch, arguments[0]._pickle_storage_type()), arguments[6:])  # private: 2.11 to 2.15
 
 
 def _reduced(storage: _Storage, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Any:

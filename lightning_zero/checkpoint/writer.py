@@ -13,7 +13,7 @@ from typing import IO, Any, BinaryIO, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo  # private: 2.11 to 2.13
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo  # private: 2.11 to 2.15
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult

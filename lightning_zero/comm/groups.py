@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from lightning_zero._torch import new_group
 from lightning_zero.comm.attendance import attend
 from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
 
@@ -254,10 +255,10 @@ class Groups:
         for groups in [groups for groups in _LIVE if groups._default() is not _default_group()]:
             groups.destroy()  # their default group has ended, and nobody told them
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        gather = dist.new_group(backend=backend, timeout=timeout)
-        reduce = dist.new_group(backend=backend, timeout=timeout)
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        checkpoint = dist.new_group(backend="gloo", timeout=timeout)
+        gather = new_group(backend, timeout)
+        reduce = new_group(backend, timeout)
+        control = new_group("gloo", timeout)
+        checkpoint = new_group("gloo", timeout)
         groups = cls(
             gather,
             reduce,

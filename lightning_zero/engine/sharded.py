@@ -74,7 +74,7 @@ class ShardedUnit(Unit):
             return False
         source, buffer = self.sources[0], self._home_buffers[0]
         alike = (source.dtype, source.device, source.shape) == (buffer.dtype, buffer.device, buffer.shape)
-        return alike and source.storage_offset() == buffer.storage_offset() and source.is_contiguous()
+        return alike and bool(source.storage_offset() == buffer.storage_offset() and source.is_contiguous())
 
     def stay_in_shard(self) -> None:
         """Compute in the shard from now on where ``launch`` allows it. Only in a world of one, if ``fits_in_shard``.

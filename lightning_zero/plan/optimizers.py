@@ -6,7 +6,7 @@ A step passes over the masters in one of three ways. *Loop*, torch's default on 
 so what it makes has the size of the largest, beside what Python still holds of the one before; small ones are left out,
 which are put together and are few bytes. *Foreach*, the default on accelerators: each operation passes over all
 parameters of a group before the next one begins, so what it makes has the size of all of them. *Fused*: one pass, which
-makes nothing. Numbers are those of torch 2.11 to 2.13; a test counts them.
+makes nothing. Numbers are those of torch 2.11 to 2.15; a test counts them.
 """
 
 from __future__ import annotations
