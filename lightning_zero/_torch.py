@@ -189,10 +189,9 @@ def take_gradient(parameter: Tensor) -> Tensor | None:
     return gradient
 
 
-def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Views of a 1-D tensor, one after the other, in the shapes of ``tensors``, in one call. 2.11 to 2.13."""
-    views: Sequence[Tensor] = torch._C._nn.unflatten_dense_tensors(flat, list(tensors))
-    return views
+    return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))
 
 
 class untracked:

@@ -119,7 +119,7 @@ class BufferBroadcast:
             with untracked():
                 collectives.broadcast(as_bytes(first), 0, what).wait()
             return
-        parts: list[tuple[list[Tensor], Sequence[Tensor]]] = []  # of one dtype each: buffers and their memory
+        parts: list[tuple[list[Tensor], list[Tensor]]] = []  # of one dtype each: buffers and their memory
         with untracked():
             flat = torch.empty(piece.nbytes, dtype=torch.uint8, device=device)
             start = 0
@@ -142,7 +142,7 @@ def _fits(spec: BufferSpec, named: tuple[str, Tensor]) -> bool:
     return spec.shape == buffer.shape and spec.dtype == buffer.dtype and spec.name == name
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Many small copies of one dtype: few kernels on a device."""
     if targets[0].is_complex():  # conjugates are views, which the call for many cannot write to
         for target, source in zip(targets, sources, strict=True):

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["BufferPiece", "BufferSpec", "make_pieces", "sent_buffers"]
 
-PIECE_NBYTES = 25 * 2**20
+PIECE_NBYTES = 4 * 2**20
 """A buffer of so many bytes is sent by itself, from where it lies. Smaller ones are sent together, up to so many."""
 
 
