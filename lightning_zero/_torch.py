@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,9 +38,11 @@ __all__ = [
     "storage_key",
     "take_gradient",
     "top_saved_tensor_hooks",
+    "unflatten",
     "untracked",
     "version_probe",
     "watched",
+    "KeptVersions",
     "WeakStorage",
 ]
 
@@ -206,6 +208,11 @@ _get_gradient: Callable[[Tensor], Tensor | None] = getattr(Tensor.grad, "__get__
 _set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "__set__")  # noqa: B009
 
 
+def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Views of a 1-D tensor, one after the other, in the shapes of ``tensors``, in one call. 2.11 to 2.13."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))
+
+
 class untracked:
     """No autograd and no inference mode: tensors made here are ordinary ones, whatever the caller's context is.
 
@@ -229,6 +236,27 @@ class untracked:
             torch._C._set_grad_enabled(True)
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
+
+
+class KeptVersions:
+    """Hide from autograd what is written to tensors inside: their version counters do not move. 2.11 to 2.13.
+
+    Args:
+        tensors: whose. Those made under ``inference_mode`` have no counter.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+
+    def __enter__(self) -> None:
+        try:
+            self._versions = tuple([tensor._version for tensor in self._tensors])
+        except RuntimeError:
+            self._tensors = tuple(tensor for tensor in self._tensors if not tensor.is_inference())
+            self._versions = tuple([tensor._version for tensor in self._tensors])
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, self._versions)
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:

@@ -285,7 +285,8 @@ def _strategy_arguments(strategy: Any) -> dict[str, Any]:
         given = vars(strategy.init_args)
     else:
         return {}
-    return {name: given[name] for name in ("stage", "units", "bucket_mib", "prefetch", "offload") if name in given}
+    names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers")
+    return {name: given[name] for name in names if name in given}
 
 
 def _offload(asked: str | None, configured: Any, placement: Placement) -> Offload | None:

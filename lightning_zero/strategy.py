@@ -49,7 +49,7 @@ from lightning_zero.config import (
     validate_units,
 )
 from lightning_zero.debug import note_optimizers
-from lightning_zero.engine import InitRecorder, ZeroEngine, engine_of
+from lightning_zero.engine import BufferBroadcast, InitRecorder, ZeroEngine, engine_of
 from lightning_zero.engine.activations import Activations
 from lightning_zero.engine.full import give_back
 from lightning_zero.offloading import make_homes, offloaded_steps
@@ -78,6 +78,8 @@ class ZeroStrategy(ParallelStrategy):
         offload: what rests in host memory, or in files, between uses; ``None``: everything stays on the device.
         activations: what is computed again in backward, or kept on the host until then; ``None``: autograd keeps all.
         checkpoint: what is saved and how, and where the first weights come from.
+        broadcast_buffers: whether rank 0's buffers (running statistics, for example) are given to all ranks before
+            every forward before which ``DistributedDataParallel`` does. If not, each rank trains with its own.
         accelerator: as for every Lightning strategy.
         parallel_devices: as for every Lightning strategy.
         cluster_environment: as for every Lightning strategy.
@@ -103,6 +105,7 @@ class ZeroStrategy(ParallelStrategy):
         offload: HostOffload | NvmeOffload | None = None,
         activations: ActivationPolicy | None = None,
         checkpoint: CheckpointPolicy = _DEFAULT_POLICY,
+        broadcast_buffers: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -117,6 +120,9 @@ class ZeroStrategy(ParallelStrategy):
         self.offload = validate_offload(offload, self.placement)
         self._activation_policy = validate_activations(activations)
         self._policy = validate_checkpoint(checkpoint)
+        if not isinstance(broadcast_buffers, bool):
+            raise ValueError(f"broadcast_buffers must be True or False, got {broadcast_buffers!r}.")
+        self._broadcast_buffers = broadcast_buffers
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -128,6 +134,7 @@ class ZeroStrategy(ParallelStrategy):
         self._timeout = timeout
         self._checkpoints: Checkpoints | None = None
         self._engine: ZeroEngine | None = None
+        self._buffers: BufferBroadcast | None = None
         self._recorder = InitRecorder()
         self._activations: Activations | None = None
         self._adapters: dict[int, ShardedOptimizer] = {}
@@ -269,6 +276,7 @@ class ZeroStrategy(ParallelStrategy):
         self._setup_engine(self.lightning_module)
         self.checkpoints.begin(trainer.callbacks, training=fitting)  # type: ignore[attr-defined]
         self.model_to_device()
+        self._buffers = BufferBroadcast(self.engine, fitting=fitting, enabled=self._broadcast_buffers)
         self.precision_plugin.attach(self.root_device, self.engine.control, self.adapter, self._hold_schedulers)
         if fitting:
             self.engine.prepare_training()
@@ -290,6 +298,7 @@ class ZeroStrategy(ParallelStrategy):
             plan = self._plan(module) if fits else None
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
                 self._engine = existing  # sharded by an earlier fit, or by another Trainer, just as it is wanted now
+                existing.plan = plan  # buffers may have been added or replaced
                 existing.homes.wake()
                 return
             torn = existing.updating
@@ -320,6 +329,7 @@ class ZeroStrategy(ParallelStrategy):
             offload=self.offload,
             param_dtype=self.precision_plugin.param_dtype,
             reduce_dtype=self.precision_plugin.reduce_dtype,
+            broadcast_buffers=self._broadcast_buffers,
         )
 
     @contextmanager
@@ -404,8 +414,15 @@ class ZeroStrategy(ParallelStrategy):
         return nullcontext() if self._activations is None else self._activations.training()
 
     def _run(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with context, self.engine.step(name):
-            return getattr(self.lightning_module, name)(*args, **kwargs)
+        module, buffers = self.lightning_module, self._buffers
+        if module is None or buffers is None:
+            raise RuntimeError(f"The strategy is not set up yet: there is no module to run {name} of.")
+        with context:
+            buffers.before_forward(name)
+            with self.engine.step(name):
+                output = getattr(module, name)(*args, **kwargs)
+            buffers.after_forward(averaged=module.automatic_optimization)
+            return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward; gradients are reduced when the user's ``on_after_backward`` runs.
@@ -416,6 +433,8 @@ class ZeroStrategy(ParallelStrategy):
         if module is None:
             raise RuntimeError("No module is connected to the strategy.")
         self.pre_backward(closure_loss)
+        if self._buffers is not None and not module.automatic_optimization:
+            self._buffers.after_forward(averaged=True)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self.engine.backward():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)

@@ -11,12 +11,10 @@ from lightning_zero.callbacks.clock import PhaseClock, Timeline
 from lightning_zero.callbacks.steps import STEADY, StepMonitor, log, logging_step, strategy_of
 from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.plan import CollectiveTraffic, Traffic
+from lightning_zero.plan import CollectiveTraffic, Traffic, ZeroPlan
 from lightning_zero.plan.report import format_nbytes
 
 __all__ = ["CommunicationMonitor"]
-
-_KINDS = ("all_gather", "reduce_scatter")  # what the plan predicts
 
 
 @dataclass
@@ -135,7 +133,7 @@ class CommunicationMonitor(StepMonitor):
 
     def begin(self, trainer: pl.Trainer, engine: ZeroEngine, measured: bool) -> None:
         """Count anew, and look at the clock if this step is measured."""
-        self._sent = dict.fromkeys(_KINDS, CollectiveTraffic())
+        self._sent = dict.fromkeys(_kinds(engine.plan), CollectiveTraffic())
         self._inside, self._interrupted = True, False
         if measured and self._clock is not None:
             self._clock.start()
@@ -213,7 +211,7 @@ class CommunicationMonitor(StepMonitor):
         if not module.automatic_optimization or len(strategy_of(trainer).optimizers) != 1:
             return None
         traffic: Traffic = engine.plan.expected_traffic(micro_steps=micro_steps)
-        return {kind: getattr(traffic, kind) for kind in _KINDS}
+        return {kind: getattr(traffic, kind) for kind in _kinds(engine.plan)}
 
     def _compare(self, expected: dict[str, CollectiveTraffic], micro_steps: int) -> None:
         wrong = [
@@ -239,3 +237,8 @@ class CommunicationMonitor(StepMonitor):
             found.seconds = found.timeline.seconds()
             self._done.add(found)
             log(trainer, found.metrics(), found.step)
+
+
+def _kinds(plan: ZeroPlan) -> tuple[str, ...]:
+    """The collectives that a plan predicts."""
+    return ("all_gather", "reduce_scatter", "broadcast") if plan.buffers else ("all_gather", "reduce_scatter")

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ControlGroup", "Groups", "destroy_default_group_at_exit", "naming_failures"]
 
+_SAME_PROGRAM = (
+    "Every rank must build the same model with the same strategy settings; look for code that depends on the "
+    "rank, on a file only some ranks see, or on a random choice made before the seed was set."
+)
+
 
 def destroy_default_group_at_exit() -> None:
     """End the default group while Python still runs; see [Note: groups end before the interpreter does]."""
@@ -182,13 +187,14 @@ class ControlGroup:
         """Wait until every rank is here. Collective: every rank."""
         self.exchange([0])
 
-    def agree_equal(self, what: str, lines: Sequence[str], fingerprint: str) -> None:
+    def agree_equal(self, what: str, lines: Sequence[str], fingerprint: str, advice: str = _SAME_PROGRAM) -> None:
         """Raise on every rank unless all ranks hold the same lines.
 
         Args:
             what: what the lines describe, for the message.
             lines: the description, compared line by line only when the fingerprints differ.
             fingerprint: hex digest over the lines.
+            advice: what to do if they differ.
 
         Raises:
             DivergenceError: on every rank, naming the first rank that differs from rank 0 and the first lines that do.
@@ -203,9 +209,7 @@ class ControlGroup:
         pairs = list(zip_longest(texts[0], texts[other], fillvalue="(nothing more)"))
         different = [f"  rank 0: {a}\n  rank {other}: {b}\n" for a, b in pairs if a != b]
         raise DivergenceError(
-            f"Rank {other} has another {what} than rank 0. First differences:\n{''.join(different[:3])}"
-            "Every rank must build the same model with the same strategy settings; look for code that depends on the "
-            "rank, on a file only some ranks see, or on a random choice made before the seed was set."
+            f"Rank {other} has another {what} than rank 0. First differences:\n{''.join(different[:3])}{advice}"
         )
 
 

@@ -26,7 +26,7 @@ from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, UnitPlan, ZeroPlan, staging_nbytes
 
-__all__ = ["UnitBuilder", "build_reducer", "check_materialisable", "copy_slice", "synchronise_buffers"]
+__all__ = ["UnitBuilder", "as_bytes", "build_reducer", "check_materialisable", "copy_slice", "place_buffers"]
 
 _UNRECORDED = (
     "'{name}' is on the meta device, and how it was to be initialised is not known. Build the module inside "
@@ -202,7 +202,7 @@ class _Values:
         if value.numel():
             with untracked():
                 value = value.contiguous()
-                self._collectives.broadcast(_as_bytes(value), 0, f"initial values of '{name}'").wait()
+                self._collectives.broadcast(as_bytes(value), 0, f"initial values of '{name}'").wait()
         return value
 
 
@@ -244,26 +244,16 @@ def check_materialisable(module: nn.Module, record: InitRecord | None, control: 
         raise MaterialiseError(f"Rank {first}: {problems[first]}")
 
 
-def synchronise_buffers(
-    module: nn.Module, collectives: Collectives, device: torch.device, record: InitRecord | None
-) -> None:
-    """Put every buffer on ``device`` with rank 0's values. Collective: every rank."""
+def place_buffers(module: nn.Module, device: torch.device, record: InitRecord | None) -> None:
+    """Put every buffer on ``device``, each with this rank's own values. What is there already stays the same object."""
     done: dict[int, Tensor] = {}
     for prefix, owner in module.named_modules():
         for key, buffer in owner._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in done:
-                name = f"{prefix}.{key}" if prefix else key
-                value = materialise(name, buffer, device, record)
-                if value.numel() and type(value) is Tensor and value.layout is torch.strided:
-                    with untracked():
-                        contiguous = value.contiguous()
-                        collectives.broadcast(_as_bytes(contiguous), 0, f"buffer '{name}'").wait()
-                        if contiguous is not value:
-                            value.copy_(contiguous)
-                done[id(buffer)] = value
-            owner._buffers[key] = done[id(buffer)]
+            if buffer is not None and (buffer.is_meta or buffer.device != device):
+                if id(buffer) not in done:
+                    name = f"{prefix}.{key}" if prefix else key
+                    done[id(buffer)] = materialise(name, buffer, device, record)
+                owner._buffers[key] = done[id(buffer)]
 
 
 def build_reducer(
@@ -320,7 +310,7 @@ def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:
     vars(parameter).update(attributes)
 
 
-def _as_bytes(value: Tensor) -> Tensor:
+def as_bytes(value: Tensor) -> Tensor:
     """The memory of a contiguous tensor as 1-D bytes: so every dtype travels, whatever the backend can add."""
     return value.view(-1).as_strided((value.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 

@@ -30,7 +30,7 @@ from lightning_zero.config import Tier
 from lightning_zero.engine.access import ParameterAccess
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import GradientBucket
-from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, synchronise_buffers
+from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, place_buffers
 from lightning_zero.engine.calls import ForwardCall, hook_outputs, refuse_double_backward
 from lightning_zero.engine.deferred import InitRecord
 from lightning_zero.engine.events import Phase, Span, Spans
@@ -97,7 +97,7 @@ class ZeroEngine:
         self.spans = Spans()
         self.placeholders = placeholders = Placeholders()
         self.units: list[Unit] = UnitBuilder(module, plan, collectives, control, homes, placeholders, record).build()
-        synchronise_buffers(module, collectives, homes.device, record)
+        place_buffers(module, homes.device, record)
         flats = [flat for unit in self.units for flat in unit.flats]
         self.names: dict[nn.Parameter, str] = {
             parameter: shard.spec.name

@@ -35,6 +35,7 @@ class Phase(str, Enum):
     STEP = "step"  # an optimizer updates masters
     PUBLISH = "publish"  # updated masters of replicated parameters are sent off
     WAIT_PUBLISH = "wait for publish"  # they are needed and not there yet
+    BUFFERS = "buffers"  # rank 0's buffers are sent to all ranks, and waited for
     AGREE = "agree"  # the hosts tell each other where they are
     OFFLOAD = "offload"  # the host waits for what rests in host memory or on disk
 

@@ -4,6 +4,7 @@ Numbers only: works on meta tensors, needs no process group, and is equal on all
 """
 
 from lightning_zero.plan.buckets import make_buckets
+from lightning_zero.plan.buffers import BufferPiece, BufferSpec, make_pieces, sent_buffers
 from lightning_zero.plan.comparison import Recommendation
 from lightning_zero.plan.dtypes import DtypeRules
 from lightning_zero.plan.estimate import MemoryEstimate, StageMemory, estimate_memory
@@ -30,6 +31,8 @@ __all__ = [
     "ALIGNMENT",
     "FETCH_UNITS",
     "STAGING_BUFFERS",
+    "BufferPiece",
+    "BufferSpec",
     "CollectiveTraffic",
     "DiskBytes",
     "DtypeRules",
@@ -54,6 +57,8 @@ __all__ = [
     "find_units",
     "gather_order",
     "make_buckets",
+    "make_pieces",
     "rest_of",
+    "sent_buffers",
     "staging_nbytes",
 ]

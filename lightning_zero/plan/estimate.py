@@ -135,7 +135,8 @@ def estimate_memory(
         reduce_dtype: that gradients are averaged in; ``None``: the parameters' own. A plan has its own.
         accelerator: whether it runs on one, where torch's optimizers take more memory for a step unless they are fused.
         receive_buffer: whether the transport keeps one: gloo does between hosts.
-        settings: further arguments of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``.
+        settings: further arguments of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``,
+            ``broadcast_buffers``.
 
     Raises:
         ValueError: if the world size is missing or not one, a count is no count, or the model cannot be laid out.
@@ -266,7 +267,7 @@ def _without(plan: ZeroPlan, cost: OptimizerCost, accelerator: bool) -> StageMem
         peak=peak,
         host=_NOWHERE,
         disk=_NO_FILES,
-        sent_nbytes=_sent(2 * gradients, plan.world_size),
+        sent_nbytes=_sent(2 * gradients + sum(buffer.nbytes for buffer in plan.buffers), plan.world_size),
     )
 
 

@@ -18,6 +18,7 @@ from lightning_zero.config import (
     validate_units,
 )
 from lightning_zero.plan.buckets import make_buckets
+from lightning_zero.plan.buffers import BufferSpec, sent_buffers
 from lightning_zero.plan.dtypes import DtypeRules
 from lightning_zero.plan.flat import FlatLayout, ParameterSpec
 from lightning_zero.plan.memory import (
@@ -34,7 +35,7 @@ from lightning_zero.plan.report import describe, summary_lines
 from lightning_zero.plan.resting import Rest, rest_of
 from lightning_zero.plan.slots import SlotPlan, assign_pooled_slots, assign_ring_slots, pack
 from lightning_zero.plan.traffic import Traffic, expected_traffic
-from lightning_zero.plan.tree import ModuleTree
+from lightning_zero.plan.tree import ModuleTree, refuse_weights_that_write_to_themselves
 from lightning_zero.plan.unit_plan import UnitPlan
 from lightning_zero.plan.units import UnitSpec, units_of
 
@@ -59,6 +60,8 @@ class ZeroPlan:
         root: index of the root unit; None where parameters are replicated.
         offload: what rests on the host or in files; None: everything rests on the device. Its path and the sizes of its
             buffers may differ between ranks, and are the only part of a plan that may.
+        buffers: of the module, as rank 0 sends them to the others before every step; none where it does not. Not part
+            of the fingerprint: they may change in the middle of a run, and are compared whenever they are sent.
 
     Raises:
         ValueError: if the parts do not prove each other.
@@ -73,6 +76,7 @@ class ZeroPlan:
     ignored: tuple[str, ...]
     root: int | None
     offload: Offload | None = None
+    buffers: tuple[BufferSpec, ...] = ()
 
     def __post_init__(self) -> None:
         validate_offload(self.offload, self.placement)
@@ -241,6 +245,7 @@ def build_plan(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     offload: Offload | None = None,
+    broadcast_buffers: bool = True,
 ) -> ZeroPlan:
     """Turn a module, settings and a world size into a plan. Needs no process group, no device and no data.
 
@@ -256,6 +261,7 @@ def build_plan(
         param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
         reduce_dtype: reduction dtype of floating gradients; None: the parameters' own.
         offload: what rests on the host or in files; None: nothing.
+        broadcast_buffers: whether rank 0 sends its buffers to the others.
 
     Raises:
         ValueError: for settings out of range or an ``offload`` that does not fit the placement, for rules in ``units``
@@ -275,22 +281,12 @@ def build_plan(
         dtypes=dtypes,
         ignored=tree.ignored,
         offload=validate_offload(offload, chosen),
+        buffers=tuple(BufferSpec.of(*named) for named in sent_buffers(module)) if broadcast_buffers else (),
     )
+    refuse_weights_that_write_to_themselves(module)
     if chosen.shards_parameters:
-        _refuse_weights_that_write_to_themselves(module)
         return _plan_units(units_of(tree, rules), settings)
     return _plan_buckets(make_buckets([held.spec for held in tree.parameters], bucket_nbytes, dtypes=dtypes), settings)
-
-
-def _refuse_weights_that_write_to_themselves(module: nn.Module) -> None:
-    """``max_norm`` scales the rows that a forward looks up in place: in gathered weights, which are given up then."""
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
-            raise ValueError(
-                f"'{name}' is a {type(child).__name__} with max_norm={child.max_norm}, which changes its weight in "
-                "every forward. With sharded parameters (stage 3) that would be lost. Use stage 2, or scale the rows "
-                "in on_train_batch_end inside `with lightning_zero.full_parameters(module):`."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +297,7 @@ class _Settings:
     dtypes: DtypeRules
     ignored: tuple[str, ...]
     offload: Offload | None
+    buffers: tuple[BufferSpec, ...]
 
     def layouts(self, parameters: Sequence[ParameterSpec]) -> tuple[FlatLayout, ...]:
         """One flat buffer per group, in order of the group's first parameter."""
@@ -350,6 +347,7 @@ def _plan_units(specs: Sequence[UnitSpec], settings: _Settings) -> ZeroPlan:
         prefetch=settings.prefetch,
         ignored=settings.ignored,
         offload=settings.offload,
+        buffers=settings.buffers,
         root=0,
     )
 
@@ -383,5 +381,6 @@ def _plan_buckets(buckets: Sequence[Sequence[ParameterSpec]], settings: _Setting
         prefetch=settings.prefetch,
         ignored=settings.ignored,
         offload=settings.offload,
+        buffers=settings.buffers,
         root=None,
     )

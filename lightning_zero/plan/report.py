@@ -88,8 +88,10 @@ def describe(plan: ZeroPlan, optimizer: OptimizerCost, accelerator: bool) -> str
                 for kind, part in (
                     ("all-gather", traffic.all_gather),
                     ("reduce-scatter", traffic.reduce_scatter),
+                    ("broadcast of buffers", traffic.broadcast),
                     ("total", traffic.total),
                 )
+                if part.calls or kind != "broadcast of buffers"
             ),
         ],
         left=1,

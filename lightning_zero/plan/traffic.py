@@ -5,7 +5,7 @@
 Bytes are those of the whole flat buffer, the counting of the ZeRO paper (section 7): an all-gather or a reduce-scatter
 of n elements counts n, of which a rank sends the fraction (world size - 1) / world size. With a model of P elements,
 replicated parameters cost 2 P per step and sharded ones 3 P, less what is still resident in its slot when it is needed
-again.
+again. Buffers that rank 0 sends to the others, once per step, come on top: a broadcast of n bytes counts n elements.
 
 Prefetching changes when a unit is gathered, not how often, so it appears here only through the number of slots.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_zero.plan.buffers import make_pieces
 from lightning_zero.plan.flat import FlatLayout
 
 if TYPE_CHECKING:
@@ -53,15 +54,18 @@ class Traffic:
 
     all_gather: CollectiveTraffic
     reduce_scatter: CollectiveTraffic
+    broadcast: CollectiveTraffic = CollectiveTraffic()
 
     @property
     def total(self) -> CollectiveTraffic:
-        """Both kinds together."""
-        return self.all_gather + self.reduce_scatter
+        """All kinds together."""
+        return self.all_gather + self.reduce_scatter + self.broadcast
 
 
 def expected_traffic(plan: ZeroPlan, *, micro_steps: int) -> Traffic:
     """Traffic of one step of ``micro_steps`` forwards and backwards; zero for a single rank, which needs no wire.
+
+    Buffers are not sent in the step after an evaluation, whose first batch has had them.
 
     Raises:
         ValueError: if ``micro_steps`` is less than 1.
@@ -74,12 +78,12 @@ def expected_traffic(plan: ZeroPlan, *, micro_steps: int) -> Traffic:
     reduced = _add(_calls(layout, layout.reduce_dtype) for layout in trainable)
     if plan.placement.shards_gradients:
         reduced = reduced.times(micro_steps)
+    buffers = _add(CollectiveTraffic(1, piece.nbytes, piece.nbytes) for piece in make_pieces(plan.buffers))
     if plan.placement.shards_parameters:
-        return Traffic(
-            _add(_gather(plan.units[index]) for index in gather_order(plan, micro_steps=micro_steps)), reduced
-        )
-    # Replicated parameters: what the optimizer updated is gathered once, after it.
-    return Traffic(_add(_calls(layout, layout.compute_dtype) for layout in trainable), reduced)
+        gathered = _add(_gather(plan.units[index]) for index in gather_order(plan, micro_steps=micro_steps))
+    else:  # replicated parameters: what the optimizer updated is gathered once, after it
+        gathered = _add(_calls(layout, layout.compute_dtype) for layout in trainable)
+    return Traffic(gathered, reduced, buffers)
 
 
 def gather_order(plan: ZeroPlan, *, micro_steps: int = 1) -> tuple[int, ...]:

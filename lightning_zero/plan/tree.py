@@ -101,6 +101,25 @@ class ModuleTree:
         )
 
 
+def refuse_weights_that_write_to_themselves(module: nn.Module) -> None:
+    """``max_norm`` scales the rows that a forward looks up in place: on each rank those of its own data.
+
+    Under ``DistributedDataParallel`` every rank's model comes to be another one. Here a weight has one value, and with
+    sharded parameters what a forward writes to gathered ones is given up with them.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ValueError(
+                f"'{name}' is a {type(child).__name__} with max_norm={child.max_norm}, which changes its weight in "
+                "every forward, on each rank in the rows that this rank's data look up. Under DDP the ranks' models "
+                "drift apart by that, and a sharded weight has one value only. Leave max_norm out and scale the rows "
+                "for all ranks alike, in on_train_batch_end inside `with lightning_zero.full_parameters(module):`."
+            )
+
+
 def _read_nodes(root: nn.Module) -> tuple[ModuleNode, ...]:
     modules: list[nn.Module] = []
     names: list[str] = []

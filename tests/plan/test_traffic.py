@@ -86,7 +86,9 @@ def test_a_unit_with_several_layouts_makes_one_call_for_each() -> None:
     # 64 + 8 elements -> 128; 8 + 8 elements -> 128; the root stays resident between forward and backward.
     assert traffic.all_gather == CollectiveTraffic(2, 256, 128 * 2 + 128 * 4)
     assert traffic.reduce_scatter == CollectiveTraffic(2, 256, 128 * 2 + 128 * 2)
-    assert traffic.total == CollectiveTraffic(4, 512, 128 * 6 + 128 * 4)
+    running = 2 * 8 * 4 + 8  # of the batch norm, sent as bytes
+    assert traffic.broadcast == CollectiveTraffic(1, running, running)
+    assert traffic.total == CollectiveTraffic(5, 512 + running, 128 * 6 + 128 * 4 + running)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -65,7 +65,7 @@ class Wire(pl.Callback):
 
 
 def traffic(calls: list[Any]) -> Traffic:
-    sums = {"all_gather": CollectiveTraffic(), "reduce_scatter": CollectiveTraffic()}
+    sums = {kind: CollectiveTraffic() for kind in ("all_gather", "reduce_scatter", "broadcast")}
     for call in calls:
         sums[call.kind] += CollectiveTraffic(1, call.numel, call.nbytes)
     return Traffic(**sums)
