@@ -24,6 +24,7 @@ from lightning_zero.plan.slots import SlotPlan
 from lightning_zero.plan.traffic import CollectiveTraffic, Traffic, gather_order
 from lightning_zero.plan.unit_plan import UnitPlan
 from lightning_zero.plan.units import UnitSpec, find_units
+from lightning_zero.plan.unsupported import refuse_shared_memory
 
 __all__ = [
     "ADAM",
@@ -54,6 +55,7 @@ __all__ = [
     "find_units",
     "gather_order",
     "make_buckets",
+    "refuse_shared_memory",
     "rest_of",
     "staging_nbytes",
 ]

@@ -36,7 +36,8 @@ from lightning_zero.plan.slots import SlotPlan, assign_pooled_slots, assign_ring
 from lightning_zero.plan.traffic import Traffic, expected_traffic
 from lightning_zero.plan.tree import ModuleTree
 from lightning_zero.plan.unit_plan import UnitPlan
-from lightning_zero.plan.units import UnitSpec, units_of
+from lightning_zero.plan.units import UnitSpec, find_named, units_of
+from lightning_zero.plan.unsupported import refuse_modules
 
 GRADIENT_BUCKET_SLOTS = 2
 """Slots of the ring that sharded gradients of replicated parameters go through: one fills while the other is
@@ -55,7 +56,6 @@ class ZeroPlan:
         slots: for unsharded parameters; none where parameters are replicated.
         gradient_slots: for gradients on their way to the reduce-scatter; none where gradients are replicated.
         prefetch: units gathered ahead of the one computing.
-        ignored: names of frozen tensor-subclass parameters, which stay as they are on every rank.
         root: index of the root unit; None where parameters are replicated.
         offload: what rests on the host or in files; None: everything rests on the device. Its path and the sizes of its
             buffers may differ between ranks, and are the only part of a plan that may.
@@ -70,7 +70,6 @@ class ZeroPlan:
     slots: tuple[SlotPlan, ...]
     gradient_slots: tuple[SlotPlan, ...]
     prefetch: int
-    ignored: tuple[str, ...]
     root: int | None
     offload: Offload | None = None
 
@@ -78,7 +77,7 @@ class ZeroPlan:
         validate_offload(self.offload, self.placement)
         if self.root != (0 if self.placement.shards_parameters else None):
             raise ValueError("A plan has a root unit, its first, exactly where parameters are sharded.")
-        seen: set[str] = set(self.ignored)
+        seen: set[str] = set()
         for index, unit in enumerate(self.units):
             self._prove_unit(index, unit)
             names = [spec.name for spec in unit.parameters]
@@ -250,7 +249,7 @@ def build_plan(
         stage: used only if ``placement`` is None.
         world_size: ranks of the shard group.
         units: class names whose modules become units; None: found automatically. Used only where parameters are
-            sharded.
+            sharded, and checked everywhere.
         bucket_mib: size of a gradient bucket in MiB of the reduce dtype. Used only where parameters are replicated.
         prefetch: units gathered ahead of the one computing; 0 switches it off.
         param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
@@ -259,7 +258,7 @@ def build_plan(
 
     Raises:
         ValueError: for settings out of range or an ``offload`` that does not fit the placement, for rules in ``units``
-            that match nothing, and for parameters that cannot be laid out, naming them.
+            that match nothing, and for what cannot be laid out (see ``lightning_zero.plan.unsupported``), naming it.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of ranks, 1 or more, got {world_size!r}.")
@@ -273,24 +272,14 @@ def build_plan(
         world_size=world_size,
         prefetch=validate_prefetch(prefetch),
         dtypes=dtypes,
-        ignored=tree.ignored,
         offload=validate_offload(offload, chosen),
     )
+    refuse_modules(module, sharded=chosen.shards_parameters, copied=param_dtype is not None)
     if chosen.shards_parameters:
-        _refuse_weights_that_write_to_themselves(module)
         return _plan_units(units_of(tree, rules), settings)
+    if rules is not None:
+        find_named(tree, rules)  # a name that nothing has is a mistake in every stage
     return _plan_buckets(make_buckets([held.spec for held in tree.parameters], bucket_nbytes, dtypes=dtypes), settings)
-
-
-def _refuse_weights_that_write_to_themselves(module: nn.Module) -> None:
-    """``max_norm`` scales the rows that a forward looks up in place: in gathered weights, which are given up then."""
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
-            raise ValueError(
-                f"'{name}' is a {type(child).__name__} with max_norm={child.max_norm}, which changes its weight in "
-                "every forward. With sharded parameters (stage 3) that would be lost. Use stage 2, or scale the rows "
-                "in on_train_batch_end inside `with lightning_zero.full_parameters(module):`."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +288,6 @@ class _Settings:
     world_size: int
     prefetch: int
     dtypes: DtypeRules
-    ignored: tuple[str, ...]
     offload: Offload | None
 
     def layouts(self, parameters: Sequence[ParameterSpec]) -> tuple[FlatLayout, ...]:
@@ -348,7 +336,6 @@ def _plan_units(specs: Sequence[UnitSpec], settings: _Settings) -> ZeroPlan:
         slots=slots,
         gradient_slots=gradient_slots,
         prefetch=settings.prefetch,
-        ignored=settings.ignored,
         offload=settings.offload,
         root=0,
     )
@@ -381,7 +368,6 @@ def _plan_buckets(buckets: Sequence[Sequence[ParameterSpec]], settings: _Setting
         slots=(),
         gradient_slots=gradient_slots,
         prefetch=settings.prefetch,
-        ignored=settings.ignored,
         offload=settings.offload,
         root=None,
     )
