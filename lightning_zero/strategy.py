@@ -55,7 +55,7 @@ from lightning_zero.engine.full import give_back
 from lightning_zero.offloading import make_homes, offloaded_steps
 from lightning_zero.optim.allocation import ConstantState
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.plan import ZeroPlan, build_plan
+from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.refusals import refuse_callbacks
 from lightning_zero.state import ModuleState, OptimizerState
@@ -307,6 +307,7 @@ class ZeroStrategy(ParallelStrategy):
         streams = Streams(self.root_device)
         collectives = choose_collectives(groups, streams, self.root_device)
         plan = self._plan(module)
+        refuse_shared_memory(module, self.root_device)
         homes = make_homes(self.offload, plan, groups.control, self.root_device, streams, self.local_rank)
         try:
             self._engine = ZeroEngine(module, plan, collectives, groups.control, homes, self._recorder.record)

@@ -210,8 +210,8 @@ class ZeroEngine:
             self.weights.unbind()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Interrupt a running forward so that other collectives can be issued at the same place on every rank.
+    def paused(self) -> Iterator[bool]:
+        """Interrupt a running forward, if there is one, so that other collectives can be issued on every rank alike.
 
         Collective: every rank.
         """
@@ -219,7 +219,7 @@ class ZeroEngine:
         if running:
             self._close_forward()
             depth, self._depth = self._depth, 0
-        yield
+        yield running
         if running:
             self._depth = depth
             self._segment += 1

@@ -13,6 +13,7 @@ from lightning_zero._torch import untracked
 from lightning_zero.engine.binding import get_data, is_absent
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.flat import FlatParameters, views_of
+from lightning_zero.engine.hooks import unhooked
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
@@ -71,7 +72,7 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
         return
     what = f"full_parameters('{units[0].name}'{f' and {len(units) - 1} more units' if units[1:] else ''})"
     failure: Exception | None = None
-    with engine.paused():
+    with engine.paused() as running:
         engine.agree(f"the beginning of {what}")
         engine.access.take_over()
         bindings = [engine.access.bindings[p] for u in units for f in u.flats for p in f.parameters]
@@ -79,8 +80,11 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
         changed: list[int] = []
         try:
             shown = [part for unit in units for part in _show(engine, unit)]
+            # In a running step what is called here may be part of a graph, whose backward needs the hooks.
+            whole = set() if running else {p for u in engine.units if u.held for f in u.flats for p in f.parameters}
             try:
-                yield
+                with unhooked(engine.module, whole):
+                    yield
             except Exception as error:
                 failure = error
             failure = failure or _wrong_shape(engine, shown)

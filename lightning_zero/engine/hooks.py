@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 from torch import Tensor, nn
 
-from lightning_zero._torch import disable_dynamo
+from lightning_zero._torch import disable_dynamo, forward_hooks, in_function_transform, is_tracing
 from lightning_zero.engine.binding import binding_of, is_absent
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
-from lightning_zero.errors import ParameterAccessError
+from lightning_zero.errors import ParameterAccessError, ZeroError
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["EngineHooks"]
+__all__ = ["EngineHooks", "unhooked"]
 
 
 class EngineHooks:
@@ -132,9 +134,10 @@ class EngineHooks:
 
 
 class _Attached:
-    """A hook that does not travel into copies of its module.
+    """A hook that does not travel into what is made of its module: a copy, a pickle, a script, a trace.
 
-    A copy of a module made while its parameters are placeholders would be a dense model of NaN.
+    Made while parameters are placeholders, that would be a dense model of NaN. Where values are there, nothing is left
+    of the hook: a call of the standard library that returns ``None``, so that the copy needs nothing of this package.
 
     Args:
         function: the hook.
@@ -148,21 +151,81 @@ class _Attached:
         self._module = ref(module)
 
     def __call__(self, *args: Any) -> None:
-        self._function(*args)
+        if is_tracing():
+            self._refuse("A trace")
+        try:
+            self._function(*args)
+        except ZeroError:
+            raise
+        except RuntimeError as error:
+            if not in_function_transform():
+                raise
+            raise ParameterAccessError(
+                f"{type(self._module()).__name__} was called inside of a transform of torch.func that differentiates, "
+                "where its parameters cannot be put together. Use torch.autograd.grad; or run the transform inside "
+                "`with lightning_zero.full_parameters(module):`, on every rank, outside of a step; or use stage 1 or 2."
+            ) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        self._check_shown("A copy")
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_shown("A pickle")
+        return getattr, (nullcontext(), "__exit__")
+
+    @property
+    def __name__(self) -> str:
+        """What ``torch.jit.script`` asks for first, to compile the hook with the module."""
+        self._refuse("A script")
+
+    def _check_shown(self, what: str) -> None:
         module = self._module()
         if module is not None and any(map(is_absent, module.parameters())):
-            raise ParameterAccessError(
-                f"A copy of {type(module).__name__} was asked for while its parameters are spread over the ranks: it "
-                "would hold NaN. Copy it inside `with lightning_zero.full_parameters(module):`, on every rank, which "
-                "takes the memory of the whole module."
-            )
-        return _nothing
+            self._refuse(what)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ParameterAccessError(
+            f"{what} of {type(self._module()).__name__} was asked for while its parameters are not in memory: it would "
+            "hold NaN. Make it inside `with lightning_zero.full_parameters(module):`, on every rank, outside of a "
+            "step; that takes the memory of the whole module."
+        )
 
 
-def _nothing(*_: Any) -> None:
-    """What is left of a hook in a copy."""
+@contextmanager
+def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]:
+    """While active, modules all of whose parameters are ``whole`` have no hooks of an engine.
+
+    They can be called by one rank alone then, and copied, pickled, scripted or traced like any others.
+
+    Args:
+        root: the module tree.
+        whole: parameters that show their values until the end.
+    """
+    taken: list[tuple[OrderedDict[int, Any], list[int], int, Any]] = []
+    seen: dict[nn.Module, bool] = {}
+
+    def visit(module: nn.Module) -> bool:
+        if module not in seen:
+            seen[module] = True  # for a cycle
+            inside = [visit(child) for child in module.children()]
+            seen[module] = all(inside) and all(parameter in whole for parameter in module.parameters(recurse=False))
+        return seen[module]
+
+    visit(root)
+    for module in filter(visit, root.modules()):
+        before, after, always = forward_hooks(module)
+        keys = [key for table in (before, after) for key, hook in table.items() if isinstance(hook, _Attached)]
+        for table, key in ((table, key) for table in (before, after, always) for key in keys if key in table):
+            taken.append((table, list(table), key, table.pop(key)))
+    try:
+        yield
+    finally:
+        for table, order, key, hook in reversed(taken):
+            table[key] = hook
+            for earlier in reversed(order[: order.index(key) + 1]):
+                if earlier in table:
+                    table.move_to_end(earlier, last=False)
 
 
 def _enclosing(name: str) -> list[str]:

@@ -101,7 +101,8 @@ class _RecomputedForward:
         return copy.deepcopy(self.forward, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.forward,)
+        owner = getattr(self.forward, "__self__", None)
+        return (functools.partial, (self.forward,)) if owner is None else (getattr, (owner, self.forward.__name__))
 
     def remove(self) -> None:
         """Put back what was there, unless somebody has put something else there since."""
@@ -239,7 +240,3 @@ def _units_for(engine: ZeroEngine, module: nn.Module) -> tuple[tuple[ShardedUnit
         and any(parameter in needed for flat in unit.flats for parameter in flat.parameters)
     )
     return tuple(unit for unit in units if modules[unit.plan.module] not in inside), bool(units)
-
-
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward

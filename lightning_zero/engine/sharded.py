@@ -1,4 +1,4 @@
-"""A unit whose full parameters exist only while it computes: its slot, and the user's parameters bound to views of it."""
+"""A unit whose full parameters exist only while it computes: its slot, and parameters bound to views of it."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from lightning_zero.plan.slots import SlotPlan
 from lightning_zero.plan.traffic import CollectiveTraffic, Traffic, gather_order
 from lightning_zero.plan.unit_plan import UnitPlan
 from lightning_zero.plan.units import UnitSpec, find_units
+from lightning_zero.plan.unsupported import refuse_shared_memory
 
 __all__ = [
     "ADAM",
@@ -58,6 +59,7 @@ __all__ = [
     "gather_order",
     "make_buckets",
     "make_pieces",
+    "refuse_shared_memory",
     "rest_of",
     "sent_buffers",
     "staging_nbytes",

@@ -35,9 +35,10 @@ from lightning_zero.plan.report import describe, summary_lines
 from lightning_zero.plan.resting import Rest, rest_of
 from lightning_zero.plan.slots import SlotPlan, assign_pooled_slots, assign_ring_slots, pack
 from lightning_zero.plan.traffic import Traffic, expected_traffic
-from lightning_zero.plan.tree import ModuleTree, refuse_weights_that_write_to_themselves
+from lightning_zero.plan.tree import ModuleTree
 from lightning_zero.plan.unit_plan import UnitPlan
-from lightning_zero.plan.units import UnitSpec, units_of
+from lightning_zero.plan.units import UnitSpec, find_named, units_of
+from lightning_zero.plan.unsupported import refuse_modules
 
 GRADIENT_BUCKET_SLOTS = 2
 """Slots of the ring that sharded gradients of replicated parameters go through: one fills while the other is
@@ -56,7 +57,6 @@ class ZeroPlan:
         slots: for unsharded parameters; none where parameters are replicated.
         gradient_slots: for gradients on their way to the reduce-scatter; none where gradients are replicated.
         prefetch: units gathered ahead of the one computing.
-        ignored: names of frozen tensor-subclass parameters, which stay as they are on every rank.
         root: index of the root unit; None where parameters are replicated.
         offload: what rests on the host or in files; None: everything rests on the device. Its path and the sizes of its
             buffers may differ between ranks, and are the only part of a plan that may.
@@ -73,7 +73,6 @@ class ZeroPlan:
     slots: tuple[SlotPlan, ...]
     gradient_slots: tuple[SlotPlan, ...]
     prefetch: int
-    ignored: tuple[str, ...]
     root: int | None
     offload: Offload | None = None
     buffers: tuple[BufferSpec, ...] = ()
@@ -82,7 +81,7 @@ class ZeroPlan:
         validate_offload(self.offload, self.placement)
         if self.root != (0 if self.placement.shards_parameters else None):
             raise ValueError("A plan has a root unit, its first, exactly where parameters are sharded.")
-        seen: set[str] = set(self.ignored)
+        seen: set[str] = set()
         for index, unit in enumerate(self.units):
             self._prove_unit(index, unit)
             names = [spec.name for spec in unit.parameters]
@@ -255,7 +254,7 @@ def build_plan(
         stage: used only if ``placement`` is None.
         world_size: ranks of the shard group.
         units: class names whose modules become units; None: found automatically. Used only where parameters are
-            sharded.
+            sharded, and checked everywhere.
         bucket_mib: size of a gradient bucket in MiB of the reduce dtype. Used only where parameters are replicated.
         prefetch: units gathered ahead of the one computing; 0 switches it off.
         param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
@@ -265,7 +264,7 @@ def build_plan(
 
     Raises:
         ValueError: for settings out of range or an ``offload`` that does not fit the placement, for rules in ``units``
-            that match nothing, and for parameters that cannot be laid out, naming them.
+            that match nothing, and for what cannot be laid out (see ``lightning_zero.plan.unsupported``), naming it.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of ranks, 1 or more, got {world_size!r}.")
@@ -279,13 +278,14 @@ def build_plan(
         world_size=world_size,
         prefetch=validate_prefetch(prefetch),
         dtypes=dtypes,
-        ignored=tree.ignored,
         offload=validate_offload(offload, chosen),
         buffers=tuple(BufferSpec.of(*named) for named in sent_buffers(module)) if broadcast_buffers else (),
     )
-    refuse_weights_that_write_to_themselves(module)
+    refuse_modules(module, sharded=chosen.shards_parameters, copied=param_dtype is not None)
     if chosen.shards_parameters:
         return _plan_units(units_of(tree, rules), settings)
+    if rules is not None:
+        find_named(tree, rules)  # a name that nothing has is a mistake in every stage
     return _plan_buckets(make_buckets([held.spec for held in tree.parameters], bucket_nbytes, dtypes=dtypes), settings)
 
 
@@ -295,7 +295,6 @@ class _Settings:
     world_size: int
     prefetch: int
     dtypes: DtypeRules
-    ignored: tuple[str, ...]
     offload: Offload | None
     buffers: tuple[BufferSpec, ...]
 
@@ -345,7 +344,6 @@ def _plan_units(specs: Sequence[UnitSpec], settings: _Settings) -> ZeroPlan:
         slots=slots,
         gradient_slots=gradient_slots,
         prefetch=settings.prefetch,
-        ignored=settings.ignored,
         offload=settings.offload,
         buffers=settings.buffers,
         root=0,
@@ -379,7 +377,6 @@ def _plan_buckets(buckets: Sequence[Sequence[ParameterSpec]], settings: _Setting
         slots=(),
         gradient_slots=gradient_slots,
         prefetch=settings.prefetch,
-        ignored=settings.ignored,
         offload=settings.offload,
         buffers=settings.buffers,
         root=None,

@@ -34,8 +34,6 @@ def _summary(plan: ZeroPlan) -> Iterator[str]:
         f"gradients {placement.gradients.value}, optimizer {placement.optimizer.value}, "
         f"prefetch {plan.prefetch}, root {plan.root}, offload {_offload_text(plan.offload)}"
     )
-    for name in plan.ignored:
-        yield f"ignored: {name!r}"
     for unit in plan.units:
         yield (
             f"unit {unit.index}: {unit.name!r}, module {unit.module!r}, depth {unit.depth}, "
@@ -74,11 +72,6 @@ def describe(plan: ZeroPlan, optimizer: OptimizerCost, accelerator: bool) -> str
         *table_lines([_HEADER, *(_row(run) for run in _runs(plan.units)), _total_row(plan)], left=1),
         "",
     ]
-    if plan.ignored:
-        lines += [
-            f"Left alone (frozen tensor subclasses): {len(plan.ignored)} parameters, first '{plan.ignored[0]}'",
-            "",
-        ]
     traffic = plan.expected_traffic()
     lines += table_lines(
         [

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_zero.plan.flat import ParameterSpec
+from lightning_zero.plan.unsupported import refuse_tensor
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,18 @@ class ModuleTree:
 
     Attributes:
         nodes: every module once, in registration order, root first.
-        parameters: every parameter once, in registration order, ignored ones left out.
-        ignored: names of the frozen parameters that are left alone because they are tensor subclasses.
+        parameters: every parameter once, in registration order.
     """
 
     nodes: tuple[ModuleNode, ...]
     parameters: tuple[HeldParameter, ...]
-    ignored: tuple[str, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleTree:
         """Read the tree below ``module``.
 
         Raises:
-            ValueError: naming the parameter, if one has no shape yet (a lazy module) or is a trainable tensor subclass.
+            ValueError: naming the parameter or buffer, if one is no plain tensor (see ``refuse_tensor``).
         """
         nodes = _read_nodes(module)
         names: dict[int, list[str]] = {}
@@ -73,15 +70,10 @@ class ModuleTree:
                 names.setdefault(key, []).append(f"{prefix}.{local_name}" if prefix else local_name)
                 if node.index not in holders.setdefault(key, []):
                     holders[key].append(node.index)
-        held: list[HeldParameter] = []
-        ignored: list[str] = []
-        for key, parameter in objects.items():
-            spec = _read_parameter(parameter, names[key])
-            if spec is None:
-                ignored.append(names[key][0])
-            else:
-                held.append(HeldParameter(spec, tuple(holders[key])))
-        return cls(nodes, tuple(held), tuple(ignored))
+            for local_name, buffer in node.module.named_buffers(recurse=False):
+                refuse_tensor("Buffer", f"{prefix}.{local_name}" if prefix else local_name, buffer)
+        held = (HeldParameter(_read_parameter(p, names[key]), tuple(holders[key])) for key, p in objects.items())
+        return cls(nodes, tuple(held))
 
     def numels(self) -> tuple[int, ...]:
         """For every node: elements of the distinct parameters in it or anywhere below it."""
@@ -99,25 +91,6 @@ class ModuleTree:
             for parameter in self.parameters
             if any(isinstance(self.nodes[holder].module, _BatchNorm) for holder in parameter.holders)
         )
-
-
-def refuse_weights_that_write_to_themselves(module: nn.Module) -> None:
-    """``max_norm`` scales the rows that a forward looks up in place: on each rank those of its own data.
-
-    Under ``DistributedDataParallel`` every rank's model comes to be another one. Here a weight has one value, and with
-    sharded parameters what a forward writes to gathered ones is given up with them.
-
-    Raises:
-        ValueError: naming the module.
-    """
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
-            raise ValueError(
-                f"'{name}' is a {type(child).__name__} with max_norm={child.max_norm}, which changes its weight in "
-                "every forward, on each rank in the rows that this rank's data look up. Under DDP the ranks' models "
-                "drift apart by that, and a sharded weight has one value only. Leave max_norm out and scale the rows "
-                "for all ranks alike, in on_train_batch_end inside `with lightning_zero.full_parameters(module):`."
-            )
 
 
 def _read_nodes(root: nn.Module) -> tuple[ModuleNode, ...]:
@@ -170,21 +143,8 @@ def _walk(nodes: tuple[ModuleNode, ...]) -> Iterable[tuple[str, ModuleNode]]:
             stack.append((f"{name}.{attribute}" if name else attribute, child, (*above, index)))
 
 
-def _read_parameter(parameter: nn.Parameter, names: list[str]) -> ParameterSpec | None:
-    """The parameter's spec, or None if it is to be left alone."""
-    if is_lazy(parameter):
-        raise ValueError(
-            f"Parameter '{names[0]}' has no shape yet: it belongs to a lazy module. "
-            "Run one forward pass (or give the layer its sizes) before the plan is built."
-        )
-    subclass: bool = is_traceable_wrapper_subclass(parameter)  # mypy takes it for impossible
-    if subclass:
-        if not parameter.requires_grad:
-            return None
-        raise ValueError(
-            f"Parameter '{names[0]}' is a trainable {type(parameter.data).__name__}. Only plain tensors can be "
-            "laid out in a flat buffer: freeze it (requires_grad=False; it is then left alone) or make it a plain one."
-        )
+def _read_parameter(parameter: nn.Parameter, names: list[str]) -> ParameterSpec:
+    refuse_tensor("Parameter", names[0], parameter)
     return ParameterSpec(
         name=names[0],
         aliases=tuple(names[1:]),

@@ -55,7 +55,7 @@ def find_units(module: nn.Module, rules: Sequence[str] | None) -> tuple[UnitSpec
 
 def units_of(tree: ModuleTree, rules: Sequence[str] | None) -> tuple[UnitSpec, ...]:
     """``find_units`` for a tree that was already read."""
-    floors = find_automatic(tree) if rules is None else dict.fromkeys(_find_named(tree, rules), 1)
+    floors = find_automatic(tree) if rules is None else dict.fromkeys(find_named(tree, rules), 1)
     owned = _drop_small(tree, floors)
     found = []
     for index in sorted(owned):
@@ -110,8 +110,12 @@ def _assign_owners(tree: ModuleTree, candidates: Collection[int]) -> dict[int, t
     return {index: tuple(specs) for index, specs in owned.items()}
 
 
-def _find_named(tree: ModuleTree, rules: Sequence[str]) -> list[int]:
-    """Nodes below the root whose class name is one of ``rules``."""
+def find_named(tree: ModuleTree, rules: Sequence[str]) -> list[int]:
+    """Nodes below the root whose class name is one of ``rules``.
+
+    Raises:
+        ValueError: for a rule that matches nothing or matches a module whose call gathers nothing.
+    """
     wrapped = {id(inner) for node in tree.nodes if (inner := compiled_module(node.module)) is not None}
     matched: set[str] = set()
     found: list[int] = []

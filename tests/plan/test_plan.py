@@ -116,18 +116,6 @@ def test_one_layout_per_dtype_and_trainability() -> None:
     assert unit.gradient_slot_nbytes == 4_864 + 256
 
 
-def test_ignored_parameters_are_named() -> None:
-    class Wrapped(torch.Tensor):
-        pass
-
-    model = nn.Linear(4, 4)
-    model.codes = nn.Parameter(torch.zeros(4).as_subclass(Wrapped), requires_grad=False)
-    for stage in (1, 3):
-        plan = build_plan(model, stage=stage, world_size=2)
-        assert plan.ignored == ("codes",)
-        assert "codes" in plan.describe()
-
-
 @pytest.mark.parametrize(
     ("settings", "error"),
     [

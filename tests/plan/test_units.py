@@ -148,18 +148,6 @@ def test_a_compiled_module_is_gathered_by_its_wrapper() -> None:
         assert [unit.name for unit in find_units(model, rules)] == ["", "0", "1"]
 
 
-def test_a_trainable_tensor_subclass_is_refused_and_a_frozen_one_left_alone() -> None:
-    class Wrapped(torch.Tensor):
-        pass
-
-    model = nn.Linear(4, 4)
-    model.special = nn.Parameter(torch.zeros(4).as_subclass(Wrapped))
-    with pytest.raises(ValueError, match="'special' is a trainable Wrapped"):
-        find_units(model, None)
-    model.special.requires_grad_(False)
-    assert by_name(find_units(model, None)) == {"": ["weight", "bias"]}
-
-
 def test_a_lazy_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet"):
         find_units(nn.Sequential(nn.LazyLinear(4)), None)

@@ -1,0 +1,128 @@
+"""What cannot be laid out in flat buffers, refused by name before anything is allocated.
+
+All of it is read from the module alone, which is the same on every rank: so every rank refuses, or none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_zero._torch import storage_key
+
+__all__ = ["refuse_modules", "refuse_shared_memory", "refuse_tensor"]
+
+
+def refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
+    """Raise unless a parameter or buffer is a plain dense tensor, perhaps on the meta device.
+
+    A subclass of ``nn.Parameter`` around a plain tensor is one.
+
+    Args:
+        kind: ``"Parameter"`` or ``"Buffer"``.
+        name: its full name.
+        tensor: the object in the module.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{kind} '{name}' has no shape yet: it belongs to a lazy module. "
+            "Run one forward pass (or give the layer its sizes) before the plan is built."
+        )
+    what = _strange(tensor)
+    if what:
+        raise ValueError(
+            f"{kind} '{name}' is a {what}. Only plain dense tensors can be sent to all ranks, be laid out in flat "
+            "buffers and be read back from a checkpoint, whether they are trained or frozen. Make it a plain one "
+            "before fit (`full_tensor()` of a DTensor, `dequantize()`, `to_dense()`), or keep it in an attribute that "
+            "is not registered in the module."
+        )
+
+
+def _strange(tensor: Tensor) -> str:
+    """What is special about a tensor, or nothing."""
+    if type(tensor) is not Tensor and nn.Parameter not in type(tensor).__mro__:
+        return type(tensor).__name__
+    if tensor.layout is not torch.strided:
+        return f"tensor of layout {tensor.layout}"
+    if tensor.is_quantized or tensor.is_nested:
+        return "quantized tensor" if tensor.is_quantized else "nested tensor"
+    return ""
+
+
+def refuse_modules(module: nn.Module, *, sharded: bool, copied: bool) -> None:
+    """Raise for modules whose parameters cannot be absent between their uses, or are changed by every forward.
+
+    Args:
+        module: the root.
+        sharded: whether parameters are there only while their unit computes.
+        copied: whether they are computed with as copies of another dtype, which are there only in a step.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and (sharded or copied) and any(True for _ in child.parameters()):
+            where = "With sharded parameters (stage 3)" if sharded else "With 16-bit copies of parameters"
+            raise ValueError(
+                f"'{name}' is a TorchScript module with parameters. {where} these are not in memory all the time, and "
+                "compiled code reads them past everything that could bring them. Put the ordinary module there "
+                "(`torch.compile` works), or use stage 1 or 2 in full precision."
+            )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            # It scales the rows that a forward looks up in place: on each rank those of its own data.
+            raise ValueError(
+                f"'{name}' is a {type(child).__name__} with max_norm={child.max_norm}, which changes its weight in "
+                "every forward, on each rank in the rows that this rank's data look up. Under DDP the ranks' models "
+                "drift apart by that, and a sharded weight has one value only. Leave max_norm out and scale the rows "
+                "for all ranks alike, in on_train_batch_end inside `with lightning_zero.full_parameters(module):`."
+            )
+
+
+def refuse_shared_memory(module: nn.Module, device: torch.device) -> None:
+    """Raise if a trainable parameter has elements in common with another parameter, or with a buffer.
+
+    Every parameter gets memory of its own, so what is one element now would be two.
+
+    Args:
+        module: the root.
+        device: where it computes. What has to be moved there gets memory of its own in any trainer.
+
+    Raises:
+        ValueError: naming both.
+    """
+    groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.numel() and tensor.device == device:
+            groups.setdefault(storage_key(tensor), {}).setdefault(id(tensor), (name, tensor))
+    for group in groups.values():
+        near: list[tuple[str, Tensor]] = []  # those before that reach to this one or further
+        for name, tensor in sorted(group.values(), key=lambda named: _extent(named[1])):
+            near = [other for other in near if _extent(other[1])[1] > _extent(tensor)[0]]
+            for other_name, other in near:
+                if (tensor.requires_grad or other.requires_grad) and _overlap(tensor, other):
+                    raise ValueError(
+                        f"'{other_name}' and '{name}' are two tensors in the same memory, so that a change of one "
+                        "is a change of the other. Here every parameter gets memory of its own. To tie them, register "
+                        "one object under both names (`b.weight = a.weight`, not `.data`); or `clone()` one."
+                    )
+            near.append((name, tensor))
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the one behind its last."""
+    first = int(tensor.storage_offset())
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
+def _overlap(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors whose extents meet share an element: columns of one matrix, for example, do not."""
+    if left.dtype != right.dtype:
+        return True
+    taken = torch.zeros(left.untyped_storage().nbytes() // left.element_size(), dtype=torch.bool)
+    taken.as_strided(left.shape, left.stride(), left.storage_offset()).fill_(True)
+    return bool(taken.as_strided(right.shape, right.stride(), right.storage_offset()).any())
