@@ -349,6 +349,16 @@ def test_constants_are_copied_when_recorded() -> None:
     assert torch.equal(record.materialise([target])[0], torch.ones(3))
 
 
+def test_the_lifting_of_a_literal_is_no_operation_of_its_own() -> None:
+    """torch 2.15 lifts literals on meta through the dispatcher, before their numbers are known to the record."""
+    bare = torch.empty(2, device="meta")
+    with InitRecorder() as record:
+        lifted = torch.ops.aten.lift_fresh.default(bare)
+        assert not record.tracks(lifted)
+        record.literal(torch.tensor([1.0, 2.0]), lifted)
+    assert torch.equal(record.materialise([bare])[0], torch.tensor([1.0, 2.0]))
+
+
 def test_without_a_device_context_nothing_is_recorded_of_real_tensors() -> None:
     with InitRecorder() as record:
         real = nn.Linear(3, 3)
