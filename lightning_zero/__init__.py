@@ -1,6 +1,6 @@
 """ZeRO for PyTorch Lightning: ``Trainer(strategy="zero1" | "zero2" | "zero3")``, or ``"zero3_offload"``.
 
-Importing this package registers the strategy names.
+Importing this package registers the strategy names, and lets Lightning's ``load_from_checkpoint`` take directories.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.cli import ZeroCLI
 from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload
 from lightning_zero.debug import full_gradient, full_optimizer_state, full_parameters, grad_norm
-from lightning_zero.loading import load_from_checkpoint, load_full_state_dict
+from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
 from lightning_zero.plan import ZeroPlan, build_plan, estimate_memory
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.strategy import ZeroStrategy
@@ -68,3 +68,4 @@ def _register(name: str, description: str, **settings: Any) -> None:
 
 
 register_strategies()
+let_lightning_load_directories()

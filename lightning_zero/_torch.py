@@ -9,6 +9,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,12 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
+from torch.utils._device import DeviceContext
 
 __all__ = [
+    "DEVICE_CONTEXT_BEGINS",
     "all_gather_single",
+    "asks_for_default_device",
     "bare_step",
     "current_graph_task",
     "default_store",
+    "device_of_mode",
     "disable_dynamo",
     "forbid_writes",
     "forward_hooks",
@@ -51,6 +56,9 @@ __all__ = [
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
+
+# What runs where code enters `with torch.device(...)`. 2.11 to 2.15.
+DEVICE_CONTEXT_BEGINS = DeviceContext.__init__.__code__
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: Any, async_op: bool) -> Any:
@@ -114,6 +122,18 @@ def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
     """The innermost active saved-tensor hook pair, or ``None``. 2.11 to 2.15."""
     hooks: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
+
+
+def asks_for_default_device(frame: FrameType) -> FrameType | None:
+    """Who called ``torch.get_default_device``, if ``frame`` is where that makes a tensor to look at. 2.11 to 2.15."""
+    if frame.f_code.co_name != "_get_device_with_index" or frame.f_back is None:
+        return None
+    return frame.f_back.f_back if frame.f_back.f_code is torch.get_default_device.__code__ else None
+
+
+def device_of_mode(mode: Any) -> torch.device | None:
+    """The device that a function mode makes tensors on, if it is what ``with torch.device`` enters. 2.11 to 2.15."""
+    return mode.device if isinstance(mode, DeviceContext) else None
 
 
 def storage_key(tensor: Tensor) -> int:

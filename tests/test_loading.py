@@ -16,6 +16,9 @@ import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.core import datamodule as core_datamodule
+from lightning.pytorch.core import module as core_module
+from lightning.pytorch.core import saving
 from lightning.pytorch.core.saving import save_hparams_to_yaml
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,7 +28,7 @@ from lightning_zero.checkpoint import StoredTensor, open_checkpoint, plain, save
 from lightning_zero.checkpoint.opening import require_lightning
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError
-from lightning_zero.loading import load_from_checkpoint, load_full_state_dict
+from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
 from lightning_zero.loading.names import under_own_names
 from tests.checkpoint.samples import control
 from tests.helpers.script import run_script
@@ -242,6 +245,7 @@ def test_a_module_from_a_directory_is_the_one_lightning_builds_from_a_file(case:
 
     assert_alike(dict(expected), seen(lambda: load_from_checkpoint(load_as, directory, **arguments)))
     assert_alike(dict(expected), seen(lambda: load_from_checkpoint(load_as, file, weights_only=False, **arguments)))
+    assert_alike(dict(expected), seen(lambda: load_as.load_from_checkpoint(directory, **arguments)))
     assert ("error" in expected) == (case in ERRORS), expected
 
 
@@ -259,7 +263,8 @@ def test_hyper_parameters_from_a_file_replace_the_saved_ones(suffix: str, tmp_pa
 
     expected = seen(lambda: Anything.load_from_checkpoint(file, hparams_file=str(hparams), c=3))
 
-    assert_alike(expected, seen(lambda: load_from_checkpoint(Anything, directory, hparams_file=hparams, c=3)))
+    assert_alike(dict(expected), seen(lambda: load_from_checkpoint(Anything, directory, hparams_file=hparams, c=3)))
+    assert_alike(expected, seen(lambda: Anything.load_from_checkpoint(directory, hparams_file=hparams, c=3)))
     if suffix != ".json":
         assert load_from_checkpoint(Anything, directory, hparams_file=hparams).rest == {"b": 2}
 
@@ -319,10 +324,51 @@ def test_a_data_module(tmp_path: Path) -> None:
     file, directory = saved(Mlp(), tmp_path, **changes)
 
     assert load_from_checkpoint(Rows, directory).rows == 25
+    assert Rows.load_from_checkpoint(str(directory), rows=7).rows == 27
     assert load_from_checkpoint(Rows, directory, rows=6).rows == 26
     assert seen(lambda: load_from_checkpoint(Rows, directory)) == seen(
         lambda: Rows.load_from_checkpoint(file, weights_only=False)
     )
+
+
+class Named(pl.LightningModule):
+    """Its arguments have the names of ours."""
+
+    def __init__(self, path: int = 0, verify: int = 0, initial_weights: int = 0) -> None:
+        super().__init__()
+        self.given = (path, verify, initial_weights)
+        self.layer = nn.Linear(2, 2)
+
+
+def test_arguments_of_the_module_are_not_taken_for_ours(tmp_path: Path) -> None:
+    file, directory = saved(Named(), tmp_path)
+    for path in (file, directory):
+        assert Named.load_from_checkpoint(path, path=1, verify=2, initial_weights=3).given == (1, 2, 3)
+
+
+def test_files_go_lightnings_way_and_directories_that_are_no_checkpoint_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, directory = saved(Mlp(), tmp_path)
+    opened: list[Any] = []
+    monkeypatch.setattr(
+        saving, "pl_load", lambda path, **_: opened.append(path) or torch.load(path, weights_only=False)
+    )
+
+    Mlp.load_from_checkpoint(file)
+    Mlp.load_from_checkpoint(directory)
+    with file.open("rb") as stream:
+        Mlp.load_from_checkpoint(stream)
+    with pytest.raises(IsADirectoryError):
+        Mlp.load_from_checkpoint(tmp_path)
+
+    assert opened == [file, stream, tmp_path]
+
+
+def test_lightnings_call_is_wrapped_once() -> None:
+    before = core_datamodule._load_from_checkpoint, core_module._load_from_checkpoint
+    let_lightning_load_directories()
+    assert (core_datamodule._load_from_checkpoint, core_module._load_from_checkpoint) == before
 
 
 @pytest.mark.parametrize("given", [{"cuda:0": "cpu", "cuda:1": "cpu"}, {}, lambda storage, location: storage])
@@ -482,10 +528,12 @@ def test_a_directory_in_an_object_store(tmp_path: Path) -> None:
         store.pipe(f"{url}/{file.name}", file.read_bytes())
 
     loaded = load_from_checkpoint(Mlp, url, verify=True)
+    by_lightning = Mlp.load_from_checkpoint(url)
 
     store.rm("/loading", recursive=True)
     for name, value in module.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+        assert torch.equal(by_lightning.state_dict()[name], value), name
 
 
 def test_a_prefix_that_nothing_has_is_named(run: tuple[Path, dict[str, Tensor]]) -> None:
@@ -555,7 +603,7 @@ class OnCpu(OnMeta):
 def test_a_module_on_meta_gets_its_memory_from_the_checkpoint(tmp_path: Path) -> None:
     _, directory = saved(OnCpu(), tmp_path)
 
-    module = load_from_checkpoint(OnMeta, directory)
+    module = OnMeta.load_from_checkpoint(directory)
 
     expected = load_full_state_dict(directory)
     assert {name: value.device.type for name, value in module.state_dict().items()} == dict.fromkeys(expected, "cpu")

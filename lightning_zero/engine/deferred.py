@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_zero.engine.answers import answer, lead_back
+from lightning_zero.engine.loaders import Loaders
 from lightning_zero.engine.record import ON_THE_CPU, InitRecord
 from lightning_zero.engine.replay import map_leaves
 from lightning_zero.errors import MaterialiseError
@@ -45,8 +46,8 @@ class InitRecorder:
     """``with InitRecorder() as record:`` records the initialisation of every meta tensor made inside.
 
     Inside, the build takes the way that an ordinary CPU build would take: code that asks a tensor whether it
-    ``is_meta`` is told no, except for torch's own code outside ``torch.nn``. Operations after the ``with`` block are
-    not seen.
+    ``is_meta``, or for its device, is answered as there (``answers.py``). A ``from_pretrained`` does what it does
+    without a recorder (``loaders.py``). Operations after the ``with`` block are not seen.
     """
 
     def __init__(self) -> None:
@@ -54,8 +55,9 @@ class InitRecorder:
         self._stack = ExitStack()
 
     def __enter__(self) -> InitRecord:
-        self._stack.enter_context(_Calls(self.record))
-        self._stack.enter_context(_Operations(self.record))
+        loaders = Loaders()
+        self._stack.enter_context(_Calls(self.record, loaders))
+        self._stack.enter_context(_Operations(self.record, loaders))
         return self.record
 
     def __exit__(self, *error: Any) -> None:
@@ -65,11 +67,14 @@ class InitRecorder:
 class _Operations(TorchDispatchMode):
     """Sees every aten operation of this thread."""
 
-    def __init__(self, record: InitRecord) -> None:
+    def __init__(self, record: InitRecord, loaders: Loaders) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
+        self._loaders = loaders
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._loaders.run():
+            return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             return self._record.dispatch(func, types, args, kwargs or {})
 
@@ -77,14 +82,20 @@ class _Operations(TorchDispatchMode):
 class _Calls(TorchFunctionMode):
     """Sees the Python calls that never become aten operations when the tensor is on meta."""
 
-    def __init__(self, record: InitRecord) -> None:
+    def __init__(self, record: InitRecord, loaders: Loaders) -> None:
         super().__init__()
         self._record = record
+        self._loaders = loaders
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__self__", None) is Tensor.is_meta:
-            return _answer_is_meta(self._record, args[0], sys._getframe(1))
+        self._loaders.look_at(func, args, sys._getframe(1))
+        if self._loaders.run():
+            return func(*args, **kwargs)
+        answered = answer(self._record, func, args[0], sys._getframe(1)) if len(args) == 1 else NotImplemented
+        if answered is not NotImplemented:
+            return answered
+        args, kwargs = lead_back(args, kwargs)
         if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
             args = (args[0], _index_on_cpu(args[1]), *args[2:])
         elif func in (Tensor.numpy, Tensor.__array__) and args[0].is_meta:
@@ -99,25 +110,6 @@ class _Calls(TorchFunctionMode):
             data = map_leaves(lambda leaf: self._record.read(leaf) if isinstance(leaf, Tensor) else leaf, data)
             self._record.literal(torch.as_tensor(data, dtype=result.dtype, device="cpu"), result)
         return result
-
-
-def _answer_is_meta(record: InitRecord, tensor: Tensor, caller: FrameType) -> bool:
-    """``tensor.is_meta`` for the code in ``caller``. ``torch.nn.init`` skips meta tensors since 2.13: have it go on.
-
-    ``trunc_normal_`` redraws until all values are in range and is recorded as a whole.
-    """
-    if not tensor.is_meta:
-        return False
-    while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
-        caller = caller.f_back  # another mode, such as `torch.device("meta")`, that stands above the recorder
-    module: str = caller.f_globals.get("__name__", "")
-    if module == "torch.nn.init":
-        if caller.f_code.co_name != "_no_grad_trunc_normal_":
-            return False
-        values = [caller.f_locals[name] for name in ("mean", "std", "a", "b", "generator")]
-        record.composite(caller.f_globals["_no_grad_trunc_normal_"], tensor, *values)
-        return True
-    return module.split(".")[0] == "torch" and not module.startswith("torch.nn.")
 
 
 def _index_on_cpu(index: Any) -> Any:

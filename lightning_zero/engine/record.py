@@ -24,6 +24,8 @@ ON_THE_CPU: Final = 'Build this module on the CPU, or drop `torch.device("meta")
 # Operations that only allocate: nothing to replay, values are undefined (zeros here, so that all ranks agree).
 _ALLOCATE = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
 _ALLOCATE |= {_aten.empty_permuted}
+# A literal on its way into Python, which torch 2.15 dispatches on meta: `literal` records its numbers once it is there.
+_LITERAL = {_aten.lift_fresh, _aten.lift}
 # Operations that make a tensor another window on a storage and change no value.
 _REBIND = {_aten.set_}
 # In-place operations that do not read their first argument.
@@ -98,6 +100,8 @@ class InitRecord:
         inputs = list(leaves((args, kwargs)))
         meta_inputs = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.device.type == "meta"]
         if not meta_inputs and not any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in inputs):
+            return function(*args, **kwargs)
+        if function.overloadpacket in _LITERAL:
             return function(*args, **kwargs)
         if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
             kinds = ", ".join(sorted({t.__name__ for t in types}))

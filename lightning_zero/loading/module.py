@@ -70,15 +70,37 @@ def load_from_checkpoint(
         RuntimeError: as ``nn.Module.load_state_dict`` does, for names or shapes that do not fit.
         ValueError: for settings that cannot be used together.
     """
-    device = _device(map_location)
+    return load_with(
+        model_class,
+        path,
+        kwargs,
+        LoadSettings(map_location, hparams_file, strict, weights_only, verify, initial_weights),
+    )
+
+
+class LoadSettings(NamedTuple):
+    """What ``load_from_checkpoint`` is asked for beside the class, the path and the class's own arguments."""
+
+    map_location: MapLocation = None
+    hparams_file: AnyPath | None = None
+    strict: bool | None = None
+    weights_only: bool | None = None
+    verify: bool = False
+    initial_weights: AnyPath | None = None
+
+
+def load_with(model_class: type[ModelT], path: AnyPath, kwargs: Mapping[str, Any], settings: LoadSettings) -> ModelT:
+    """``load_from_checkpoint`` for arguments of any name."""
+    device = _device(settings.map_location)
+    verify, weights_only, initial_weights = settings.verify, settings.weights_only, settings.initial_weights
     checkpoint = open_here(path, verify=verify, weights_only=weights_only)
-    choose_hparams(checkpoint, model_class, hparams_file, kwargs)
+    choose_hparams(checkpoint, model_class, settings.hparams_file, kwargs)
     built = instantiate(model_class, checkpoint, kwargs)
     if isinstance(built, LightningDataModule):
         if type(built).__qualname__ in checkpoint:
             built.load_state_dict(checkpoint[type(built).__qualname__])
         return built
-    strict = _strictness(built, strict)
+    strict = _strictness(built, settings.strict)
     record: InitRecord | None = None
     if is_overridden("configure_model", built):
         with InitRecorder() as record:

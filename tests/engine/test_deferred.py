@@ -336,6 +336,135 @@ def asks_whether_meta() -> nn.Module:
     return layer
 
 
+def skips_where(on_meta: Callable[[nn.Module], bool]) -> Build:
+    """A model with an initialisation of its own, which it leaves out where it takes its tensors for empty ones."""
+
+    def build() -> nn.Module:
+        layer = nn.Linear(3, 3)
+        if not on_meta(layer):
+            init.normal_(layer.weight, std=0.02)
+            init.zeros_(layer.bias)
+        return layer
+
+    return build
+
+
+META = torch.device("meta")
+WAYS_TO_ASK: dict[str, Callable[[nn.Module], bool]] = {
+    "is_meta": lambda layer: layer.weight.is_meta,
+    "is_cpu": lambda layer: not layer.weight.is_cpu,
+    "device": lambda layer: layer.weight.device == META,
+    "type": lambda layer: layer.weight.device.type == "meta",
+    "default": lambda layer: torch.get_default_device() == META,
+    "probe": lambda layer: torch.tensor([]).device == META,
+    # transformers: a context counts if it is not the default
+    "both": lambda layer: META in (torch.tensor([]).device, torch.get_default_device()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_ASK)
+def test_initialisation_that_would_be_skipped_on_meta(way: str) -> None:
+    check(skips_where(WAYS_TO_ASK[way]))
+
+
+def makes_more_where_the_first_is() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    where = layer.weight.device
+    layer.second = nn.Linear(3, 2, device=where)
+    layer.scale = nn.Parameter(torch.ones(3, device=where).to(layer.weight.device))
+    layer.register_buffer("steps", torch.arange(4, device=torch.get_default_device()))
+    layer.register_buffer("noise", torch.rand(3, generator=torch.Generator(device=where).manual_seed(3)))
+    return layer
+
+
+def test_tensors_made_on_the_device_of_a_meta_tensor_are_meta_tensors() -> None:
+    check(makes_more_where_the_first_is)
+    model, _ = recorded(makes_more_where_the_first_is)
+    assert has_meta(model) == list(named_tensors(model))
+
+
+def test_outside_of_a_device_context_the_device_is_what_it_is() -> None:
+    with InitRecorder():
+        with torch.device("meta"):
+            layer = nn.Linear(3, 3)
+        assert layer.weight.device == META
+        assert torch.get_default_device() == torch.device("cpu")
+        assert nn.Linear(3, 3, device="meta").weight.device == META
+
+
+class Pretrained(nn.Module):
+    """What ``from_pretrained`` of transformers does: build on meta, take the file's tensors, initialise the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 3)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        for layer in (self.body, self.head):
+            if layer.weight.device.type != "meta" and not hasattr(layer, "ready"):
+                init.normal_(layer.weight, std=0.02)
+                layer.ready = True
+
+    @classmethod
+    def from_pretrained(cls, stored: dict[str, Tensor]) -> nn.Module:
+        with torch.device("meta"):
+            model = cls()
+        model.load_state_dict(stored, strict=False, assign=True)
+        model.body.ready = True
+        for name, tensor in list(model.head.named_parameters()):
+            setattr(model.head, name, nn.Parameter(torch.zeros_like(tensor, device="cpu")))
+        model.init_weights()
+        return model
+
+
+def test_from_pretrained_loads_and_draws_as_without_a_recorder() -> None:
+    stored = {"body.weight": torch.full((3, 3), 0.5), "body.bias": torch.full((3,), 0.25)}
+    expected = named_tensors(seeded(lambda: Pretrained.from_pretrained(stored)))
+    end = torch.get_rng_state()
+    with InitRecorder() as record:
+        model = seeded(lambda: nn.Sequential(Pretrained.from_pretrained(stored)))[0]
+    for name, tensor in named_tensors(model).items():
+        assert_same(tensor.detach(), expected[name], name)
+    assert torch.equal(torch.get_rng_state(), end)
+    assert record.nbytes == 0
+    with InitRecorder() as record, META:  # after it everything is recorded again
+        layer = nn.Linear(3, 3)
+    assert record.check([layer.weight]) is None
+
+
+class Filled(nn.Module):
+    @classmethod
+    def from_pretrained(cls, stored: Tensor) -> nn.Module:
+        layer = nn.Linear(3, 3)
+        with torch.no_grad():
+            layer.weight.copy_(stored)
+        return layer
+
+
+def test_what_from_pretrained_writes_into_the_meta_tensors_of_the_user_is_recorded() -> None:
+    stored = torch.randn(3, 3)
+    check(lambda: Filled.from_pretrained(stored))
+
+
+TRANSFORMERS = {
+    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "LlamaForCausalLM": {"num_key_value_heads": 2},
+    "BertForMaskedLM": {},
+    "T5ForConditionalGeneration": {"d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4},
+    "ViTForImageClassification": {"image_size": 32, "patch_size": 8},
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kind = getattr(transformers, name)
+    check(lambda: kind(kind.config_class(**{**common, "intermediate_size": 37, **TRANSFORMERS[name]})))
+
+
 @pytest.mark.parametrize("build", [rewritten, loaded, partly_real, asks_whether_meta])
 def test_python_code(build: Build) -> None:
     check(build)
@@ -347,6 +476,16 @@ def test_constants_are_copied_when_recorded() -> None:
         target = torch.empty(3, device="meta").copy_(source)
     source.zero_()
     assert torch.equal(record.materialise([target])[0], torch.ones(3))
+
+
+def test_the_lifting_of_a_literal_is_no_operation_of_its_own() -> None:
+    """Torch 2.15 dispatches this for a literal on meta, before its numbers are known to the record."""
+    bare = torch.empty(2, device="meta")
+    with InitRecorder() as record:
+        lifted = torch.ops.aten.lift_fresh.default(bare)
+        assert not record.tracks(lifted)
+        record.literal(torch.tensor([1.0, 2.0]), lifted)
+    assert torch.equal(record.materialise([bare])[0], torch.tensor([1.0, 2.0]))
 
 
 def test_without_a_device_context_nothing_is_recorded_of_real_tensors() -> None:
