@@ -85,15 +85,14 @@ class GradientBucket:
         self.dirty = False  # gradients arrived that no reduction has taken yet
         self.views = views_of(resident, flat.layout) if resident is not None else None
         self._gaps = _gaps_of(resident, flat.layout) if resident is not None else []
-        self._known: tuple[Tensor, list[Tensor], list[Tensor]] | None = (
-            None  # the buffer that is given again, and views of it
-        )
+        # The buffer that is given again, and views of it.
+        self._known: tuple[Tensor, list[Tensor], list[Tensor]] | None = None
         self._plain = False  # in this round gradients only have to be copied: nothing is added to anything
         self.missing = count  # gradients of the running round, while it is plain
         self._shard_parameters = [shard.parameter for shard in flat.shards]
         self._switched = [parameter for parameter in self._shard_parameters if parameter is not None]
         self._fresh = not self.in_place  # nothing has arrived yet, and nothing is left of before in the full buffer
-        self._pending: Pending | None = None
+        self.pending: Pending | None = None  # the reduction under way
         self._what = f"gradients of '{unit.name}'"
         self._direct = False  # the reduction under way writes the shard itself
         # Where nothing has to be added to the shard, a reduction's result can be the shard as it is: it lies elsewhere
@@ -111,17 +110,12 @@ class GradientBucket:
 
     @property
     def complete(self) -> bool:
-        """Whether every gradient arrived in the running round; those of earlier micro-steps do not count."""
+        """Whether every gradient arrived in the running round, whatever earlier micro-steps had."""
         return False not in self.arrived
 
     def drainable(self, seconds: float) -> bool:
         """Whether ``drain`` would return within ``seconds``."""
-        return self._pending is None or self._pending.ready_within(seconds)
-
-    @property
-    def pending(self) -> Pending | None:
-        """The reduction under way, if there is one."""
-        return self._pending
+        return self.pending is None or self.pending.ready_within(seconds)
 
     def has_gradient(self, position: int) -> bool:
         """Whether this rank had a gradient for a parameter since the gradients were last cleared and published."""
@@ -260,7 +254,7 @@ class GradientBucket:
                 torch._foreach_zero_(empty)
             self._direct = full is self.shard or (self._is_apart and True not in self._keeps())
             target = self.shard if self._direct else self._collectives.own_range(full)
-            self._pending = self._collectives.reduce_scatter(full, target, self._what)
+            self.pending = self._collectives.reduce_scatter(full, target, self._what)
         self.launched, self.dirty, self._plain = True, False, False
 
     def drain(self) -> None:
@@ -268,15 +262,15 @@ class GradientBucket:
 
         On the host it is added in the background, until ``settle``; the full buffer is in use as long.
         """
-        if self._pending is None or self.full is None:
+        if self.pending is None or self.full is None:
             return
         if self._transfers is not None:
             copies = self._additions(self._collectives.own_range(self.full))
-            self._leaving = self._transfers.out(copies, self._pending)
-            self._pending = None
+            self._leaving = self._transfers.out(copies, self.pending)
+            self.pending = None
             return
-        self._pending.wait()
-        self._pending = None
+        self.pending.wait()
+        self.pending = None
         if self._direct:
             return
         with untracked():
@@ -349,7 +343,7 @@ class GradientBucket:
         self.launched, self.dirty, self._plain, self._fresh = False, False, False, not self.in_place
         self.missing = count
         self.merged.clear()
-        self._pending, self._carry, self._leaving = None, None, None
+        self.pending, self._carry, self._leaving = None, None, None
         if self.resident is None:
             self.give_buffer(None)
 

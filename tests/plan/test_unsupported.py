@@ -46,6 +46,9 @@ def test_only_plain_tensors(name: str, kind: str) -> None:
     else:
         model.head.register_buffer("codes", make())
     for stage in STAGES:
+        if kind == "Buffer" and name in ("sparse", "rows", "quantized"):
+            build_plan(model, stage=stage, world_size=2)  # every rank keeps its own
+            continue
         with pytest.raises(ValueError, match=rf"{kind} 'head\.codes' is a .*plain") as caught:
             build_plan(model, stage=stage, world_size=2)
         assert what in str(caught.value)
@@ -63,7 +66,7 @@ def test_a_class_of_parameters_is_none_of_tensors(trainable: bool) -> None:
 COMPILED: dict[str, Callable[[], nn.Module]] = {
     "script": lambda: torch.jit.script(nn.Linear(20, 20)),
     "trace": lambda: torch.jit.trace(nn.Linear(20, 20), torch.ones(1, 20)),
-    "frozen": lambda: torch.jit.script(nn.Linear(20, 20)).requires_grad_(False),
+    "frozen": lambda: torch.jit.script(nn.Linear(20, 20).requires_grad_(False)),
 }
 
 
