@@ -26,6 +26,7 @@ __all__ = [
     "bare_step",
     "current_graph_task",
     "default_store",
+    "describes_tensors",
     "device_of_mode",
     "disable_dynamo",
     "forbid_writes",
@@ -129,6 +130,14 @@ def asks_for_default_device(frame: FrameType) -> FrameType | None:
     if frame.f_code.co_name != "_get_device_with_index" or frame.f_back is None:
         return None
     return frame.f_back.f_back if frame.f_back.f_code is torch.get_default_device.__code__ else None
+
+
+def describes_tensors(frame: FrameType) -> bool:
+    """Whether ``frame`` is where ``torch.compile`` and ``torch.export`` look at a tensor to make a fake one of it.
+
+    They describe its gradient, too, which is no part of what is compiled. 2.11 to 2.15.
+    """
+    return frame.f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
 
 def device_of_mode(mode: Any) -> torch.device | None:

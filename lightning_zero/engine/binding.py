@@ -20,6 +20,7 @@ are taken over, and the tensor that was assigned is let go.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -29,7 +30,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import storage_key, untracked
+from lightning_zero._torch import describes_tensors, storage_key, untracked
 from lightning_zero.engine.questions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing
 from lightning_zero.errors import ParameterAccessError
 
@@ -225,7 +226,9 @@ class _Shown:
     def grad(self: Any) -> Tensor | None:
         local, binding = get_gradient(self), binding_of(self)
         owner = None if binding is None else binding.owner
-        return local if binding is None or owner is None else owner.read_gradient(binding, local)
+        if binding is None or owner is None or describes_tensors(sys._getframe(1)):
+            return local
+        return owner.read_gradient(binding, local)
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:

@@ -89,6 +89,8 @@ class SlicedGradient(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value is self:  # of a conversion that changes nothing
+            return
         if not isinstance(value, Tensor) or value.shape != self.shape or value.dtype != self.dtype:
             self._slice.trace.refuse("another shape or dtype for its .data")
         self.copy_(value)
@@ -125,7 +127,8 @@ _ATTRIBUTES = words(
 )
 _QUESTIONS = words(
     "size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex "
-    "is_signed is_conj is_neg is_inference get_device has_names __len__ __dir__ __format__"
+    "is_signed is_conj is_neg is_inference get_device has_names __len__ __dir__ __format__ "
+    "_has_compatible_shallow_copy_type"
 )
 _UNCHANGED = words("detach detach_ contiguous resolve_conj resolve_neg")
 _COPIES = words("clone __deepcopy__")
