@@ -114,14 +114,14 @@ def test_a_profiler_shows_ranges() -> None:
 
 
 def test_off_a_span_costs_next_to_nothing() -> None:
-    """0.2 us where measured; the bound is for a busy machine. An f-string or a record_function costs more."""
+    """0.2 us where measured; beside other work it may be more. An f-string or a record_function costs more."""
     spans, count = Spans(), 10_000
 
     def seconds() -> float:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for _ in range(count):
             with spans.of(Phase.FORWARD, "a", 1):
                 pass
-        return time.perf_counter() - begin
+        return time.thread_time() - begin
 
     assert min(seconds() for _ in range(20)) / count < 1e-6

@@ -40,7 +40,7 @@ def test_integers_show_what_no_index_is(dtype: torch.dtype, value: int) -> None:
 
 def test_all_of_one_dtype_share_one_element() -> None:
     placeholders = Placeholders()
-    first, second = (placeholders.like(torch.ones(size), CPU) for size in (3, 10**9))
+    first, second = (placeholders.like(torch.ones(1).expand(size), CPU) for size in (3, 10**9))
     other = placeholders.like(torch.ones(3, dtype=torch.float64), CPU)
     keys = [tensor.untyped_storage()._cdata for tensor in (first, second, other)]
     assert keys[0] == keys[1] != keys[2]

@@ -149,9 +149,9 @@ def test_the_rank_that_holds_most_counts(optimizer: str, stage: int, world_size:
 def test_the_rank_that_holds_most_is_found_at_once_in_a_large_world() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, device="meta") for _ in range(200)))
     plan = build_plan(model, stage=3, world_size=4096, units=["Linear"])
-    begin = time.perf_counter()
+    begin = time.thread_time()
     fullest_rank(plan, whole=False)
-    assert time.perf_counter() - begin < 0.5
+    assert time.thread_time() - begin < 0.5
 
 
 # ------------------------------------------------------------------------------------------------------ recommendations

@@ -577,10 +577,10 @@ def test_the_recorder_costs_an_ordinary_build_little() -> None:
     def seconds(context: Any) -> float:
         best = math.inf
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             with context():
                 build()
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     plain, recorded = seconds(torch.enable_grad), seconds(recording)
