@@ -292,7 +292,7 @@ def freeze_and_thaw_in_turn(c: Context) -> Any:
     c.layer.requires_grad_(c.call % 2 == 1)
 
 
-@action((*BETWEEN, "before_forward"))
+@action((*BETWEEN, "before_forward"), alone=True)
 def freeze_on_one_rank(c: Context) -> Any:
     """A mistake."""
     if c.rank == 1:
@@ -347,9 +347,9 @@ def gradient_of_the_input(c: Context) -> Any:
     c.module.x.requires_grad_(True)
 
 
-@action(("after_forward",), works="123", manual=False)
+@action(("after_forward",), works="123", manual=True)
 def skip_step(c: Context) -> Any:
-    """``return None`` on every rank."""
+    """No backward and no step for this batch, on every rank."""
     c.module.skip = True
 
 
@@ -359,20 +359,20 @@ def two_forwards(c: Context) -> Any:
     c.module.add_to_loss(0.1 * c.model(c.module.x + 0.1).square().mean())
 
 
-@action(("after_forward",), works="123")
+@action(("after_forward",), works="12")
 def loss_without_the_model(c: Context) -> Any:
     """A loss that leaves all but one layer out."""
     inputs = torch.ones(2, c.layer.in_features, dtype=c.module.x.dtype)
     c.module.loss = c.layer(inputs).square().mean()
 
 
-@action(("manual_gradients",), manual=True)
+@action(("manual_gradients",), manual=True, rounds=True)
 def second_backward(c: Context) -> Any:
     """A forward and a backward more before the step, so that gradients add up."""
     c.module.manual_backward(c.module.again())
 
 
-@action(("after_forward",), manual=True)
+@action(("after_forward",), manual=True, rounds=True)
 def backward_twice(c: Context) -> Any:
     """``retain_graph=True``, and the same graph backwards once more."""
     c.module.twice = True

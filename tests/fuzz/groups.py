@@ -30,7 +30,7 @@ def change_rate(c: Context) -> Any:
     return c.group["lr"]
 
 
-@action(TIMES)
+@action(TIMES, alone=True)
 def change_rate_on_one_rank(c: Context) -> Any:
     """A mistake: ranks that learn at different rates."""
     if c.rank == 0:
@@ -43,7 +43,7 @@ def change_decay(c: Context) -> Any:
     c.group["weight_decay"] = 0.2
 
 
-@action(TIMES)
+@action(TIMES, alone=True)
 def change_decay_on_one_rank(c: Context) -> Any:
     """The same mistake."""
     if c.rank == 1:

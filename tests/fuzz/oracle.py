@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.fuzz.play import Record
+from tests.fuzz.play import Error, Record
 from tests.fuzz.programs import Program
 from tests.fuzz.vocabulary import load_vocabulary
 
@@ -66,26 +66,35 @@ def judge(program: Program, stage: int, expected: Sequence[Record] | None, found
     return Verdict("refused", next(iter(found[0].refused.values()))) if refused else Verdict("equal")
 
 
-def _judge_errors(program: Program, stage: int, errors: Sequence[Any]) -> Verdict:
-    error = next(e for e in errors if e is not None)
+def _judge_errors(program: Program, stage: int, errors: Sequence[Error | None]) -> Verdict:
+    found = [error for error in errors if error is not None]
+    causes = [error for error in found if not _follows(error)] or found
+    error = causes[0]
+    blamed = program.actions if error.during in (None, -1) else (program.actions[error.during],)
     text = f"{error.type}: {error.message[:600]}"
-    if error.during is not None and error.during >= 0:
-        text = f"in {program.actions[error.during].action}: {text}"
-    if None in errors:
+    if blamed != program.actions or len(blamed) == 1:
+        text = f"{blamed[0].action}: {text}"
+    actions = [load_vocabulary()[placed.action] for placed in blamed]
+    if len(causes) < len(errors) and not (error.during is not None and error.during >= 0 and actions[0].alone):
         return Verdict("one rank only", text)
     if error.during == -1:
         return Verdict("late error", text)
-    if not all(e.named for e in errors):
+    if not all(cause.named for cause in causes):
         return Verdict("unnamed error", f"{text}\n{error.stack}")
-    actions = load_vocabulary()
-    blamed = program.actions if error.during is None else (program.actions[error.during],)
-    if all(actions[placed.action].must_work(stage, placed.hook) for placed in blamed):
+    if actions and all(a.must_work(stage, placed.hook) for a, placed in zip(actions, blamed, strict=True)):
         return Verdict("has to work", text)
     return Verdict("error", text)
 
 
+def _follows(error: Error) -> bool:
+    """It only says that the other rank has left."""
+    return error.type == "CommunicationError" or "by peer" in error.message
+
+
 def _differences(program: Program, stage: int, expected: Sequence[Record], found: Sequence[Record]) -> list[str]:
-    bound = ROUNDING if program.clip == "norm" or (program.accumulate > 1 and stage > 1) else 0.0
+    rounds = program.clip == "norm" or (program.accumulate > 1 and stage > 1)
+    rounds = rounds or any(load_vocabulary()[placed.action].rounds for placed in program.actions)
+    bound = ROUNDING if rounds else 0.0
     lines = []
     for rank, (left, right) in enumerate(zip(expected, found, strict=True)):
         for key, value in left.returned.items():

@@ -154,9 +154,11 @@ class Fuzzed(pl.LightningModule):
         if self.program.manual:
             self._by_hand(loss)
             return None
-        return None if self.skip else loss
+        return loss
 
     def _by_hand(self, loss: Tensor) -> None:
+        if self.skip:
+            return
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss, retain_graph=self.twice)

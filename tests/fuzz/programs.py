@@ -132,7 +132,7 @@ def _comes(hook: str, manual: bool) -> bool:
     return not manual or hook not in ("on_before_zero_grad", "configure_gradient_clipping", "on_before_backward")
 
 
-def matrix(names: Sequence[str] = (), hooks: Sequence[str] = (), pick: int = 1) -> Iterator[Program]:
+def matrix(names: Sequence[str] = (), hooks: Sequence[str] = (), pick: int = 2) -> Iterator[Program]:
     """Each action alone at each of its hooks, on the first model that it is for, in every stage."""
     for action in load_vocabulary().values():
         if names and action.name not in names:

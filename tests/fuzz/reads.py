@@ -255,9 +255,9 @@ def evaluate_block(c: Context) -> Any:
         return c.a_block.eval()(sample(c)), c.a_block.train().training
 
 
-@action(CALLS, works="123", reads=True)
+@action(CALLS, works="12", reads=True)
 def evaluate_layer(c: Context) -> Any:
-    """A single layer called alone."""
+    """A single layer of a unit called alone."""
     with torch.no_grad():
         return c.layer(sample(c)[:, :1].expand(3, c.layer.in_features))
 

@@ -162,6 +162,8 @@ class Action:
         models: names of the models it is for; empty: all.
         manual: for manual optimization only, or only for automatic; ``None``: both.
         gradients: it depends on gradients that are there between two micro-steps of an accumulation.
+        rounds: gradients of two backwards are added, which DDP does in another order.
+        alone: only one rank does something, and may be the only one that is told.
     """
 
     name: str
@@ -173,6 +175,8 @@ class Action:
     models: tuple[str, ...] = ()
     manual: bool | None = None
     gradients: bool = False
+    rounds: bool = False
+    alone: bool = False
 
     def must_work(self, stage: int, hook: str) -> bool:
         """Whether an error, even by name, is a failure here."""

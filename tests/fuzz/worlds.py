@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import functools
 import gc
 import importlib
 import logging
-import os
 import shutil
-import signal
 import tempfile
 import time
 import warnings
@@ -32,7 +29,7 @@ __all__ = ["Job", "judged", "played"]
 
 WORLD = 2
 DEADLINE = 20.0  # seconds for one run, which takes a tenth of one
-PATIENCE = 6.0  # seconds for the other rank, once one has ended with an error
+PATIENCE = 3.0  # seconds for the other rank, once one has ended with an error, before that one leaves
 JOBS = 120  # of one world
 
 
@@ -58,9 +55,9 @@ def judged(programs: Sequence[Program]) -> list[dict[int, Verdict]]:
 
 
 def played(jobs: Iterable[Job]) -> dict[int, list[Record] | str]:
-    """The records of all ranks by job, or how it hung or died."""
+    """The records of all ranks by job, or how it hung or died: twice, since a machine may be busy."""
     _warm_up()
-    left = list(jobs)
+    left, again = list(jobs), set()
     results: dict[int, list[Record] | str] = {}
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
@@ -74,7 +71,11 @@ def played(jobs: Iterable[Job]) -> dict[int, list[Record] | str]:
             results.update(done)
             left = [job for job in left if job.key not in results]
             begun = bool(left) and any(_path(folder, left[0], rank, "stacks").exists() for rank in range(WORLD))
-            if failure and begun:  # the job that the world died of
+            if failure and begun and left[0].key not in again:  # a busy machine, perhaps
+                again.add(left[0].key)
+                for path in folder.glob(f"{left[0].key}.*.*"):
+                    path.unlink()
+            elif failure and begun:  # the job that the world died of
                 results[left[0].key] = f"{_stacks(folder, left[0])}\n{failure}"
                 left = left[1:]
             elif not done:
@@ -129,40 +130,42 @@ def _stacks(folder: Path, job: Job) -> str:
 
 
 def _work(rank: int, jobs: Sequence[Job], folder: Path) -> None:
-    """Play jobs until the first that raises; the next world goes on from there."""
-    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    """Play jobs until one breaks the world; the next one goes on from there."""
     for number, job in enumerate(jobs):
         with open(_path(folder, job, rank, "stacks"), "w") as stacks:
-            faulthandler.register(signal.SIGUSR1, stacks)
             faulthandler.dump_traceback_later(DEADLINE, exit=True, file=stacks)
             record = play(job.program, job.stage, rank, _shared(folder, job))
             faulthandler.cancel_dump_traceback_later()
         torch.save(record, _path(folder, job, rank, "part"))
         _path(folder, job, rank, "part").rename(_path(folder, job, rank, "record"))
-        other = _wait_for(folder, job, 1 - rank, PATIENCE if record.error else DEADLINE + PATIENCE)
-        if other is None or record.error or other.error:
+        other = _wait_for(_path(folder, job, 1 - rank, "record"), PATIENCE if record.error else DEADLINE + PATIENCE)
+        if other is None:  # it may notice that this one has left, as it would after any exception
+            raise RuntimeError(f"rank {1 - rank} goes on alone")
+        if not _alike(record, other):
             return
         if number % 10 == 9:
             gc.collect()
 
 
+def _alike(record: Record, other: Record) -> bool:
+    """Both ended well, or were stopped by the same action, so that no collective was left half done."""
+    mine, theirs = record.error, other.error
+    if mine is None or theirs is None:
+        return mine is theirs
+    return mine.during == theirs.during is not None and mine.during >= 0
+
+
 def _shared(folder: Path, job: Job) -> Path:
-    path = folder / f"{job.key}.saved"
+    path = folder / f"saved-{job.key}"
     path.mkdir(exist_ok=True)
     return path
 
 
-def _wait_for(folder: Path, job: Job, rank: int, seconds: float) -> Record | None:
-    """The other rank's record; one that does not come is asked where it stands, and ended."""
-    path = _path(folder, job, rank, "record")
+def _wait_for(path: Path, seconds: float) -> Record | None:
+    """The other rank's record, when it is there."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
-            with contextlib.suppress(ProcessLookupError):
-                pid = int((folder / f"{rank}.pid").read_text())
-                os.kill(pid, signal.SIGUSR1)
-                time.sleep(0.3)
-                os.kill(pid, signal.SIGKILL)
             return None
         time.sleep(0.001)
     return torch.load(path, weights_only=False)

@@ -39,7 +39,7 @@ def add_own_noise_to_weight(c: Context) -> None:
         c.p.add_(c.like(c.p, per_rank=True))
 
 
-@action(WRITES)
+@action(WRITES, alone=True)
 def write_on_rank_zero_only(c: Context) -> None:
     """A write that only the first rank makes."""
     if c.rank == 0:
@@ -92,13 +92,21 @@ def scale_all_weights_at_once(c: Context) -> None:
 
 @action(WRITES, works="12")
 def initialise_weight(c: Context) -> None:
-    """``nn.init`` in the middle of training, as for a restart of a head; draws from the global generator."""
+    """``nn.init`` in the middle of training, as for a restart of a head, seeded on all ranks alike."""
+    torch.manual_seed(c.pick)
+    nn.init.normal_(c.p, std=0.1)
+
+
+@action(WRITES)
+def initialise_weight_unseeded(c: Context) -> None:
+    """The same with the numbers that the rank's generator gives, which differ between ranks."""
     nn.init.normal_(c.p, std=0.1)
 
 
 @action(WRITES, works="12")
 def reset_parameters(c: Context) -> None:
     """A layer's own initialisation again."""
+    torch.manual_seed(c.pick)
     c.layer.reset_parameters()
 
 
