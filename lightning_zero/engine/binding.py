@@ -253,6 +253,15 @@ class _Shown:
             hooks[binding.last_hook] = hooks.pop(binding.last_hook)
         return handle
 
+    def detach(self: Any) -> Tensor:
+        """As every parameter's. ``nn.Parameter(parameter)`` wants one of its own class, which it then makes its own."""
+        detached = Tensor.detach(self)
+        if sys._getframe(1).f_code is not _NEW:
+            return detached
+        with _raw():
+            made: Tensor = Tensor._make_subclass(type(self), detached)
+        return made
+
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         with _ordinary(self):
             return self.__deepcopy__(memo)
@@ -312,6 +321,7 @@ def _ordinary(parameter: Any) -> Iterator[None]:
 
 _OURS = frozenset(["__set__"])  # what the engine does to parameters, whatever they show
 _raw = torch._C.DisableTorchFunctionSubclass
+_NEW: Any = nn.Parameter.__new__.__code__
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

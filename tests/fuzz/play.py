@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
+from lightning_zero.engine.sliced_gradient import SlicedGradient
 from lightning_zero.errors import ParameterAccessError, ZeroError
 from tests.fuzz.models import BATCH, MODELS, TAPS, WIDTH
 from tests.fuzz.programs import BATCHES, EPOCHS, Program
@@ -100,7 +101,9 @@ class Player:
         context = Context(module, module.trainer, self.rank, hook, call, placed.pick, kept, self.folder, block)
         self.during = index
         try:
-            self.record.returned[index, call] = copied(action.run(context))
+            # What is refused draws no random numbers, and what only reads has to leave none drawn either.
+            with torch.random.fork_rng(devices=[], enabled=action.reads):
+                self.record.returned[index, call] = copied(action.run(context))
         except ParameterAccessError as error:
             if not action.reads:
                 raise
@@ -328,8 +331,17 @@ def _names(text: str, module: Fuzzed | None) -> bool:
     return any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text) for name in known if len(name) > 3)
 
 
+class Sliced(NamedTuple):
+    """What a rank has of a gradient: elements of the flattened whole from ``start`` on."""
+
+    start: int
+    own: Tensor
+
+
 def copied(value: Any) -> Any:
-    """A value of its own, which does not change any more."""
+    """A value of its own, which does not change any more. Of a gradient in slices that is this rank's."""
+    if isinstance(value, SlicedGradient):
+        return Sliced(value.start, value.own.clone())
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

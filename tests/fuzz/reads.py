@@ -147,7 +147,7 @@ def torch_save_state_dict(c: Context) -> Any:
     return dict(torch.load(file, weights_only=True))
 
 
-@action(BETWEEN, works="123", reads=True)
+@action(BETWEEN, works="12", reads=True)
 def keys_of_state_dict(c: Context) -> Any:
     """The names in a state dict."""
     return list(c.model.state_dict().keys())
