@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -17,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zero.checkpoint import Control, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.agreement import collect
 from lightning_zero.checkpoint.commit import local_path
-from lightning_zero.checkpoint.export import save_consolidated_file
+from lightning_zero.checkpoint.export import RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
 from lightning_zero.checkpoint.files import is_remote
 from lightning_zero.checkpoint.opening import require_lightning
 from lightning_zero.checkpoint.saver import Saver
@@ -26,6 +27,7 @@ from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError
 from lightning_zero.loading import load_initial_weights
+from lightning_zero.random_state import RandomState
 from lightning_zero.state import ModuleState
 
 __all__ = ["Checkpoints"]
@@ -44,6 +46,9 @@ class Checkpoints:
     Args:
         policy: what is saved, and how.
         groups: the ranks.
+
+    Attributes:
+        random: the random number generators, as they were when the checkpoint was saved from which the run goes on.
     """
 
     def __init__(self, policy: CheckpointPolicy, groups: Groups) -> None:
@@ -53,6 +58,7 @@ class Checkpoints:
         if groups not in _SAVERS:
             _SAVERS[groups] = Saver(self._control)
         self._saver = _SAVERS[groups]
+        self.random = RandomState(self._control)
         self._training = False
         self._removing = False  # whether something was to be deleted in this run
         self._underway: str | None = None  # what was saved last in the background, in this run
@@ -66,6 +72,7 @@ class Checkpoints:
             callbacks: the Trainer's.
             training: whether saves may be in the background: there is something to go on with, and an end to wait.
         """
+        self.random.forget()
         self._handled = sys.exc_info()[1]  # of a caller that tries again in an ``except`` block
         self._training = training
         if not (training and self._policy.async_save):
@@ -120,6 +127,9 @@ class Checkpoints:
         self._saver.wait()
         self._agree(what, place, engine, path)
         summary = {**_summary(engine), "precision": precision}
+        if policy.format == "sharded" and "optimizer_states" in checkpoint:  # a run can go on from it
+            own = {**checkpoint.get(SUMMARY_KEY, {}), RANDOM_KEY: self.random.save(engine.device)}
+            checkpoint = {**checkpoint, SUMMARY_KEY: own}
 
         def write(content: Mapping[str, Any], control: Control) -> None:
             if policy.format == "consolidated":
@@ -142,6 +152,15 @@ class Checkpoints:
         checkpoint = open_checkpoint(path, self._control, verify=self._policy.verify, weights_only=weights_only)
         require_lightning(checkpoint, path)
         return checkpoint
+
+    def load_random_state(self, checkpoint: Mapping[str, Any], device: torch.device) -> None:
+        """Read the state of the random number generators, if it was saved, to be given back when training begins.
+
+        Collective: every rank.
+        """
+        saved = checkpoint.get(SUMMARY_KEY, {}).get(RANDOM_KEY)
+        if saved is not None:
+            self.random.load(saved, checkpoint["global_step"], device)
 
     def load_initial_weights(self, state: ModuleState) -> None:
         """Read the weights the policy names, if it does, into a module that was just sharded.

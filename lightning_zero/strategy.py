@@ -392,6 +392,11 @@ class ZeroStrategy(ParallelStrategy):
 
     # -------------------------------------------------------------------- steps
 
+    def on_train_start(self) -> None:
+        """Give random numbers back where a resumed run goes on: after all hooks of the start."""
+        if self.lightning_module is not None:
+            self.checkpoints.random.go_on(self.lightning_module.trainer, self.root_device)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``, with units gathered as they are called."""
         for adapter in self._adapters.values():
@@ -577,6 +582,7 @@ class ZeroStrategy(ParallelStrategy):
         for optimizer, state in zip(self.optimizers, states, strict=True):
             adapted = OptimizerState(self.engine, self.adapter(optimizer))
             adapted.load(state, strict=strict, weights=checkpoint.get("state_dict"))
+        self.checkpoints.load_random_state(checkpoint, self.root_device)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint once its successor is durable: at the next save, or at the end of the run."""

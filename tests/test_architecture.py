@@ -29,6 +29,7 @@ LAYERS = {
     "debug": "debug",
     "strategy": "top",
     "precision": "top",
+    "random_state": "top",
     "state": "top",
     "callbacks": "top",
     "checkpoints": "top",

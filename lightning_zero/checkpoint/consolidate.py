@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_zero.checkpoint.commit import is_checkpoint_directory
-from lightning_zero.checkpoint.export import SUMMARY_KEY, by_parameter_index
+from lightning_zero.checkpoint.export import RANDOM_KEY, SUMMARY_KEY, by_parameter_index
 from lightning_zero.checkpoint.files import open_folder
 from lightning_zero.checkpoint.opening import open_checkpoint
 from lightning_zero.checkpoint.output import StagedFile, local_output, refuse_overlap, write_bytes
@@ -174,7 +174,8 @@ def _opened(source: str | os.PathLike[str]) -> dict[str, Any]:
     checkpoint = open_checkpoint(source, ControlGroup(None))
     if is_sharded_checkpoint(source) and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
         plan = Decoder().decode(Directory(open_folder(source)).record.plan)
-        checkpoint[SUMMARY_KEY] = {**checkpoint.get(SUMMARY_KEY, {}), "plan": plan}
+        own = {key: value for key, value in checkpoint.get(SUMMARY_KEY, {}).items() if key != RANDOM_KEY}
+        checkpoint[SUMMARY_KEY] = {**own, "plan": plan}
     if not isinstance(checkpoint.get("state_dict"), Mapping):
         raise CheckpointError(f"'{os.fspath(source)}' holds no weights: there is no `state_dict` in it.")
     _warn_of_excluded(checkpoint, os.fspath(source))

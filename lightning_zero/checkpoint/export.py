@@ -26,10 +26,13 @@ from lightning_zero.checkpoint.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.writer import is_plain
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["SUMMARY_KEY", "by_parameter_index", "save_consolidated_file"]
+__all__ = ["RANDOM_KEY", "SUMMARY_KEY", "by_parameter_index", "save_consolidated_file"]
 
 SUMMARY_KEY = "lightning_zero"
 """Top-level key of what only this package wants to know of a checkpoint."""
+
+RANDOM_KEY = "random_state"
+"""Under it: the state of every rank's random number generators, in sharded directories only."""
 
 
 class _Part(NamedTuple):
