@@ -7,15 +7,27 @@ import stat
 import threading
 import weakref
 from collections import OrderedDict
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from fsspec.core import url_to_fs
 
 from lightning_zero.checkpoint.commit import local_path
+from lightning_zero.checkpoint.http import HttpFolder, is_http
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["Files", "LocalFiles", "RemoteFiles", "is_folder", "is_remote", "open_folder", "open_parent", "read_bytes"]
+__all__ = [
+    "Files",
+    "HttpFiles",
+    "LocalFiles",
+    "RemoteFiles",
+    "is_folder",
+    "is_remote",
+    "open_folder",
+    "open_parent",
+    "read_bytes",
+]
 
 _OPEN_FILES = 16
 _BLOCK_NBYTES = 1 << 20  # a request takes as long as the transfer of this much, roughly
@@ -139,6 +151,12 @@ class RemoteFiles:
 
     def __init__(self, url: str) -> None:
         self.name = _trimmed(url)
+        self._sizes = self._list()
+        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _list(self) -> dict[str, int | None]:
+        """What is in the folder, with its size where the store says so."""
         try:
             self._system, self._root = url_to_fs(self.name)
             self._system.invalidate_cache(self._root)  # a listing from before another process saved
@@ -147,13 +165,11 @@ class RemoteFiles:
             raise CheckpointError(
                 f"'{self.name}' is not a checkpoint directory: {type(error).__name__}: {error}."
             ) from error
-        self._sizes = {
+        return {
             str(entry["name"]).rstrip("/").rpartition("/")[2]: entry.get("size")
             for entry in entries
             if entry.get("type") == "file"
         }
-        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._lock = threading.Lock()
 
     def has(self, name: str) -> bool:
         """See ``Files``."""
@@ -164,7 +180,7 @@ class RemoteFiles:
         if name not in self._sizes:
             raise CheckpointError(f"'{self.name}' is not whole: '{name}' is missing.")
         size = self._sizes[name]
-        if size is None:  # some HTTP servers do not say
+        if size is None:  # some stores do not say
             size = self._sizes[name] = int(self._system.size(f"{self._root}/{name}"))
         return int(size)
 
@@ -210,6 +226,43 @@ class RemoteFiles:
         return data
 
 
+class HttpFiles(RemoteFiles):
+    """A folder behind a web server, which is asked for every name: few servers list what there is."""
+
+    def _list(self) -> dict[str, int | None]:
+        self._folder = HttpFolder(self.name)
+        return {}
+
+    def has(self, name: str) -> bool:
+        """See ``Files``.
+
+        Raises:
+            CheckpointError: if the server cannot be asked.
+        """
+        return self._folder.size(name) is not None
+
+    def size(self, name: str) -> int:
+        """See ``Files``."""
+        size = self._folder.size(name)
+        if size is None:
+            raise CheckpointError(f"'{self.name}' is not whole: the server has no '{name}' for us.")
+        return size
+
+    def copied(self, name: str) -> AbstractContextManager[str]:
+        """The path of a local copy of a file, which is deleted afterwards.
+
+        Raises:
+            CheckpointError: if it cannot be made.
+        """
+        return self._folder.copied(name)
+
+    def _fetch(self, name: str, offset: int, nbytes: int) -> bytes:
+        data = self._folder.fetch(name, offset, nbytes) if nbytes else b""
+        if len(data) != nbytes:
+            raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + len(data)}: it was cut off.")
+        return data
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URL of anything but the local file system."""
     text = os.fspath(path)
@@ -238,7 +291,7 @@ def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
     Raises:
         CheckpointError: if there is none.
     """
-    return RemoteFiles(os.fspath(path)) if is_remote(path) else LocalFiles(local_path(path), follow_links=follow_links)
+    return _open_url(os.fspath(path)) if is_remote(path) else LocalFiles(local_path(path), follow_links=follow_links)
 
 
 def open_parent(path: str | os.PathLike[str]) -> tuple[Files, str]:
@@ -248,9 +301,10 @@ def open_parent(path: str | os.PathLike[str]) -> tuple[Files, str]:
         CheckpointError: if there is no such folder.
     """
     if is_remote(path):
-        scheme, _, rest = os.fspath(path).partition("://")
+        text, question, query = os.fspath(path).partition("?" if is_http(path) else "\0")
+        scheme, _, rest = text.partition("://")
         folder, _, name = rest.rstrip("/").rpartition("/")
-        return RemoteFiles(f"{scheme}://{folder}"), name
+        return _open_url(f"{scheme}://{folder}"), name + question + query
     local = local_path(path)
     return LocalFiles(local.parent, follow_links=True), local.name
 
@@ -264,6 +318,10 @@ def read_bytes(files: Files, name: str, offset: int = 0, nbytes: int | None = No
     buffer = bytearray(files.size(name) - offset if nbytes is None else nbytes)
     files.read_into(name, offset, memoryview(buffer))
     return bytes(buffer)
+
+
+def _open_url(url: str) -> RemoteFiles:
+    return HttpFiles(url) if is_http(url) else RemoteFiles(url)
 
 
 def _trimmed(url: str) -> str:

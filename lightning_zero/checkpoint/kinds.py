@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import zlib
+from contextlib import nullcontext
 from enum import Enum, auto
 from typing import NamedTuple
 
-from lightning_zero.checkpoint.files import Files, is_folder, open_folder, open_parent, read_bytes
+from lightning_zero.checkpoint.files import Files, HttpFiles, is_folder, open_folder, open_parent, read_bytes
 from lightning_zero.checkpoint.foreign import read_foreign_directory
+from lightning_zero.checkpoint.http import is_http
 from lightning_zero.checkpoint.plain import read_torch_file
 from lightning_zero.checkpoint.reader import Opened, read_directory
 from lightning_zero.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, read_safetensors, read_safetensors_directory
@@ -53,11 +55,15 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
     Raises:
         CheckpointError: if it is nothing that can be a checkpoint.
     """
-    if not is_folder(path):
+    if not (_is_folder_of_a_server(path) if is_http(path) else is_folder(path)):
         files, name = open_parent(path)
         if not files.has(name):
-            raise CheckpointError(f"There is no checkpoint at '{os.fspath(path)}': no such file or directory.")
-        return Found(Kind.SAFETENSORS if name.lower().endswith(".safetensors") else Kind.TORCH, files, name)
+            or_hidden = ", or the server does not let us read it" if is_http(path) else ""
+            raise CheckpointError(
+                f"There is no checkpoint at '{os.fspath(path)}': no such file or directory{or_hidden}."
+            )
+        ending = name.partition("?")[0].lower() if is_http(path) else name.lower()
+        return Found(Kind.SAFETENSORS if ending.endswith(".safetensors") else Kind.TORCH, files, name)
     files = open_folder(path)
     if files.has(RECORD_FILE):
         return Found(Kind.OWN, files)
@@ -92,8 +98,17 @@ def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bo
         return _with_samples(read_safetensors_directory(files), files)
     if kind is Kind.SAFETENSORS:
         return _with_samples(read_safetensors(files, name), files)
-    digest = _samples(files, name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
-    return read_torch_file(path, weights_only)._replace(digest=digest)
+    with files.copied(name) if isinstance(files, HttpFiles) else nullcontext() as copied:
+        digest = _samples(files, name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
+        return read_torch_file(path, weights_only, copied)._replace(digest=digest)
+
+
+def _is_folder_of_a_server(url: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint directory lies at an address, by what such directories hold. A signed address has a file."""
+    files = open_folder(url)
+    return "?" not in os.fspath(url) and any(
+        files.has(name) for name in (RECORD_FILE, METADATA_FILE, INDEX_FILE, SINGLE_FILE)
+    )
 
 
 def _with_samples(opened: Opened, files: Files) -> Opened:

@@ -26,7 +26,7 @@ ADVICE = (
 _ARCHIVE = b"PK\x03\x04"
 
 
-def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None) -> Opened:
+def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None, copied: str | None = None) -> Opened:
     """What is in a torch file. A local one is mapped into memory: elements are read from disk when they are used.
 
     While its tensors are in use, a mapped file must not be cut off or written to in place: the operating system ends
@@ -36,6 +36,7 @@ def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None) -> 
     Args:
         path: of the file, or its URL.
         weights_only: as for ``torch.load``.
+        copied: the path of a local copy that is read in its place.
 
     Returns:
         Lightning's checkpoint dictionary with ordinary tensors, which must not be written to; a bare state dict is
@@ -46,11 +47,11 @@ def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None) -> 
     """
     where = f"'{os.fspath(path)}'"
     try:
-        if is_remote(path):
+        if copied is None and is_remote(path):
             with fsspec.open(os.fspath(path), "rb") as file:
                 loaded = load_torch(file, where, weights_only, ADVICE)
                 return Opened(_as_checkpoint(loaded, where))
-        local = local_path(path)
+        local = local_path(path if copied is None else copied)
         with open(local, "rb") as file:
             is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
             nbytes = os.fstat(file.fileno()).st_size
