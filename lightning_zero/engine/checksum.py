@@ -1,17 +1,20 @@
-"""A number that stands for a tensor's bits, to find out cheaply whether ranks hold the same."""
+"""Numbers that stand for a tensor's bits, to find out cheaply whether ranks hold or do the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import numbers
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
+from lightning_zero.engine.ranges import flat_range
 
-__all__ = ["checksum"]
+__all__ = ["checksum", "fingerprint"]
 
-_PIECE_NUMEL = 2**20  # what is looked at together: bounds the memory that this takes to some 24 MiB
+_PIECE_NUMEL = 2**18  # what is looked at together, a multiple of 8; this takes at most 6 MiB for it
 _BITS = 2**63 - 1
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd, no pattern in their bits
 
@@ -23,7 +26,7 @@ def checksum(tensor: Tensor) -> int:
         tensor: any shape, dtype, device and strides. Bits count: -0.0 is not 0.0, and NaNs with other payloads differ.
 
     Returns:
-        At least 0, below 2**63; the same for the same elements on any device. Shape and dtype are not in it.
+        At least 0, below 2**63; the same for the same bits on any device. Shape and dtype are not in it.
 
     One synchronisation of the host for each tensor. Tensors that differ have the same number once in 2**63, unless
     somebody constructs them.
@@ -31,12 +34,12 @@ def checksum(tensor: Tensor) -> int:
     with untracked(), torch._C.DisableTorchFunction():
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
-        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        place = 1  # so that a 0 at the first place counts
-        for piece in _pieces(tensor.detach()):
-            words = _words(piece)
-            mixed = torch.arange(place, place + words.numel(), device=words.device).mul_(_PLACE).add_(words)
-            place += words.numel()
+        tensor = tensor.detach()
+        total = torch.full((), tensor.numel() * tensor.element_size(), dtype=torch.int64, device=tensor.device)
+        for start in range(0, tensor.numel(), _PIECE_NUMEL):
+            words = _words(flat_range(tensor, start, min(_PIECE_NUMEL, tensor.numel() - start)))
+            place = start * tensor.element_size() // 8
+            mixed = torch.arange(place + 1, place + 1 + len(words), device=words.device).mul_(_PLACE).add_(words)
             # Not linear, or two flipped signs would take each other away.
             mixed.mul_(_FIRST).bitwise_xor_((mixed >> 32).bitwise_and_(2**32 - 1))
             mixed.mul_(_SECOND).bitwise_xor_((mixed >> 29).bitwise_and_(2**35 - 1))
@@ -44,22 +47,37 @@ def checksum(tensor: Tensor) -> int:
         return int(total.item()) & _BITS
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """1-D, contiguous, at most ``_PIECE_NUMEL`` elements each; together the elements in logical order."""
-    if tensor.is_contiguous():
-        yield from tensor.view(-1).split(_PIECE_NUMEL)
-    elif tensor.numel() <= _PIECE_NUMEL:
-        yield tensor.reshape(-1)
-    elif tensor.shape[0] == 1:
-        yield from _pieces(tensor[0])
-    else:
-        rows = max(1, _PIECE_NUMEL * tensor.shape[0] // tensor.numel())
-        for part in tensor.split(rows):
-            yield from _pieces(part)
+def fingerprint(*parts: Any) -> int:
+    """63 bits that stand for some values, the same on every rank that passes the same.
+
+    Args:
+        parts: tensors (their bits, shape and dtype count), numbers, strings, indices, and tuples, lists and dicts of
+            these. Of any other object only the type counts.
+    """
+    return int.from_bytes(hashlib.blake2b(_text(parts).encode(), digest_size=8).digest(), "little") & _BITS
 
 
 def _words(piece: Tensor) -> Tensor:
-    """The bits of each element as int64, those of the widest elements in two."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-    plain = piece.resolve_conj().resolve_neg()
-    return plain.view(integers.get(plain.element_size(), torch.int64)).to(torch.int64)
+    """The bits of a contiguous piece as int64, whole words of them."""
+    size = piece.element_size()
+    piece = piece.resolve_conj().resolve_neg()
+    missing = -piece.numel() * size % 8 // size
+    if missing:
+        piece = torch.cat([piece, piece.new_zeros(missing)])
+    elif piece.storage_offset() * size % 8:
+        piece = piece.clone()
+    return piece.view(torch.int64)
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, Tensor):
+        return f"{checksum(part)} {tuple(part.shape)} {part.dtype}"
+    if isinstance(part, tuple | list):
+        return f"[{'; '.join(map(_text, part))}]"
+    if isinstance(part, dict):
+        return _text(sorted(part.items()))
+    if isinstance(part, slice):
+        return _text(("slice", part.start, part.stop, part.step))
+    if part is None or part is Ellipsis or isinstance(part, str | numbers.Number | torch.dtype):
+        return repr(part)
+    return type(part).__qualname__
