@@ -1,0 +1,97 @@
+"""Which torch functions give the same bits for a part of a tensor as for the whole.
+
+[Note: not every elementwise function does]
+A loop over a tensor runs vectorised and ends with single elements, so what an element gets may depend on how far from
+the end it is. That makes no difference where the result is the correctly rounded one (sums, products, square roots)
+or no rounding happens at all. It does for most transcendental functions, for general powers, for formulas that a
+vectorised loop rounds once and a single element twice, for products of complex numbers, and for the sign of the larger
+of two zeros. Those are not listed here. A NaN is a NaN, whatever its payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Elementwise", "elementwise", "words"]
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text, for lists of names."""
+    return frozenset(text.split())
+
+
+_UNARY = (
+    "neg negative abs absolute sign sqrt square relu floor ceil round trunc fix frac reciprocal nan_to_num isnan isinf "
+    "isfinite isposinf isneginf signbit logical_not bitwise_not invert"
+)
+_BINARY = (
+    "add sub subtract rsub mul multiply div divide true_divide rdiv truediv copysign clamp clip clamp_min clamp_max gt "
+    "greater ge greater_equal lt less le less_equal eq ne not_equal logical_and logical_or logical_xor bitwise_and "
+    "bitwise_or bitwise_xor and or xor pow"
+)
+_OTHERS = "where masked_fill lerp addcmul addcdiv fill zero copy"
+_NAMES = words(f"{_UNARY} {_BINARY} {_OTHERS}")
+_OPERATORS = words("add sub mul truediv div pow and or xor")
+_COMPLEX = words("add sub subtract fill zero copy masked_fill where eq ne isnan isfinite")
+_SCALES = words("mul multiply div divide true_divide")
+_BOUNDS = words("clamp clip clamp_min clamp_max")
+_EXPONENTS = (0, 0.5, 1, 2, 3, -1, -2)  # those that torch turns into products, roots and quotients
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Elementwise:
+    """A listed function.
+
+    Args:
+        name: without underscores.
+        in_place: whether it writes to its first argument.
+    """
+
+    def __init__(self, name: str, in_place: bool) -> None:
+        self.name = name
+        self.in_place = in_place
+
+    def exact(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call gives the same bits for a part as for the whole. Depends on nothing that is a rank's own."""
+        values = (*args, *kwargs.values())
+        operands = [value for value in values if isinstance(value, Tensor)]
+        if self.name == "pow":
+            exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
+            if not isinstance(exponent, int | float) or exponent not in _EXPONENTS:
+                return False
+        if self.name in _BOUNDS and len(operands) > 1:
+            return False
+        if kwargs.get("rounding_mode") is not None or kwargs.get("decimals"):
+            return False
+        if kwargs.get("alpha", 1) != 1:
+            tensors = [operand for operand in operands if operand.dim()]
+            if len(tensors) < 2 or any(operand.dtype in _HALF for operand in operands):
+                return False
+        wide = [v for v in values if isinstance(v, complex) or (isinstance(v, Tensor) and v.is_complex())]
+        if wide and self.name in _SCALES:
+            return len(wide) == 1 and wide[0] is args[0]
+        return not wide or self.name in _COMPLEX
+
+
+def elementwise(name: str, module: str | None) -> Elementwise | None:
+    """The listed function of a name.
+
+    Args:
+        name: of a function or method of torch, with its underscores.
+        module: where it says it is from.
+    """
+    if module in ("torch.nn.functional", "torch.nn.init"):  # with switches of their own
+        return None
+    in_place = name.endswith("_") and not name.startswith("__")
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        if name[:1] in ("i", "r") and name[1:] in _OPERATORS:
+            if name == "rpow":
+                return None
+            in_place, name = name[0] == "i", name[1:]
+    name = name.removesuffix("_")
+    return Elementwise(name, in_place) if name in _NAMES else None

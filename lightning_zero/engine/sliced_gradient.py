@@ -1,0 +1,289 @@
+"""What stands for a parameter's gradient where every rank holds a slice of the average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only  # private: 2.11 to 2.13
+
+from lightning_zero._torch import untracked
+from lightning_zero.engine.checksum import fingerprint
+from lightning_zero.engine.elementwise import Elementwise, elementwise, words
+from lightning_zero.engine.selection import Part
+from lightning_zero.engine.sliced_values import SlicedValues, Trace, history_of
+
+__all__ = ["SlicedGradient"]
+
+
+class SlicedGradient(Tensor):
+    """An averaged gradient of which this rank holds a slice.
+
+    It answers what a tensor is asked about itself. Elementwise functions that give the same bits for a part as for the
+    whole work: in place they change the slice, out of place they give another sliced tensor. Operands are numbers,
+    tensors that can be expanded to the whole shape, and tensors that were made from this one. So does an index, for
+    writing. Whatever needs elements of other ranks raises ``ParameterAccessError``, on every rank.
+
+    Args:
+        own: 1-D, contiguous: this rank's elements. Read and written.
+        start: the first of them in the flattened gradient.
+        shape: of the whole gradient.
+        name: the parameter's.
+        alive: whether ``own`` still holds this gradient; ``None``: always.
+        edited: told of each edit by a number that is the same on every rank if that did the same.
+        device: what it is asked for; by default ``own``'s.
+
+    Raises:
+        ValueError: if ``own`` is no range of the gradient.
+    """
+
+    _slice: SlicedValues
+
+    @staticmethod
+    def __new__(
+        cls,
+        own: Tensor,
+        start: int,
+        shape: Sequence[int],
+        name: str,
+        alive: Callable[[], bool] | None = None,
+        edited: Callable[[int], None] | None = None,
+        device: torch.device | None = None,
+    ) -> SlicedGradient:
+        """See the class."""
+        size = torch.Size(shape)
+        if own.dim() != 1 or not own.is_contiguous() or start < 0 or start + own.numel() > size.numel():
+            raise ValueError(
+                f"A slice of the gradient of '{name}' must be 1-D, contiguous and inside shape {list(size)}; got shape "
+                f"{list(own.shape)} from element {start} on."
+            )
+        trace = Trace(name, alive, edited, fingerprint(name))
+        return _wrapped(SlicedValues(Part(size, start, own.numel()), (name,), own, None, trace, device or own.device))
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's elements, 1-D: the memory itself, or a copy where they do not lie in a row."""
+        return self._slice.own
+
+    @property
+    def start(self) -> int:
+        """The first of them in the flattened tensor."""
+        return self._slice.part.start
+
+    @property
+    def parameter_name(self) -> str:
+        """Whose gradient it is, or was made from."""
+        return self._slice.trace.name
+
+    @property
+    def history(self) -> int:
+        """A number for how these values came about, the same on every rank that did the same."""
+        return self._slice.trace.history
+
+    @property
+    def data(self) -> Tensor:
+        """The same object. Setting it writes to it."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is self:  # of a conversion that changes nothing
+            return
+        if not isinstance(value, Tensor) or value.shape != self.shape or value.dtype != self.dtype:
+            self._slice.trace.refuse("another shape or dtype for its .data")
+        self.copy_(value)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """See the class."""
+        with untracked(), torch._C.DisableTorchFunction():
+            return _call(func, tuple(args), dict(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse what comes from code that does not ask."""
+        _first((args, kwargs))._slice.trace.refuse(f"{func}")
+
+    def __hash__(self) -> int:
+        """By identity, as every tensor's."""
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Whose it is, without values."""
+        with torch._C.DisableTorchFunction():
+            what = f"gradient of '{self.parameter_name}', shape {list(self.shape)}, {self.dtype}, {self.device}"
+        return f"SlicedGradient({what}, sliced over ranks)"
+
+
+_ATTRIBUTES = words(
+    "shape dtype device layout ndim itemsize nbytes requires_grad grad_fn grad is_leaf is_cpu is_cuda is_sparse "
+    "is_sparse_csr is_quantized is_meta is_mps is_nested is_xpu is_mtia is_mkldnn is_xla retains_grad output_nr"
+)
+_QUESTIONS = words(
+    "size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex "
+    "is_signed is_conj is_neg is_inference get_device has_names __len__ __dir__ __format__ "
+    "_has_compatible_shallow_copy_type"
+)
+_UNCHANGED = words("detach detach_ contiguous resolve_conj resolve_neg")
+_COPIES = words("clone __deepcopy__")
+_CONVERSIONS = words("to type float double half bfloat16 bool cfloat cdouble chalf cpu cuda")
+_LIKE = words("zeros_like ones_like empty_like full_like rand_like randn_like randint_like")
+_NEW = words("new_zeros new_ones new_empty new_full new_tensor")
+_AS_ANOTHER = words("view_as expand_as reshape_as type_as to is_same_size")
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a torch function gives if there are sliced gradients among its arguments."""
+    name = getattr(func, "__name__", str(func))
+    subject = args[0] if args and isinstance(args[0], SlicedGradient) else None
+    if subject is not None:
+        if name in ("__get__", "__set__", "__delete__"):
+            return _attribute(subject, func, name, args)
+        if name in _QUESTIONS:
+            return func(*args, **kwargs)
+        if name in _UNCHANGED or (name == "requires_grad_" and False in (*args[1:], *kwargs.values())):
+            return subject
+    if name in _LIKE or name in _NEW or (subject is None and name in _AS_ANOTHER):
+        if name in _LIKE:
+            kwargs.setdefault("memory_format", torch.contiguous_format)
+        return func(*tree_map_only(SlicedGradient, _without_values, args), **kwargs)
+    if name.startswith("_foreach_"):
+        return _for_each(name, func, args, kwargs)
+    for sliced in _sliced((args, kwargs)):
+        sliced._slice.trace.check_alive(f"{name}()")
+    if subject is not None and name in _COPIES:
+        return _wrapped(subject._slice.derived(subject.own.clone(), fingerprint("clone", subject.history)))
+    if subject is not None and name in _CONVERSIONS:
+        return _converted(subject, func, args[1:], kwargs)
+    if subject is not None and name == "__getitem__" and not any(True for _ in _sliced(args[1])):
+        return _wrapped(subject._slice.get(args[1]))
+    if subject is not None and name == "__setitem__":
+        return subject._slice.set(*tree_map_only(SlicedGradient, _slice_of, args[1:]))
+    return _computed(name, func, args, kwargs)
+
+
+def _computed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an elementwise function gives."""
+    first = _first((args, kwargs))
+    known = _checked(first, name, getattr(func, "__module__", None), args, kwargs)
+    history, operands = _prepared(first, known, args, kwargs)
+    names = list(kwargs)
+    given = operands[: len(args)], dict(zip(names, operands[len(args) :], strict=True))
+    result = func(*given[0], **given[1])
+    if known.in_place:
+        first._slice.edited(operands[0], history)
+        return first
+    # Anything else is the answer of a comparison with something else.
+    return _wrapped(first._slice.computed(result, history)) if isinstance(result, Tensor) else result
+
+
+def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    """A function of lists of tensors, some of them sliced."""
+    lists = [position for position, value in enumerate(args) if isinstance(value, list | tuple)]
+    given = [list(value) if isinstance(value, list | tuple) else value for value in args]
+    found: list[tuple[int, SlicedGradient, int]] = []
+    for index in range(len(args[0])):
+        each = tuple(value[index] if position in lists else value for position, value in enumerate(args))
+        first = next(_sliced(each), None)
+        if first is None:
+            continue
+        first._slice.trace.check_alive(f"{name}()")
+        known = _checked(first, name, None, each, kwargs)
+        history, operands = _prepared(first, known, each, kwargs)
+        found.append((index, first, history))
+        for position in lists:
+            given[position][index] = operands[position]
+    results = func(*given, **kwargs)
+    if name.endswith("_"):
+        for index, first, history in found:
+            first._slice.edited(given[0][index], history)
+        return None if results is None else list(args[0])
+    results = list(results)
+    for index, first, history in found:
+        results[index] = _wrapped(first._slice.computed(results[index], history))
+    return results
+
+
+def _checked(
+    first: SlicedGradient, name: str, module: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Elementwise:
+    """The function, if it can do with a slice. ``args`` are those of one tensor."""
+    refuse = first._slice.trace.refuse
+    known = elementwise(name.removeprefix("_foreach_"), module)
+    if known is None or "out" in kwargs:
+        refuse(f"{name}(out=...)" if "out" in kwargs else f"{name}()")
+    if not any(first is value for value in (*args, *kwargs.values())) or (known.in_place and first is not args[0]):
+        refuse(f"{name}() of a tensor that is not")
+    if first.shape and not known.exact(args, kwargs):
+        refuse(f"{name}() with these arguments (it gives other last bits for a slice than for the whole)")
+    return known
+
+
+def _prepared(
+    first: SlicedGradient, known: Elementwise, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, list[Any]]:
+    """What is told of a call, and what the function gets of positional and then of named arguments."""
+    args, kwargs = tree_map_only(SlicedGradient, _slice_of, (args, kwargs))
+    return history_of(known.name, args, kwargs), first._slice.operands(known, (*args, *kwargs.values()))
+
+
+def _attribute(subject: SlicedGradient, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+    attribute = func.__self__.__name__
+    if name == "__get__" and attribute in _ATTRIBUTES:
+        return func(*args)
+    if not (name == "__set__" and attribute == "requires_grad" and args[1] is False):
+        subject._slice.trace.refuse(f"its .{attribute}")
+
+
+def _converted(subject: SlicedGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another dtype or device; the same object where that changes nothing."""
+    kwargs.pop("memory_format", None)
+    args, kwargs = tree_map_only(SlicedGradient, _without_values, (args, kwargs))
+    asked = func(torch.empty((), dtype=subject.dtype, device=subject.device), *args, **kwargs)
+    if not isinstance(asked, Tensor):  # `type()` asks for a name
+        return asked
+    if (asked.dtype, asked.device) == (subject.dtype, subject.device) and not kwargs.get("copy"):
+        return subject
+    if not (asked.is_floating_point() or asked.is_complex() or asked.dtype is torch.bool):
+        subject._slice.trace.refuse(f"a conversion to {asked.dtype}")
+    own = subject.own
+    device = asked.device if own.device == subject.device else own.device
+    history = fingerprint("to", subject.history, asked.dtype)
+    return _wrapped(subject._slice.derived(own.to(device, asked.dtype, copy=True), history, asked.device))
+
+
+def _wrapped(values: SlicedValues) -> SlicedGradient:
+    sliced: SlicedGradient = Tensor._make_wrapper_subclass(
+        SlicedGradient, values.part.shape, dtype=values.memory.dtype, device=values.device, requires_grad=False
+    )
+    sliced._slice = values
+    return sliced
+
+
+def _slice_of(sliced: SlicedGradient) -> SlicedValues:
+    return sliced._slice
+
+
+def _without_values(sliced: SlicedGradient) -> Tensor:
+    """An ordinary tensor of the same shape, dtype and device, for functions that ask for no more."""
+    return torch.empty((), dtype=sliced.dtype, device=sliced.device).expand(sliced.shape)
+
+
+def _first(values: Any) -> SlicedGradient:
+    return next(_sliced(values))
+
+
+def _sliced(values: Any) -> Iterator[SlicedGradient]:
+    if isinstance(values, SlicedGradient):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _sliced(tuple(values.values()))
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _sliced(value)

@@ -1,0 +1,224 @@
+"""The elements that this rank holds of a tensor which is split over the ranks, and what can be done with them alone."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.checksum import fingerprint
+from lightning_zero.engine.elementwise import Elementwise
+from lightning_zero.engine.selection import Part, select
+from lightning_zero.errors import ParameterAccessError
+
+__all__ = ["SlicedValues", "Trace", "history_of"]
+
+
+@dataclass(eq=False)
+class Trace:
+    """What happened to values that share memory.
+
+    Args:
+        name: the parameter's whose gradient they are, or were made from.
+        alive: whether the memory still holds them; ``None``: always.
+        edited: told of each edit; ``None``: nobody has to know.
+        history: a number for how they came about, the same on every rank that did the same.
+    """
+
+    name: str
+    alive: Callable[[], bool] | None
+    edited: Callable[[int], None] | None
+    history: int
+
+    def note(self, history: int) -> None:
+        """An edit was made, and this is the history now."""
+        self.history = history
+        if self.edited is not None:
+            self.edited(history)
+
+    def check_alive(self, called: str) -> None:
+        """Raise if the memory is used for something else by now.
+
+        Raises:
+            ParameterAccessError: naming the parameter.
+        """
+        if self.alive is not None and not self.alive():
+            raise ParameterAccessError(
+                f"{called} uses a gradient of '{self.name}' that was cleared or replaced since it was read, and its "
+                "memory is used again. Read `.grad` anew, or keep a copy of it: clone it while it is there."
+            )
+
+    def refuse(self, what: str) -> NoReturn:
+        """Say what works instead.
+
+        Raises:
+            ParameterAccessError: naming the parameter.
+        """
+        raise ParameterAccessError(
+            f"The averaged gradient of '{self.name}' is sliced over the ranks, and {what} needs more than this rank's "
+            "slice. To read it whole: `lightning_zero.full_gradient(module, name)`. To see and edit gradients whole, "
+            "as under DDP: `with lightning_zero.full_gradients(module):`, on every rank. For norms: "
+            "`lightning_zero.grad_norm(module)`. To clip: `gradient_clip_val` or `self.clip_gradients(...)`. "
+            "Elementwise edits work as they are, for example `grad.mul_(mask)` or `grad[rows] = 0`."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SlicedValues:
+    """Some elements of a tensor.
+
+    Args:
+        part: which.
+        key: equal for tensors of which ranks hold elements at the same places; the same on every rank.
+        memory: 1-D, where they are.
+        places: which of ``memory`` they are, if not all.
+        trace: what happened to them.
+        device: where the tensor is for its user; ``memory`` may be on the host.
+    """
+
+    part: Part
+    key: tuple[Any, ...]
+    memory: Tensor
+    places: Tensor | None
+    trace: Trace
+    device: torch.device
+
+    @property
+    def own(self) -> Tensor:
+        """1-D: the memory itself, or a copy where they do not lie in a row."""
+        return self.memory if self.places is None else self.memory[self.places]
+
+    def derived(self, own: Tensor, history: int, device: torch.device | None = None) -> SlicedValues:
+        """Values of their own that were made from these, one from each."""
+        trace = Trace(self.trace.name, None, None, history)
+        return replace(self, memory=own, places=None, trace=trace, device=device or self.device)
+
+    # -------------------------------------------------------------- computing
+
+    def operands(self, known: Elementwise, args: Sequence[Any]) -> list[Any]:
+        """What an elementwise function gets of its arguments: the elements at the places where this rank holds some.
+
+        Args:
+            known: what it is.
+            args: ordinary tensors, numbers, and ``SlicedValues``.
+
+        Raises:
+            ParameterAccessError: if an argument has no elements at the same places.
+        """
+        return [self._operand(value, f"{known.name}{'_' if known.in_place else ''}()") for value in args]
+
+    def computed(self, result: Tensor, history: int) -> SlicedValues:
+        """What an elementwise function gave out of place."""
+        return self.derived(result.reshape(-1)[: self.part.numel], history)
+
+    def edited(self, own: Tensor, history: int) -> None:
+        """Keep what an elementwise function has written to its first operand."""
+        if self.places is not None:
+            self.memory[self.places] = own
+        self.trace.note(history)
+
+    def _operand(self, value: Any, called: str) -> Any:
+        if isinstance(value, SlicedValues):
+            if value.key != self.key:
+                self.trace.refuse(f"{called} together with '{value.trace.name}', which is cut at other places,")
+            return self._shaped(value.own)
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                self.trace.refuse(f"{called} with a sparse tensor")
+            value = self._beside(value)
+            if value.dim() == 0:
+                return value
+            try:
+                return self._shaped(self.part.cut(value))
+            except RuntimeError:
+                shapes = f"{list(value.shape)}, which does not fit {list(self.part.shape)},"
+                self.trace.refuse(f"{called} with a tensor of shape {shapes}")
+        if value is None or isinstance(value, str | numbers.Number | torch.dtype):
+            return value
+        self.trace.refuse(f"{called} with a {type(value).__name__}")
+
+    def _beside(self, value: Tensor) -> Tensor:
+        """What is offloaded is edited where it is."""
+        return value.to(self.memory.device) if value.device == self.device else value
+
+    def _shaped(self, own: Tensor) -> Tensor:
+        """Without dimensions where the tensor has none: dtypes depend on that. Any value where nothing is held."""
+        if self.part.shape:
+            return own
+        return own.view(()) if own.numel() else own.new_zeros(())
+
+    # ---------------------------------------------------------------- indices
+
+    def get(self, index: Any) -> SlicedValues:
+        """What an index selects: of the same memory where torch gives a view, a copy where it gives a copy."""
+        self._check_indexable()
+        found = select(index, self.part, self.memory.device)
+        key = self.key if found.everything else (*self.key, fingerprint(index))
+        if not found.shows:
+            history = fingerprint("get", self.trace.history, index)
+            return replace(self.derived(self.memory[found.places], history), part=found.part, key=key)
+        if isinstance(found.places, slice):
+            return replace(self, part=found.part, key=key, memory=self.memory[found.places])
+        return replace(self, part=found.part, key=key, places=found.places)
+
+    def set(self, index: Any, value: Any) -> None:
+        """Write to what an index selects.
+
+        Args:
+            index: as torch takes it, or a mask made from this tensor.
+            value: a number, a tensor that can be expanded to what is selected, or ``get(index)`` after edits.
+
+        Raises:
+            ParameterAccessError: if this rank does not know which elements of ``value`` belong to its own.
+        """
+        self._check_indexable()
+        history = fingerprint("set", self.trace.history, _told(index), _told(value))
+        if isinstance(value, Tensor):
+            value = self._beside(value)
+        elif not isinstance(value, SlicedValues | numbers.Number):
+            raise TypeError(f"can't assign a {type(value).__name__} to the gradient of '{self.trace.name}'")
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.reshape(())
+        if isinstance(index, SlicedValues):
+            if index.key != self.key or index.own.dtype is not torch.bool or not _is_one(value):
+                self.trace.refuse("assigning many values by a sliced mask, or by one cut at other places,")
+            self.memory[index.own] = value
+        else:
+            self._set(index, value)
+        self.trace.note(history)
+
+    def _set(self, index: Any, value: Any) -> None:
+        found = select(index, self.part, self.memory.device, ordered=not _is_one(value))
+        if isinstance(value, SlicedValues):
+            if value.key != (self.key if found.everything else (*self.key, fingerprint(index))):
+                self.trace.refuse("assigning what is cut at other places")
+            value = value.own
+        elif not _is_one(value):
+            while value.dim() > len(found.part.shape) and value.shape[0] == 1:
+                value = value[0]
+            value = found.part.cut(value)
+        self.memory[found.places] = value.to(self.memory.dtype) if isinstance(value, Tensor) else value
+
+    def _check_indexable(self) -> None:
+        if self.places is not None or self.part.picks is not None:
+            self.trace.refuse("an index of what an index selected (write one index instead)")
+
+
+def _told(value: Any) -> Any:
+    """What stands for an argument in a history."""
+    if isinstance(value, SlicedValues):
+        return ("sliced", value.trace.history, *value.key)
+    return value
+
+
+def history_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """A number for a call, the same on every rank that calls the same with the same."""
+    return fingerprint(name, *map(_told, args), {key: _told(value) for key, value in kwargs.items()})
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.dim() == 0)
