@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map_only  # private: 2.11 to 2.13
 
 from lightning_zero._torch import untracked
 from lightning_zero.engine.checksum import fingerprint
-from lightning_zero.engine.elementwise import elementwise, words
+from lightning_zero.engine.elementwise import Elementwise, elementwise, words
 from lightning_zero.engine.selection import Part
-from lightning_zero.engine.sliced_values import SlicedValues, Trace
+from lightning_zero.engine.sliced_values import SlicedValues, Trace, history_of
 
 __all__ = ["SlicedGradient"]
 
@@ -154,7 +154,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kwargs.setdefault("memory_format", torch.contiguous_format)
         return func(*tree_map_only(SlicedGradient, _without_values, args), **kwargs)
     if name.startswith("_foreach_"):
-        return _for_each(name, args, kwargs)
+        return _for_each(name, func, args, kwargs)
     for sliced in _sliced((args, kwargs)):
         sliced._slice.trace.check_alive(f"{name}()")
     if subject is not None and name in _COPIES:
@@ -171,18 +171,66 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _computed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an elementwise function gives."""
     first = _first((args, kwargs))
+    known = _checked(first, name, getattr(func, "__module__", None), args, kwargs)
+    history, operands = _prepared(first, known, args, kwargs)
+    names = list(kwargs)
+    given = operands[: len(args)], dict(zip(names, operands[len(args) :], strict=True))
+    result = func(*given[0], **given[1])
+    if known.in_place:
+        first._slice.edited(operands[0], history)
+        return first
+    # Anything else is the answer of a comparison with something else.
+    return _wrapped(first._slice.computed(result, history)) if isinstance(result, Tensor) else result
+
+
+def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    """A function of lists of tensors, some of them sliced."""
+    lists = [position for position, value in enumerate(args) if isinstance(value, list | tuple)]
+    given = [list(value) if isinstance(value, list | tuple) else value for value in args]
+    found: list[tuple[int, SlicedGradient, int]] = []
+    for index in range(len(args[0])):
+        each = tuple(value[index] if position in lists else value for position, value in enumerate(args))
+        first = next(_sliced(each), None)
+        if first is None:
+            continue
+        first._slice.trace.check_alive(f"{name}()")
+        known = _checked(first, name, None, each, kwargs)
+        history, operands = _prepared(first, known, each, kwargs)
+        found.append((index, first, history))
+        for position in lists:
+            given[position][index] = operands[position]
+    results = func(*given, **kwargs)
+    if name.endswith("_"):
+        for index, first, history in found:
+            first._slice.edited(given[0][index], history)
+        return None if results is None else list(args[0])
+    results = list(results)
+    for index, first, history in found:
+        results[index] = _wrapped(first._slice.computed(results[index], history))
+    return results
+
+
+def _checked(
+    first: SlicedGradient, name: str, module: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Elementwise:
+    """The function, if it can do with a slice. ``args`` are those of one tensor."""
     refuse = first._slice.trace.refuse
-    known = elementwise(name, getattr(func, "__module__", None))
+    known = elementwise(name.removeprefix("_foreach_"), module)
     if known is None or "out" in kwargs:
         refuse(f"{name}(out=...)" if "out" in kwargs else f"{name}()")
     if not any(first is value for value in (*args, *kwargs.values())) or (known.in_place and first is not args[0]):
         refuse(f"{name}() of a tensor that is not")
-    if not known.exact(args, kwargs):
+    if first.shape and not known.exact(args, kwargs):
         refuse(f"{name}() with these arguments (it gives other last bits for a slice than for the whole)")
-    result = first._slice.compute(known, func, *tree_map_only(SlicedGradient, _slice_of, (args, kwargs)))
-    if result is None:
-        return first
-    return _wrapped(result) if isinstance(result, SlicedValues) else result
+    return known
+
+
+def _prepared(
+    first: SlicedGradient, known: Elementwise, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, list[Any]]:
+    """What is told of a call, and what the function gets of positional and then of named arguments."""
+    args, kwargs = tree_map_only(SlicedGradient, _slice_of, (args, kwargs))
+    return history_of(known.name, args, kwargs), first._slice.operands(known, (*args, *kwargs.values()))
 
 
 def _attribute(subject: SlicedGradient, func: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -191,23 +239,6 @@ def _attribute(subject: SlicedGradient, func: Any, name: str, args: tuple[Any, .
         return func(*args)
     if not (name == "__set__" and attribute == "requires_grad" and args[1] is False):
         subject._slice.trace.refuse(f"its .{attribute}")
-
-
-def _for_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """A function of lists of tensors, some of them sliced, one by one."""
-    method = getattr(Tensor, name.removeprefix("_foreach_"), None)
-    if method is None or elementwise(method.__name__, None) is None:
-        _first((args, kwargs))._slice.trace.refuse(f"{name}()")
-    results = []
-    for index, tensor in enumerate(args[0]):
-        each = (tensor, *(value[index] if isinstance(value, list | tuple) else value for value in args[1:]))
-        call = _call if any(isinstance(value, SlicedGradient) for value in each) else _call_ordinary
-        results.append(call(method, each, kwargs))
-    return None if name.endswith("_") else results
-
-
-def _call_ordinary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
 
 
 def _converted(subject: SlicedGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

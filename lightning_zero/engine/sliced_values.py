@@ -15,7 +15,7 @@ from lightning_zero.engine.elementwise import Elementwise
 from lightning_zero.engine.selection import Part, select
 from lightning_zero.errors import ParameterAccessError
 
-__all__ = ["SlicedValues", "Trace"]
+__all__ = ["SlicedValues", "Trace", "history_of"]
 
 
 @dataclass(eq=False)
@@ -99,33 +99,27 @@ class SlicedValues:
 
     # -------------------------------------------------------------- computing
 
-    def compute(self, known: Elementwise, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call an elementwise function with this rank's elements of its arguments.
+    def operands(self, known: Elementwise, args: Sequence[Any]) -> list[Any]:
+        """What an elementwise function gets of its arguments: the elements at the places where this rank holds some.
 
         Args:
             known: what it is.
-            func: the function.
-            args: ordinary tensors, numbers, and ``SlicedValues``; if it works in place, the first one is this.
-            kwargs: likewise.
-
-        Returns:
-            ``SlicedValues`` of what it gave; ``None`` if it works in place.
+            args: ordinary tensors, numbers, and ``SlicedValues``.
 
         Raises:
             ParameterAccessError: if an argument has no elements at the same places.
         """
-        called = f"{known.name}{'_' if known.in_place else ''}()"
-        history = fingerprint(known.name, *map(told, args), {key: told(value) for key, value in kwargs.items()})
-        operands = [self._operand(value, called) for value in args]
-        result = func(*operands, **{key: self._operand(value, called) for key, value in kwargs.items()})
-        if not isinstance(result, Tensor):
-            return result  # a comparison with something else
-        if not known.in_place:
-            return self.derived(result.reshape(-1)[: self.part.numel], history)
+        return [self._operand(value, f"{known.name}{'_' if known.in_place else ''}()") for value in args]
+
+    def computed(self, result: Tensor, history: int) -> SlicedValues:
+        """What an elementwise function gave out of place."""
+        return self.derived(result.reshape(-1)[: self.part.numel], history)
+
+    def edited(self, own: Tensor, history: int) -> None:
+        """Keep what an elementwise function has written to its first operand."""
         if self.places is not None:
-            self.memory[self.places] = operands[0]
+            self.memory[self.places] = own
         self.trace.note(history)
-        return None
 
     def _operand(self, value: Any, called: str) -> Any:
         if isinstance(value, SlicedValues):
@@ -182,7 +176,7 @@ class SlicedValues:
             ParameterAccessError: if this rank does not know which elements of ``value`` belong to its own.
         """
         self._check_indexable()
-        history = fingerprint("set", self.trace.history, told(index), told(value))
+        history = fingerprint("set", self.trace.history, _told(index), _told(value))
         if isinstance(value, Tensor):
             value = self._beside(value)
         elif not isinstance(value, SlicedValues | numbers.Number):
@@ -214,11 +208,16 @@ class SlicedValues:
             self.trace.refuse("an index of what an index selected (write one index instead)")
 
 
-def told(value: Any) -> Any:
+def _told(value: Any) -> Any:
     """What stands for an argument in a history."""
     if isinstance(value, SlicedValues):
         return ("sliced", value.trace.history, *value.key)
     return value
+
+
+def history_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """A number for a call, the same on every rank that calls the same with the same."""
+    return fingerprint(name, *map(_told, args), {key: _told(value) for key, value in kwargs.items()})
 
 
 def _is_one(value: Any) -> bool:

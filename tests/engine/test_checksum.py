@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_zero.engine import checksum as module
-from lightning_zero.engine.checksum import checksum
+from lightning_zero.engine.checksum import checksum, fingerprint
+from lightning_zero.engine.ranges import flat_range
 
 DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -65,7 +66,7 @@ def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors += [tensor.transpose(0, -1) for tensor in tensors]
     tensors += [torch.tensor(3.0).expand(9, 40), sample(torch.float32, 20, 10)[:, ::3]]
     whole = [checksum(tensor) for tensor in tensors]
-    for numel in (1, 7, 32):
+    for numel in (8, 24, 64):
         monkeypatch.setattr(module, "_PIECE_NUMEL", numel)
         assert [checksum(tensor) for tensor in tensors] == whole
 
@@ -79,3 +80,43 @@ def test_tensors_that_carry_more_than_values() -> None:
     values = torch.complex(torch.arange(3.0), torch.ones(3))
     assert checksum(values.conj()) == checksum(values.conj().resolve_conj()) != checksum(values)
     assert checksum(values.conj().imag) == checksum(-torch.ones(3))
+
+
+def test_ranges_of_any_strides() -> None:
+    tensors = [torch.arange(60.0), torch.arange(60.0).view(3, 4, 5), torch.tensor(3.0), torch.zeros(3, 0, 2)]
+    tensors += [tensors[1].permute(2, 0, 1), tensors[1][:, 1:3], torch.arange(5.0).expand(3, 4, 5), tensors[0][::2]]
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        for start in range(tensor.numel() + 1):
+            for numel in range(tensor.numel() + 1 - start):
+                part = flat_range(tensor, start, numel)
+                assert part.is_contiguous()
+                assert torch.equal(part, flat[start : start + numel])
+
+
+def test_a_range_of_a_contiguous_tensor_is_a_view() -> None:
+    tensor = torch.arange(60.0).view(3, 4, 5)
+    flat_range(tensor, 7, 30).zero_()
+    assert tensor.flatten()[7:37].abs().sum() == 0
+
+
+def test_fingerprints_tell_values_apart_and_are_the_same_in_every_process() -> None:
+    parts = [
+        0.5,
+        1,
+        1.0,
+        "1",
+        None,
+        Ellipsis,
+        slice(1, 2),
+        slice(None, 1, 2),
+        torch.float32,
+        (1, 2),
+        ((1,), 2),
+        {"a": 1},
+    ]
+    parts += [torch.zeros(2), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int32), float("nan"), True, 1j]
+    assert len({fingerprint(part) for part in parts}) == len(parts)
+    assert fingerprint([1, {"b": torch.ones(2), "a": 2}]) == fingerprint((1, {"a": 2, "b": torch.ones(2)}))
+    assert fingerprint(object()) == fingerprint(object())
+    assert fingerprint("add_", 0.5) == 7681112404147853238  # not of this process only, as Python's hash would be
