@@ -53,6 +53,8 @@ def judge(program: Program, stage: int, expected: Sequence[Record] | None, found
     errors = [record.error for record in found]
     if any(errors):
         return _judge_errors(program, stage, errors)
+    if any(load_vocabulary()[placed.action].parts for placed in program.actions) and _drift(expected):
+        return Verdict("ddp fails", "its ranks go on with models of their own")
     differences = _differences(program, stage, expected, found)
     if differences:
         return Verdict("different", "\n".join(differences[:5]))
@@ -64,6 +66,10 @@ def judge(program: Program, stage: int, expected: Sequence[Record] | None, found
     if found[0].refused.keys() != found[1].refused.keys():
         return Verdict("one rank only", f"refused {found[0].refused} and {found[1].refused}")
     return Verdict("refused", next(iter(found[0].refused.values()))) if refused else Verdict("equal")
+
+
+def _drift(records: Sequence[Record]) -> bool:
+    return any(_compare(records[0].parameters, record.parameters, 0.0, "") for record in records[1:])
 
 
 def _judge_errors(program: Program, stage: int, errors: Sequence[Error | None]) -> Verdict:

@@ -164,6 +164,7 @@ class Action:
         gradients: it depends on gradients that are there between two micro-steps of an accumulation.
         rounds: gradients of two backwards are added, which DDP does in another order.
         alone: only one rank does something, and may be the only one that is told.
+        parts: under DDP the parameter is reduced no more, and every rank goes on with a model of its own.
     """
 
     name: str
@@ -177,6 +178,7 @@ class Action:
     gradients: bool = False
     rounds: bool = False
     alone: bool = False
+    parts: bool = False
 
     def must_work(self, stage: int, hook: str) -> bool:
         """Whether an error, even by name, is a failure here."""

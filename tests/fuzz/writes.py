@@ -274,7 +274,7 @@ def load_checkpoint_weights(c: Context) -> None:
     c.module.load_state_dict(state)
 
 
-@action(WRITES)
+@action(WRITES, parts=True)
 def parametrise(c: Context) -> None:
     """``parametrize.register_parametrization``."""
 
@@ -286,7 +286,7 @@ def parametrise(c: Context) -> None:
         parametrize.register_parametrization(c.layer, "weight", Halved())
 
 
-@action(WRITES)
+@action(WRITES, parts=True)
 def weight_norm(c: Context) -> None:
     """The weight norm, added in the middle."""
     if c.call == 0:
