@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._device import DeviceContext
 
 __all__ = [
     "DEVICE_CONTEXT_BEGINS",
+    "BroadcastVersions",
     "all_gather_single",
     "asks_for_default_device",
     "bare_step",
@@ -51,7 +53,6 @@ __all__ = [
     "untracked",
     "version_probe",
     "watched",
-    "KeptVersions",
     "WeakStorage",
 ]
 
@@ -294,25 +295,33 @@ class untracked:
             self._inference.__exit__(None, None, None)
 
 
-class KeptVersions:
-    """Hide from autograd what is written to tensors inside: their version counters do not move. 2.11 to 2.13.
+_HIDDEN = "_unsafe_preserve_version_counter" in DistributedDataParallel._sync_buffers.__code__.co_names
+
+
+class BroadcastVersions:
+    """Leave the version counters of buffers that are sent inside as ``DistributedDataParallel`` does, on every rank.
+
+    Since 2.13 it hides from autograd that it has written to them; before that, a graph that still needs their values
+    raises in its backward. 2.11 to 2.13.
 
     Args:
-        tensors: whose. Those made under ``inference_mode`` have no counter.
+        buffers: that are sent. Those made under ``inference_mode`` have no counter.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tuple(tensors)
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = tuple(buffers)
 
     def __enter__(self) -> None:
         try:
-            self._versions = tuple([tensor._version for tensor in self._tensors])
+            self._versions = tuple([buffer._version for buffer in self._buffers])
         except RuntimeError:
-            self._tensors = tuple(tensor for tensor in self._tensors if not tensor.is_inference())
-            self._versions = tuple([tensor._version for tensor in self._tensors])
+            self._buffers = tuple(buffer for buffer in self._buffers if not buffer.is_inference())
+            self._versions = tuple([buffer._version for buffer in self._buffers])
 
     def __exit__(self, *_: object) -> None:
-        torch._C._autograd._unsafe_set_version_counter(self._tensors, self._versions)
+        torch._C._autograd._unsafe_set_version_counter(self._buffers, self._versions)
+        if not _HIDDEN:
+            torch.autograd.graph.increment_version(self._buffers)
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:

@@ -21,7 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import KeptVersions, unflatten, untracked
+from lightning_zero._torch import BroadcastVersions, unflatten, untracked
 from lightning_zero.engine.build import as_bytes
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.events import Phase
@@ -105,7 +105,7 @@ class BufferBroadcast:
 
     def _send(self, buffers: Sequence[Tensor]) -> None:
         self._engine.collectives.settle()
-        with KeptVersions(buffers):  # as there: a graph that is still to be used sees the new values, and does not fail
+        with BroadcastVersions(buffers):
             for number, piece in enumerate(self._pieces):
                 what = f"rank 0's buffers, part {number}"
                 with self._engine.spans.of(Phase.BUFFERS, nbytes=piece.nbytes):
