@@ -13,7 +13,7 @@ from lightning_zero.callbacks import CommunicationMonitor, MemoryMonitor
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.cli import ZeroCLI
 from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload
-from lightning_zero.debug import full_gradient, full_optimizer_state, full_parameters, grad_norm
+from lightning_zero.debug import full_gradient, full_gradients, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
 from lightning_zero.plan import ZeroPlan, build_plan, estimate_memory
 from lightning_zero.precision import ZeroPrecision
@@ -34,6 +34,7 @@ __all__ = [
     "consolidate_checkpoint",
     "estimate_memory",
     "full_gradient",
+    "full_gradients",
     "full_optimizer_state",
     "full_parameters",
     "grad_norm",

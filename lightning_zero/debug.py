@@ -14,12 +14,13 @@ from lightning_zero._torch import untracked
 from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.engine.flat import FlatParameters
 from lightning_zero.engine.full import gather_layout, gathered
+from lightning_zero.engine.full_gradients import gathered_gradients
 from lightning_zero.errors import OffloadError
 from lightning_zero.optim.clip import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 
-__all__ = ["full_gradient", "full_optimizer_state", "full_parameters", "grad_norm", "note_optimizers"]
+__all__ = ["full_gradient", "full_gradients", "full_optimizer_state", "full_parameters", "grad_norm", "note_optimizers"]
 
 # Weak on both sides: an optimizer holds its engine, and a strong value would keep its own key alive for good.
 _OPTIMIZERS: WeakKeyDictionary[ZeroEngine, list[ref[ShardedOptimizer]]] = WeakKeyDictionary()
@@ -79,6 +80,51 @@ def full_gradient(module: nn.Module, name: str) -> Tensor | None:
     if not any(row[0] for row in rows):
         return None
     return _assemble(engine, flat, position, shard.parameter.grad, f"gradient of '{name}'")
+
+
+@contextmanager
+def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[None]:
+    """Let ``.grad`` of parameters below ``module`` be their whole averaged gradients, as DDP leaves them.
+
+    They are ordinary tensors, of the parameters' dtype, to read, edit and replace, or to set to ``None``: so
+    ``torch.nn.utils.clip_grad_norm_``, Lightning's ``grad_norm`` and hand-written code do what they do under DDP. What
+    is in ``.grad`` when the block ends is what the optimizer uses. An exception inside the block leaves the gradients
+    as they were before.
+
+    Costs one gather of the gradients asked for, as many bytes on every rank's device for as long as the block runs, and
+    a checksum of them at its end. Ask for ``names`` where a few parameters will do.
+
+    Args:
+        module: the LightningModule or any module below it. One that is not sharded is left as it is.
+        names: parameters, by their names within ``module``; ``None``: all of them. Frozen ones have no gradient.
+
+    Raises:
+        ValueError: if there is no such parameter.
+        DivergenceError: on every rank, if the ranks leave different gradients.
+
+    Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``. Gradients of a backward that
+    did not reduce are each rank's own, and left as they are.
+
+    Example::
+
+        def on_before_optimizer_step(self, optimizer):
+            with lightning_zero.full_gradients(self):
+                self.log_dict(lightning.pytorch.utilities.grad_norm(self, 2))
+    """
+    engine = engine_of(module)
+    if engine is None:
+        yield
+        return
+    if names is None:
+        chosen = list(module.parameters())
+    else:
+        known = dict(module.named_parameters(remove_duplicate=False))
+        missing = [name for name in names if name not in known]
+        if missing:
+            raise ValueError(f"{type(module).__name__} has no parameter '{missing[0]}'.")
+        chosen = [known[name] for name in names]
+    with gathered_gradients(engine, chosen):
+        yield
 
 
 def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:

@@ -271,6 +271,7 @@ def test_public_names_are_frozen() -> None:
             "consolidate_checkpoint",
             "estimate_memory",
             "full_gradient",
+            "full_gradients",
             "full_optimizer_state",
             "full_parameters",
             "grad_norm",

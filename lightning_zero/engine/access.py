@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import proxy
 
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.engine.binding import Binding, get_data, is_absent, set_gradient
-from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.binding import Binding, get_data, is_absent
 from lightning_zero.engine.build import copy_slice
 from lightning_zero.engine.gradients import UserGradients
 from lightning_zero.engine.replicated import ReplicatedUnit
@@ -34,7 +32,7 @@ class ParameterAccess:
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine: ZeroEngine = proxy(engine)
         self.writes = Writes()
-        self._gradients: UserGradients | None = None
+        self.gradients = UserGradients(self.writes, lambda: self._engine.in_backward)
         self._assigned: list[Binding] = []
         self._units: dict[nn.Parameter, Unit] = {}
         self.bindings: dict[nn.Parameter, Binding] = {}
@@ -44,10 +42,6 @@ class ParameterAccess:
                     self._units[parameter] = unit
                     self.bindings[parameter] = Binding(parameter, shard.spec.name, placeholder, self)
         self._plain = [u for u in engine.units if isinstance(u, ReplicatedUnit) and u.always_bound]
-
-    def watch_gradients(self, buckets: Sequence[GradientBucket]) -> None:
-        """Show gradients in ``.grad`` from now on."""
-        self._gradients = UserGradients(buckets, self.writes, lambda: self._engine.in_backward)
 
     def release(self) -> None:
         """Make the parameters ordinary ones again."""
@@ -97,14 +91,11 @@ class ParameterAccess:
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
-        return local if self._gradients is None else self._gradients.read(binding, local)
+        return self.gradients.read(binding, local)
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""
-        if self._gradients is None:
-            set_gradient(binding.parameter, value)
-        else:
-            self._gradients.write(binding, value)
+        self.gradients.write(binding, value)
 
     # ---------------------------------------------------------- what the engine asks
 

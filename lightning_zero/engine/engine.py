@@ -148,7 +148,7 @@ class ZeroEngine:
             self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.homes)
             self._reducer.spans = self.spans
             self._hooks.watch_gradients(self._reducer.buckets)
-            self.access.watch_gradients(self._reducer.buckets)
+            self.access.gradients.watch(self._reducer.buckets)
 
     # ----------------------------------------------------------------- forward
 

@@ -48,24 +48,28 @@ class UserGradients:
     """``.grad`` of all trainable parameters of an engine.
 
     Args:
-        buckets: where gradients are collected and averaged.
         writes: told of edits.
         running: whether a backward runs.
     """
 
-    def __init__(self, buckets: Iterable[GradientBucket], writes: Writes, running: Callable[[], bool]) -> None:
-        self._places = {
-            parameter: _Place(bucket, position)
-            for bucket in buckets
-            for position, parameter in enumerate(bucket.flat.parameters)
-        }
+    def __init__(self, writes: Writes, running: Callable[[], bool]) -> None:
+        self._places: dict[nn.Parameter, _Place] = {}
+        self.whole: dict[nn.Parameter, Tensor | None] = {}
+        """Averages in the user's hands (``full_gradients``), by parameter."""
         self._writes = writes
         self._running = running
         self._shown: dict[nn.Parameter, tuple[int, SlicedGradient]] = {}  # by the number of the gradient it is of
 
+    def watch(self, buckets: Iterable[GradientBucket]) -> None:
+        """Show what is collected and averaged in these from now on."""
+        for bucket in buckets:
+            self._places.update((p, _Place(bucket, position)) for position, p in enumerate(bucket.flat.parameters))
+
     def read(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
         parameter = binding.parameter
+        if parameter in self.whole:
+            return self.whole[parameter]
         place = self._places.get(parameter)
         if place is None:
             return local
@@ -85,6 +89,9 @@ class UserGradients:
             ParameterAccessError: for a tensor that is not of the parameter's shape and dtype.
         """
         parameter = binding.parameter
+        if parameter in self.whole:
+            self.whole[parameter] = value
+            return
         place = self._places.get(parameter)
         if place is None or place.shard is None or self._running():
             set_gradient(parameter, value)
