@@ -7,13 +7,15 @@ other: the first number names the place, and a mismatch becomes an error on ever
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.errors import DivergenceError
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "Differ"]
+
+Differ = Callable[[ControlGroup], None]
 
 
 class Agreement:
@@ -34,12 +36,13 @@ class Agreement:
     def world_size(self) -> int:
         return self.control.world_size
 
-    def round(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
+    def round(self, place: str, values: Sequence[int] = (), differ: Differ | None = None) -> list[list[int]]:
         """Exchange numbers with all ranks that must be at the same place.
 
         Args:
             place: what this rank is doing, in words that mean the same on every rank.
             values: at most ``width`` 64-bit integers; missing ones count as 0.
+            differ: called on every rank, with the control group, if the values are not the same on all.
 
         Returns:
             One list of ``width`` integers per rank.
@@ -62,4 +65,6 @@ class Agreement:
                 "training_step that returned None on some ranks, dataloaders of different length, or a branch that "
                 "depends on the rank's data and calls backward or the model another number of times."
             )
+        if differ is not None and any(row != rows[0] for row in rows):
+            differ(self.control)
         return [row[1:] for row in rows]

@@ -27,7 +27,7 @@ from lightning_zero._torch import (
 )
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.config import Tier
-from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.agreement import Agreement, Differ
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, synchronise_buffers
 from lightning_zero.engine.calls import ForwardCall, hook_outputs, refuse_double_backward
@@ -390,11 +390,12 @@ class ZeroEngine:
 
     # -------------------------------------------------------------------- step
 
-    def before_optimizer_step(self, label: str) -> None:
+    def before_optimizer_step(self, label: str, values: Sequence[int] = (), differ: Differ | None = None) -> None:
         """Agree with the other ranks that all are about to take the same optimizer step.
 
         Args:
             label: which optimizer, in words that mean the same on every rank.
+            values: 64-bit numbers that have to be equal on all ranks; ``differ`` raises if something is not.
 
         Collective: every rank.
         """
@@ -415,9 +416,8 @@ class ZeroEngine:
         self.weights.settle()  # other ranks may still be reading what is about to be written
         self._returned.clear()
         self._steps += 1
-        self._agreement.round(
-            f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
-        )
+        place = f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
+        self._agreement.round(place, values, differ)
         self.updating = True
         self._running["step"] = self.spans.begin(Phase.STEP, label)
 
