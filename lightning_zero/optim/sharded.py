@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Collectives, ControlGroup
+from lightning_zero.comm import Collectives
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.optim.bundles import Bundles
 from lightning_zero.optim.fingerprint import Fingerprint
@@ -31,15 +31,13 @@ from lightning_zero.optim.innermost import InnermostHooks
 from lightning_zero.optim.kept import Kept, holds, kept_of
 from lightning_zero.optim.offloaded import OffloadedSteps, OffloadedUpdate
 from lightning_zero.optim.outermost import OutermostStep
-from lightning_zero.optim.owned import Flat, OwnedParameter, Shard
+from lightning_zero.optim.owned import BeforeStep, Flat, OwnedParameter, Shard
 from lightning_zero.optim.regions import StateRegions
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule
 from lightning_zero.optim.slices import SCALARS, copied, covers
 from lightning_zero.optim.targets import Targets
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
 from lightning_zero.optim.written import WrittenMasters
-
-BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None]], None]
 
 __all__ = ["Flat", "OffloadedSteps", "OwnedParameter", "Shard", "ShardedOptimizer", "optimizer_rule"]
 
@@ -52,8 +50,7 @@ class ShardedOptimizer:
         label: how to name it in messages; the same on every rank.
         owned: all parameters of the engine.
         collectives: the wire.
-        before_step: called before every step, on every rank, with its label, numbers that have to be equal on all
-            ranks, and what finds out and raises if they are not.
+        before_step: called before every step, on every rank.
         after_step: called after every step with the units whose weights may have changed.
         writable: whether the user can write to the masters at any time, because parameters show them; whole parameters
             are then brought up to date before every step.
@@ -187,7 +184,7 @@ class ShardedOptimizer:
             )
         if not self._steps.begins(sys._getframe(1)):
             return
-        self._agree_to_step(self.label)
+        self._before_step(self.label, [self._fingerprint.take(self._members.names())], self._fingerprint.compare)
         self._adopt()
         if self._whole is not None:
             self._written.take_over(self.units)
@@ -201,9 +198,6 @@ class ShardedOptimizer:
             self._hidden.hide((p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None)
         elif self._bundles is not None:
             self._hidden.hide(self._bundles.run(self.groups))
-
-    def _agree_to_step(self, label: str) -> None:
-        self._before_step(label, [self._fingerprint.take(self._members.names())], self._fingerprint.compare)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._steps.ends():
@@ -226,7 +220,7 @@ class ShardedOptimizer:
         if not self._written.pending(self.units):
             return
         try:
-            self._agree_to_step(f"{self.label}, whose weights were written through its param groups")
+            self._before_step(f"{self.label}, whose weights were written through its param groups")
         except RuntimeError as error:
             raise RuntimeError(
                 f"Weights were written through the param groups of {self.label}, and cannot be brought to where the "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
@@ -439,6 +439,16 @@ def test_the_same_optimizer_goes_on_in_host_memory_and_back() -> None:
             sharded = isinstance(strategy, ZeroStrategy)
             trainer = fit(zero(STAGES[name_of(strategy)], offload=offload) if sharded else again(strategy), module)
         return made(module, trainer)
+
+    assert_same(each_strategy(play))
+
+
+def test_an_optimizer_that_has_trained_under_ddp_goes_on() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = REUSED["AdamW"]()
+        fit(DDPStrategy(find_unused_parameters=True), module)
+        fit(strategy, module)
+        return made(module, fit(again(strategy), module))
 
     assert_same(each_strategy(play))
 
