@@ -24,8 +24,9 @@ class ZeroError(RuntimeError):
 class DivergenceError(ZeroError):
     """The ranks no longer run the same program.
 
-    Cause: another model, another batch count, another order of backward and optimizer steps, or a step that one rank
-    skipped. Raised on every rank that took part in the agreement, before anything was updated with mixed data.
+    Cause: another model, another optimizer or other options of it, another batch count, another order of backward and
+    optimizer steps, or a step that one rank skipped. Raised on every rank that took part in the agreement, before
+    anything was updated with mixed data.
     Fix: the message names the ranks and what each of them was doing; make that part independent of the rank.
     """
 
@@ -49,7 +50,8 @@ class ParameterAccessError(ZeroError):
 class UnsupportedOptimizerError(ZeroError):
     """The optimizer cannot give the unsharded result on shards.
 
-    Cause: it mixes all parameters in one computation (LBFGS) or needs sparse gradients (SparseAdam).
+    Cause: it mixes all parameters in one computation (LBFGS), needs sparse gradients (SparseAdam), or runs forward and
+    backward in its step (SAM).
     Fix: the message names an alternative.
     """
 

@@ -26,6 +26,7 @@ from torchmetrics import Metric
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.optim.clip import clip_by_norm, clip_by_value, gradient_norm
+from lightning_zero.optim.closures import naming_closures
 from lightning_zero.optim.scaler import LossScaler
 from lightning_zero.optim.sharded import ShardedOptimizer
 
@@ -235,7 +236,8 @@ class ZeroPrecision(Precision):
             if self._on_skip is not None:
                 self._on_skip(optimizer)
         else:
-            optimizer.step(**kwargs)
+            with naming_closures(optimizer):
+                optimizer.step(**kwargs)
         if self.scaler is not None and not nothing:
             self.scaler.update(overflow)
         return result

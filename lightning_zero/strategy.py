@@ -54,6 +54,7 @@ from lightning_zero.engine.activations import Activations
 from lightning_zero.engine.full import give_back
 from lightning_zero.offloading import make_homes, offloaded_steps
 from lightning_zero.optim.allocation import ConstantState
+from lightning_zero.optim.set_up import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory
 from lightning_zero.precision import ZeroPrecision
@@ -346,22 +347,28 @@ class ZeroStrategy(ParallelStrategy):
             yield
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Run ``configure_optimizers`` on the real parameter objects, then put shards in their place."""
-        for adapter in self._adapters.values():
-            adapter.detach()
-        self._adapters.clear()
+        """Run ``configure_optimizers`` on the real parameter objects, then put shards in their place.
+
+        Collective: every rank.
+        """
         engine = self.engine
         with ConstantState():
             super().setup_optimizers(trainer)
-        steps = offloaded_steps(engine, self.num_processes)
+        for former in self._adapters.values():
+            if former.optimizer not in self.optimizers:
+                former.keep().give_up_files()
+        self._adapters.clear()
         owned = {
             parameter: OwnedParameter(shard, unit.index, flat, position)
             for unit in engine.units
             for flat in unit.flats
             for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
         }
-        for index, optimizer in enumerate(self.optimizers):
-            label = type(optimizer).__name__ if len(self.optimizers) == 1 else f"{type(optimizer).__name__} {index}"
+        labels = agree_on_set_up(
+            self.optimizers, [vars(config) for config in self.lr_scheduler_configs], owned, engine.control
+        )
+        steps = offloaded_steps(engine, self.num_processes)
+        for label, optimizer in zip(labels, self.optimizers, strict=True):
             self._adapters[id(optimizer)] = ShardedOptimizer(
                 optimizer,
                 label,

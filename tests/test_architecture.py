@@ -66,7 +66,7 @@ DISTRIBUTED_FILES = {"_torch": "torch.distributed", "strategy": "torch.distribut
 LIGHTNING = {"top"}
 # Where hooks are registered: on modules and parameters, on the outputs of a call, on the user's optimizers; and, while
 # weights are loaded, on what is missing.
-HOOKS = {"engine/hooks.py", "engine/calls.py", "optim/innermost.py", "state.py"}
+HOOKS = {"engine/hooks.py", "engine/calls.py", "optim/innermost.py", "optim/kept.py", "state.py"}
 # Files that are read from top to bottom: the verbs of a step, and Lightning's hooks in Lightning's order.
 LONGER = {"engine/engine.py": 600, "strategy.py": 600}
 THIRD_PARTY = {"torch", "lightning", "lightning_utilities", "torchmetrics", "jsonargparse", "fsspec", "tqdm"}

@@ -28,7 +28,7 @@ from lightning_zero._torch import (
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.engine.access import ParameterAccess
-from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.agreement import Agreement, Differ
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, place_buffers
 from lightning_zero.engine.calls import ForwardCall, hook_outputs, refuse_double_backward
@@ -380,11 +380,12 @@ class ZeroEngine:
 
     # -------------------------------------------------------------------- step
 
-    def before_optimizer_step(self, label: str) -> None:
+    def before_optimizer_step(self, label: str, values: Sequence[int] = (), differ: Differ | None = None) -> None:
         """Agree with the other ranks that all are about to take the same optimizer step.
 
         Args:
             label: which optimizer, in words that mean the same on every rank.
+            values: 64-bit numbers that have to be equal on all ranks; ``differ`` raises if something is not.
 
         Collective: every rank.
         """
@@ -407,11 +408,11 @@ class ZeroEngine:
         self.access.take_over()
         self.access.note_written()
         self._steps += 1
-        rows = self._agreement.round(
-            f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards",
-            [self.access.writes.digest],
-        )
+        place = f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
+        rows = self._agreement.round(place, [self.access.writes.digest, *values])
         self.access.writes.compare([row[0] for row in rows], self.control)
+        if differ is not None and any(row != rows[0] for row in rows):
+            differ(self.control)
         self.updating = True
         self._running["step"] = self.spans.begin(Phase.STEP, label)
 

@@ -27,15 +27,53 @@ class ParamGroups:
         self._label = label
         self._owned = owned
         self._known: dict[nn.Parameter, OwnedParameter] = {}
+        self._whole: set[nn.Parameter] = set()
         # As long as groups hold the same objects, which are kept alive here, they are not looked through again.
         self._seen: list[list[nn.Parameter]] = []
         self._current: list[list[OwnedParameter]] | None = None
+        self._named: tuple[list[list[nn.Parameter]], list[list[str]]] | None = None
         self._asked: tuple[list[list[OwnedParameter]] | None, list[int]] = (None, [])
 
     def know(self, members: Iterable[tuple[nn.Parameter, OwnedParameter]]) -> None:
         """Note what stands in the groups in place of the user's parameters."""
         self._known.update(members)
-        self._current = None
+        self._current = self._named = None
+
+    def know_whole(self, members: Iterable[tuple[nn.Parameter, OwnedParameter]]) -> None:
+        """Note what stands there beside it, on one rank only."""
+        whole = dict(members)
+        self._whole.update(whole)
+        self.know(whole.items())
+
+    def names(self) -> list[list[str]]:
+        """Of each group the names of its parameters: the same object as long as they are the same. Never raises."""
+        if self._named is None or not self._holds(self._named[0]):
+            held = [list(group["params"]) for group in self._optimizer.param_groups]
+            self._named = held, [[self._name(p) for p in group if p not in self._whole] for group in held]
+        return self._named[1]
+
+    def users(self) -> dict[nn.Parameter, OwnedParameter]:
+        """Put the user's parameters back into the groups. Never raises.
+
+        Returns:
+            Those that had been taken over, by the user's.
+        """
+        theirs = {id(entry): parameter for parameter, entry in self._owned.items()}
+        found = {}
+        for group in self._optimizer.param_groups:
+            members = []
+            for parameter in (p for p in group["params"] if p not in self._whole):
+                entry = self._known.get(parameter)
+                members.append(parameter if entry is None else theirs[id(entry)])
+                if entry is not None:
+                    found[members[-1]] = entry
+            group["params"] = members
+        return found
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        entry = self._known.get(parameter) or self._owned.get(parameter)
+        shape = tuple(parameter.shape)
+        return f"(not the model's, of shape {shape})" if entry is None else entry.shard.spec.name
 
     def fresh(self) -> list[dict[nn.Parameter, OwnedParameter]]:
         """Of each group the parameters that are still the user's own.
@@ -84,10 +122,13 @@ class ParamGroups:
         return self._asked[1]
 
     def _as_seen(self) -> bool:
+        return self._holds(self._seen)
+
+    def _holds(self, members: list[list[nn.Parameter]]) -> bool:
         groups = self._optimizer.param_groups
-        return len(groups) == len(self._seen) and all(
+        return len(groups) == len(members) and all(
             len(group["params"]) == len(seen) and all(map(is_, group["params"], seen))
-            for group, seen in zip(groups, self._seen, strict=True)
+            for group, seen in zip(groups, members, strict=True)
         )
 
     def _lookup(self, group: int, parameter: nn.Parameter) -> OwnedParameter:

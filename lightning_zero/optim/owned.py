@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.comm import ControlGroup
 from lightning_zero.plan import FlatLayout, ParameterSpec, ShardSlice
 from lightning_zero.plan.resting import Rest
 
-__all__ = ["Flat", "OwnedParameter", "Shard"]
+__all__ = ["BeforeStep", "Flat", "OwnedParameter", "Shard"]
 
 
 class Shard(Protocol):
@@ -49,6 +50,18 @@ class Flat(Protocol):
     def slices(self) -> Sequence[ShardSlice]: ...
     @property
     def shards(self) -> Sequence[Shard]: ...
+
+
+class BeforeStep(Protocol):
+    """Lets all ranks agree that they are about to take the same step.
+
+    ``values`` are 64-bit numbers that have to be equal on all of them; if they are not, ``differ`` is called on every
+    rank to find out, and raises if it matters. Collective: every rank.
+    """
+
+    def __call__(
+        self, label: str, values: Sequence[int] = (), differ: Callable[[ControlGroup], None] | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True)

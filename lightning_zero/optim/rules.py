@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.optim import Optimizer
 
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.optim.closures import demands_closure, step_of
 
 __all__ = ["check_offloadable", "optimizer_rule"]
 
@@ -33,20 +32,13 @@ _REFUSED = {
 }
 
 
-def _step_of(cls: type) -> Any:
-    step = cls.__dict__.get("step")
-    while step is not None and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return step
-
-
 def _overrides_step(cls: type, base: type) -> bool:
     """Whether a subclass of a torch optimizer brings arithmetic of its own."""
-    own = _step_of(base)
+    own = step_of(base)
     for klass in cls.__mro__:
         if klass is base:
             return False
-        if "step" in klass.__dict__ and _step_of(klass) is not own:
+        if "step" in klass.__dict__ and step_of(klass) is not own:
             return True
     return False
 
@@ -64,6 +56,9 @@ def optimizer_rule(optimizer: Optimizer) -> str:
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused):
             raise UnsupportedOptimizerError(f"{cls.__name__} cannot be sharded: {reason}.")
+    refusal = demands_closure(optimizer)
+    if refusal is not None:
+        raise refusal
     for known in _ELEMENTWISE:
         if isinstance(optimizer, known):
             return "whole" if _overrides_step(cls, known) else "elementwise"

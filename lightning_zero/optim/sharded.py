@@ -14,26 +14,28 @@ Where masters do not rest on the device, the update happens in ``optim/offloaded
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives
-from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.optim.bundles import Bundles
+from lightning_zero.optim.fingerprint import Fingerprint
 from lightning_zero.optim.groups import ParamGroups
+from lightning_zero.optim.hidden import HiddenGradients
 from lightning_zero.optim.homes import StateHomes
 from lightning_zero.optim.innermost import InnermostHooks
+from lightning_zero.optim.kept import Kept, holds, kept_of
 from lightning_zero.optim.offloaded import OffloadedSteps, OffloadedUpdate
 from lightning_zero.optim.outermost import OutermostStep
-from lightning_zero.optim.owned import Flat, OwnedParameter, Shard
+from lightning_zero.optim.owned import BeforeStep, Flat, OwnedParameter, Shard
 from lightning_zero.optim.regions import StateRegions
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule
 from lightning_zero.optim.slices import SCALARS, copied, covers
+from lightning_zero.optim.targets import Targets
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
 from lightning_zero.optim.written import WrittenMasters
 
@@ -68,7 +70,7 @@ class ShardedOptimizer:
         label: str,
         owned: Mapping[nn.Parameter, OwnedParameter],
         collectives: Collectives,
-        before_step: Callable[[str], None],
+        before_step: BeforeStep,
         after_step: Callable[[Sequence[int]], None],
         writable: bool = False,
         offload: OffloadedSteps | None = None,
@@ -76,6 +78,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.label = label
         self.rule = optimizer_rule(optimizer)
+        kept = kept_of(optimizer)
         self._owned = owned
         self._collectives = collectives
         self._before_step = before_step
@@ -86,13 +89,14 @@ class ShardedOptimizer:
         self._whole: WholeParameters | None = None
         self._whole_is_stale = False
         self._writable = writable
-        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
-        self._frozen: dict[str, nn.Parameter] = {}
+        self._hidden = HiddenGradients()
+        self._target = Targets().of
         self._steps = OutermostStep()
         self._offload = offload
         self._regions: StateRegions | None = None
         if offload is not None and offload.store is not None:
-            self._regions = StateRegions(optimizer, label, offload.store, offload.check_room)
+            kept_regions = None if kept is None else kept.regions
+            self._regions = kept_regions or StateRegions(optimizer, label, offload.store, offload.check_room)
         self.homes = StateHomes(self._regions)
         self._update = None if offload is None else OffloadedUpdate(optimizer, offload, self._regions)
         together = offload is None and self.rule == "elementwise" and Bundles.serves(optimizer)
@@ -101,7 +105,12 @@ class ShardedOptimizer:
         if offload is not None:
             self._written.watch(owned.values())
         self._adopt()
+        if kept is not None:
+            self.load_named_state(kept.state_for(owned, collectives), [{} for _ in optimizer.param_groups])
+            kept.let_go()
+        self._fingerprint = Fingerprint(optimizer, label, whole=self._whole is not None)
         self._hooks = InnermostHooks(optimizer, self._before, self._after, self._publish_after_hooks)
+        holds(optimizer, self)
 
     @property
     def groups(self) -> list[list[OwnedParameter]]:
@@ -150,16 +159,20 @@ class ShardedOptimizer:
     def abandon(self) -> None:
         """Forget a step that raised."""
         self._steps.forget()
-        self._show_gradients()
+        self._hidden.show()
 
-    def detach(self) -> None:
-        """Take the step hooks off again. State that rests in files is given up."""
+    def keep(self) -> Kept:
+        """Give the optimizer back: its groups hold the user's parameters, its state waits for another fit. Local."""
         self._hooks.remove()
+        self._hidden.show()
+        users = self._members.users()
+        named = {} if self._whole is not None else self._state_of_slices(users.values())
+        state = (lambda: named) if self._whole is None else self._state_of_whole(self._whole)
+        kept = Kept(self.optimizer, self.label, users, state, self._regions)
+        self.optimizer.state.clear()
         if self._update is not None:
             self._update.forget()
-        if self._regions is not None:
-            self.optimizer.state.clear()
-            self._regions.release()
+        return kept
 
     # ------------------------------------------------------------------- steps
 
@@ -171,7 +184,7 @@ class ShardedOptimizer:
             )
         if not self._steps.begins(sys._getframe(1)):
             return
-        self._before_step(self.label)
+        self._before_step(self.label, [self._fingerprint.take(self._members.names())], self._fingerprint.compare)
         self._adopt()
         if self._whole is not None:
             self._written.take_over(self.units)
@@ -179,12 +192,12 @@ class ShardedOptimizer:
                 self._whole.load()
                 self._whole_is_stale = False
             self._whole.collect_gradients([_gradient(entry) for entry in self.entries])
-            self._hide_gradients()
+            self._hidden.hide((p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None)
         elif self._update is not None:
             self._update.run(self.groups)
-            self._hide_gradients()
+            self._hidden.hide((p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None)
         elif self._bundles is not None:
-            self._hide(self._bundles.run(self.groups))
+            self._hidden.hide(self._bundles.run(self.groups))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._steps.ends():
@@ -192,7 +205,7 @@ class ShardedOptimizer:
         if self._whole is not None:
             self._whole.publish()
             self._whole.release_gradients()
-        self._show_gradients()
+        self._hidden.show()
         self._after_step(self.units)
         self._written.note(self.units)
         self._stepped = True
@@ -218,19 +231,6 @@ class ShardedOptimizer:
         self._whole_is_stale = True
         self._after_step(self.units)
         self._written.note(self.units)
-
-    def _hide_gradients(self) -> None:
-        self._hide([(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None])
-
-    def _hide(self, gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
-        self._hidden = gradients
-        for parameter, _ in self._hidden:
-            parameter.grad = None
-
-    def _show_gradients(self) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
 
     # -------------------------------------------------------------- adaptation
 
@@ -289,23 +289,10 @@ class ShardedOptimizer:
                         self.optimizer.state[whole] = {k: copied(v) for k, v in state.items()}
                 index += 1
             group["params"] = kept
-            self._members.know(zip(kept, ours, strict=True))
+            self._members.know_whole(zip(kept, ours, strict=True))
         for group, members in zip(groups, self.groups, strict=True):
             group["params"] += [self._target(entry) for entry in members]
             self._members.know((self._target(entry), entry) for entry in members)
-
-    def _target(self, entry: OwnedParameter) -> nn.Parameter:
-        if entry.shard.parameter is not None:
-            return entry.shard.parameter
-        name = entry.shard.spec.name
-        if name not in self._frozen:
-            with torch.inference_mode(False):
-                data = entry.shard.data.detach()
-                if entry.flat.rest.master is Tier.DISK:
-                    absent = float("nan") if data.dtype.is_floating_point or data.dtype.is_complex else 0
-                    data = torch.full((), absent, dtype=data.dtype).expand(data.numel())
-                self._frozen[name] = nn.Parameter(data, requires_grad=False)
-        return self._frozen[name]
 
     # ------------------------------------------------------------------- state
 
@@ -315,16 +302,23 @@ class ShardedOptimizer:
         Collective: every rank, for an optimizer with whole parameters; local otherwise.
         """
         if self._whole is not None:
-            whole = [self._whole.whole(index) for index in range(len(self.entries))]
-            states = [None if p is None else self.optimizer.state.get(p) for p in whole]
-            found = self._whole.state_to_slices(states)
-            return {
-                e.shard.spec.name: state
-                for e, state in zip(self.entries, found, strict=True)
-                if state.slices or state.values
-            }
+            return self._state_of_whole(self._whole)()
+        return self._state_of_slices(self.entries)
+
+    def _state_of_whole(self, whole: WholeParameters) -> Callable[[], dict[str, WholeState]]:
+        """What gives the state as it is now, and does not hold the optimizer."""
+        names = [entry.shard.spec.name for entry in self.entries]
+        parameters = map(whole.whole, range(len(names)))
+        states = [None if p is None else self.optimizer.state.get(p) for p in parameters]
+        return lambda: {
+            name: state
+            for name, state in zip(names, whole.state_to_slices(states), strict=True)
+            if state.slices or state.values
+        }
+
+    def _state_of_slices(self, entries: Iterable[OwnedParameter]) -> dict[str, WholeState]:
         named = {}
-        for entry in self.entries:
+        for entry in entries:
             state = self.optimizer.state.get(self._target(entry))
             if state:
                 slices = {key: value for key, value in state.items() if covers(value, entry.slice.numel)}

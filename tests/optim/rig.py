@@ -101,7 +101,7 @@ class Rig:
             "Adam",
             self.owned,
             LocalCollectives(),
-            before_step=lambda label: None,
+            before_step=lambda label, values=(), differ=None: None,
             after_step=lambda units: None,
             offload=OffloadedSteps(
                 unit_stepped=self._unit_stepped,

@@ -1,0 +1,286 @@
+"""Whether the optimizers and schedulers of all ranks are the same: classes, param groups, who is in them, and options.
+
+Every rank steps on its slices of each parameter. An option that differs would train the slices of one weight at
+different rates, and a parameter that one optimizer lacks would be trained in part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.comm import ControlGroup
+from lightning_zero.errors import DivergenceError
+
+__all__ = ["NOT_OPTIONS", "Description", "agree_on_optimizers", "agree_on_step", "described", "number_of"]
+
+_SHOWN = 5
+NOT_OPTIONS = ("params", "param_names")
+"""What a param group holds besides options."""
+_TOLERANCE = 1e-9  # relative: machines round a cosine differently, and no weight sees the difference
+_SLICES = "Every rank steps on its slices of each parameter, so parts of one weight would be trained differently."
+
+
+@dataclass(frozen=True)
+class Description:
+    """One optimizer as plain data, to be sent to the other ranks.
+
+    Args:
+        label: how messages name it.
+        kind: its class.
+        used: whether an earlier fit has trained with it.
+        names: of each param group the names of its parameters, in order.
+        options: of each param group.
+    """
+
+    label: str
+    kind: str
+    used: bool
+    names: list[list[str]]
+    options: list[dict[str, Any]]
+
+
+class _Thing(str):
+    """What an object that cannot be compared by value is called."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def number_of(value: Any) -> Any:
+    """A tensor of one element, or another library's number, as a number, in a sequence too; all else as it is."""
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_meta else value
+    if isinstance(value, (tuple, list)):
+        return [number_of(item) for item in value]
+    return value
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two plain values mean the same: 1 and 1.0 do, and so do numbers that differ in their last bits."""
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        return left == right or (left != left and right != right) or math.isclose(left, right, rel_tol=_TOLERANCE)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
+    return bool(left == right)
+
+
+def described(
+    optimizer: Optimizer,
+    label: str,
+    names: Sequence[Sequence[str]],
+    used: bool = False,
+    counts: Callable[[Any], bool] = lambda value: True,
+) -> Description:
+    """An optimizer as it is now. Waits for the device where options are tensors there.
+
+    Args:
+        optimizer: the user's.
+        label: how to name it.
+        names: of each param group the names of its parameters.
+        used: whether an earlier fit has trained with it.
+        counts: which options matter, by value.
+    """
+    options = [
+        {key: _plain(group[key]) for key in sorted(group, key=str) if key not in NOT_OPTIONS and counts(group[key])}
+        for group in optimizer.param_groups
+    ]
+    return Description(label, _name_of(type(optimizer)), used, [list(group) for group in names], options)
+
+
+def agree_on_optimizers(
+    control: ControlGroup,
+    optimizers: Sequence[Description],
+    schedulers: Sequence[Mapping[str, Any]],
+    own: Sequence[Optimizer],
+) -> None:
+    """Compare what ``configure_optimizers`` has returned.
+
+    Args:
+        control: the ranks.
+        optimizers: this rank's.
+        schedulers: settings of this rank's schedulers, with the scheduler itself under ``"scheduler"``.
+        own: the optimizers, to say which of them a scheduler belongs to.
+
+    Raises:
+        DivergenceError: on every rank, naming ranks, optimizer, param group, option or parameter, and the values.
+
+    Collective: every rank.
+    """
+    if control.world_size == 1:
+        return
+    mine = (list(optimizers), [_scheduler(settings, own) for settings in schedulers])
+    digests = control.gather_objects(blake2b(repr(mine).encode(), digest_size=16).hexdigest())
+    if all(digest == digests[0] for digest in digests):
+        return
+    rows = control.gather_objects(mine)
+    found = _set_up_differences(rows)
+    if found:
+        raise DivergenceError(
+            f"configure_optimizers has not returned the same on every rank:\n{_listed(found)}\n{_SLICES} Look for code "
+            "in configure_optimizers that depends on the rank, on a file only some ranks see, or on a random choice, "
+            "and let every rank build the same optimizers and schedulers over the same parameters in the same order."
+        )
+
+
+def agree_on_step(control: ControlGroup, mine: Description, whole: bool) -> None:
+    """Find out what differs before a step, after a fingerprint has; nothing happens if it is nothing that matters.
+
+    Args:
+        control: the ranks.
+        mine: the optimizer that is about to step.
+        whole: whether its step sees whole parameters, of which each rank has its own.
+
+    Raises:
+        DivergenceError: on every rank, naming ranks, param group, option or parameter, and the values.
+
+    Collective: every rank.
+    """
+    found = _differences(control.gather_objects(mine))
+    if found:
+        cause = (
+            ", or an optimizer that computes an option from all parameters in its step, of which each rank has only "
+            "its own here: such an optimizer cannot be sharded"
+            if whole
+            else ""
+        )
+        raise DivergenceError(
+            f"{mine.label} is about to step with other param groups on some ranks than on others:\n{_listed(found)}\n"
+            f"{_SLICES} No rank has taken this step. Usual causes: a scheduler with `monitor` (ReduceLROnPlateau) on a "
+            "metric that every rank computes from its own data, where `self.log(..., sync_dist=True)` gives all ranks "
+            f"the same value; code that changes `optimizer.param_groups` on some ranks only{cause}."
+        )
+
+
+def _set_up_differences(rows: Sequence[tuple[list[Description], list[dict[str, Any]]]]) -> list[str]:
+    kinds = [_Thing(", ".join(one.kind for one in optimizers) or "none") for optimizers, _ in rows]
+    if any(kind != kinds[0] for kind in kinds):
+        return [f"optimizers: {_by_rank(kinds)}"]
+    found: list[str] = []
+    for column in zip(*(optimizers for optimizers, _ in rows), strict=True):
+        found += [f"{column[0].label}, {text}" for text in _differences(column)]
+    kinds = [_Thing(", ".join(one["class"] for one in schedulers) or "none") for _, schedulers in rows]
+    if any(kind != kinds[0] for kind in kinds):
+        return [*found, f"schedulers: {_by_rank(kinds)}"]
+    for index, settings in enumerate(zip(*(schedulers for _, schedulers in rows), strict=True)):
+        label = f"scheduler {index} ({settings[0]['class'].rpartition('.')[2]})"
+        found += [f"{label}, {text}" for text in _option_differences(settings, "setting")]
+    return found
+
+
+def _differences(rows: Sequence[Description]) -> list[str]:
+    """What of one optimizer is not the same on all ranks, in words."""
+    found = []
+    if any(row.used != rows[0].used for row in rows):
+        found.append(f"used in an earlier fit: {_by_rank([row.used for row in rows])}")
+    if any(len(row.names) != len(rows[0].names) for row in rows):
+        found.append(f"number of param groups: {_by_rank([len(row.names) for row in rows])}")
+    found += _member_differences([row.names for row in rows])
+    for index, groups in enumerate(zip(*(row.options for row in rows), strict=False)):
+        found += [f"param group {index}, {text}" for text in _option_differences(groups, "option")]
+    return found
+
+
+def _member_differences(rows: Sequence[list[list[str]]]) -> list[str]:
+    if all(row == rows[0] for row in rows):
+        return []
+    places = [{name: index for index, group in enumerate(row) for name in group} for row in rows]
+    found = []
+    for name in dict.fromkeys(chain.from_iterable(places)):
+        groups = [place.get(name) for place in places]
+        if any(group != groups[0] for group in groups):
+            held = [_Thing("it in no param group" if g is None else f"it in param group {g}") for g in groups]
+            found.append(f"parameter '{name}': {_by_rank(held)}")
+    if found:
+        return found
+    for index, groups_of in enumerate(zip(*rows, strict=False)):
+        for place, names in enumerate(zip(*groups_of, strict=False)):
+            if any(name != names[0] for name in names):
+                found.append(f"param group {index}, order of parameters: at place {place} {_by_rank(names)}")
+                break
+    return found
+
+
+def _option_differences(rows: Sequence[Mapping[str, Any]], word: str) -> list[str]:
+    found = []
+    for key in dict.fromkeys(chain.from_iterable(rows)):
+        values = [row.get(key, _Thing(f"no such {word}")) for row in rows]
+        if not all(_same(value, values[0]) for value in values):
+            found.append(f"{word} '{key}': {_by_rank(values)}")
+    return found
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    ranks: list[tuple[Any, list[int]]] = []
+    for rank, value in enumerate(values):
+        known = next((members for other, members in ranks if _same(other, value)), None)
+        if known is None:
+            ranks.append((value, [rank]))
+        else:
+            known.append(rank)
+    return ", ".join(f"{_ranks(members)} {value!r}" for value, members in ranks)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[:_SHOWN]))}{more} have"
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = [f"and {len(found) - _SHOWN} more differences"] if len(found) > _SHOWN else []
+    return "\n".join(f"  {line}" for line in [*found[:_SHOWN], *more])
+
+
+def _plain(value: Any) -> Any:
+    """What a value is, comparable and without addresses: devices do not count, and large tensors by shape."""
+    value = number_of(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        return _Thing(f"a tensor of {value.dtype}, shape {list(value.shape)}")
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _Thing(_name_of(value))
+    return _Thing(f"a {_name_of(type(value))}")
+
+
+def _name_of(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _scheduler(settings: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """A scheduler's settings as plain data: when it steps, on what, and what torch's own were built with."""
+    scheduler = settings["scheduler"]
+    known: dict[str, Any] = {"class": _name_of(type(scheduler))}
+    known |= {key: _plain(value) for key, value in settings.items() if key != "scheduler"}
+    optimizer = getattr(scheduler, "optimizer", None)
+    known["optimizer"] = next((index for index, own in enumerate(optimizers) if own is optimizer), None)
+    attributes = getattr(scheduler, "__dict__", {})
+    for base in type(scheduler).__mro__:
+        if base.__module__ == "torch.optim.lr_scheduler" and "__init__" in vars(base):
+            for key in inspect.signature(base).parameters:
+                if key in attributes and key not in ("optimizer", "last_epoch", "verbose"):
+                    known.setdefault(key, _plain(attributes[key]))
+    return known

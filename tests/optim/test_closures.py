@@ -1,0 +1,98 @@
+"""Which optimizers can be seen to need a closure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
+from lightning_zero.optim.closures import demands_closure, naming_closures
+
+KNOWN = [
+    cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type) and issubclass(cls, Optimizer) and cls not in (Optimizer, torch.optim.LBFGS)
+]
+
+
+class Base(torch.optim.SGD):
+    """Gives the steps below something to inherit."""
+
+
+class Required(Base):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class Asserting(Base):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Says so first."""
+        assert closure is not None, "needed"
+        closure()
+
+
+class AssertingTruth(Base):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure
+        closure()
+
+
+class Raising(Base):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not closure:
+            raise ValueError("needed")
+        closure()
+
+
+class Inheriting(Raising):
+    pass
+
+
+class Guarding(Base):
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            closure = int
+        return closure()
+
+
+class Positional(Base):
+    def step(self, options: Any = None, *, closure: Any = None) -> None:  # type: ignore[override]
+        if options is None:
+            raise ValueError("another argument")
+
+
+def made(cls: type[Optimizer]) -> Optimizer:
+    return cls([nn.Parameter(torch.zeros(2, 2))], lr=0.1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("cls", [Required, Asserting, AssertingTruth, Raising, Inheriting, torch.optim.LBFGS])
+def test_seen_to_need_one(cls: type[Optimizer]) -> None:
+    error = demands_closure(made(cls))
+    assert error is not None
+    assert str(error).startswith(f"{cls.__name__} cannot be sharded: its step() needs a closure")
+
+
+@pytest.mark.parametrize("cls", [*KNOWN, Base, Guarding, Positional])
+def test_not_seen_to_need_one(cls: type[Optimizer]) -> None:
+    assert demands_closure(made(cls)) is None
+
+
+def test_source_that_cannot_be_read_is_no_reason() -> None:
+    scope: dict[str, Any] = {"Base": Base}
+    exec("class Hidden(Base):\n    def step(self, closure=None):\n        assert closure is not None\n", scope)
+    assert demands_closure(made(scope["Hidden"])) is None
+
+
+def test_only_errors_about_closures_are_renamed() -> None:
+    optimizer = made(Base)
+    with pytest.raises(UnsupportedOptimizerError, match="Base cannot be sharded"), naming_closures(optimizer):
+        raise TypeError("step() missing 1 required positional argument: 'closure'")
+    with pytest.raises(ValueError, match="a shape"), naming_closures(optimizer):
+        raise ValueError("a shape")
+    with pytest.raises(OffloadError), naming_closures(optimizer):
+        raise OffloadError("a closure of the disk")

@@ -1,0 +1,595 @@
+"""Optimizers and schedulers that are not the same on every rank are an error on every rank, by name; equal ones never
+are. One optimizer object trains in several fits, as under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+from lightning_zero import HostOffload, NvmeOffload, ZeroStrategy
+from tests.helpers.training import make_trainer
+from tests.helpers.world import run_world
+from tests.strategy.runs import (
+    STAGES,
+    Net,
+    again,
+    assert_same,
+    batches,
+    each_strategy,
+    fit,
+    made,
+    name_of,
+    quiet,
+    raised,
+    zero,
+)
+
+Configure = Callable[["Custom"], Any]
+
+
+class Custom(Net):
+    """``configure_optimizers`` and ``on_before_optimizer_step`` as given."""
+
+    def __init__(
+        self, configure: Configure, act: Callable[[Custom, Any], None] = lambda module, optimizer: None
+    ) -> None:
+        super().__init__()
+        self._configure, self._act = configure, act
+
+    def configure_optimizers(self) -> Any:
+        return self._configure(self)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._act(self, optimizer)
+
+
+def errors_of(make: Callable[[], Net], stage: int, count: int = 3, **options: Any) -> list[str]:
+    """What the fit raised on each of two ranks."""
+
+    def play(rank: int) -> str:
+        errors: list[str] = []
+        with quiet(), raised(errors):
+            fit(zero(stage), make(), count, **options)
+        return "; ".join(errors)
+
+    return run_world(2, play, timeout=100)
+
+
+def assert_named(errors: list[str], *words: str) -> None:
+    for rank, error in enumerate(errors):
+        for word in ("DivergenceError", *words):
+            assert word in error, f"rank {rank} does not say {word!r}: {error or 'nothing was raised'}"
+
+
+# ----------------------------------------------------------------------------------------------------- in a step
+
+
+class Unsynced(Net):
+    """The rate goes by a metric that each rank computes from its own data: it only gets better on rank 0."""
+
+    sync = False
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        plateau = ReduceLROnPlateau(optimizer, factor=0.001, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "quality"}}
+
+    def on_train_epoch_end(self) -> None:
+        worse = dist.get_rank() * self.current_epoch
+        self.log("quality", float(worse - self.current_epoch * (1 - dist.get_rank())), sync_dist=self.sync)
+
+
+class Synced(Unsynced):
+    sync = True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_plateau_of_a_metric_that_is_not_synced_is_named_before_a_step(stage: int) -> None:
+    errors = errors_of(Unsynced, stage, max_epochs=3)
+    assert_named(errors, "SGD", "param group 0, option 'lr'", "rank 0 has 1.0", "rank 1 has 0.001", "sync_dist=True")
+
+
+def test_a_plateau_of_a_synced_metric_trains() -> None:
+    assert errors_of(Synced, 3, max_epochs=3) == ["", ""]
+
+
+def adamw(module: Net) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def on_rank_1(act: Callable[[Custom, Any], None]) -> Callable[[Custom, Any], None]:
+    return lambda module, optimizer: act(module, optimizer) if dist.get_rank() == 1 else None
+
+
+def change_rate(module: Custom, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def take_out(module: Custom, optimizer: Any) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = group["params"][1:]
+
+
+def split_group(module: Custom, optimizer: Any) -> None:
+    if len(optimizer.param_groups) == 1:
+        group = optimizer.param_groups[0]
+        group["params"], moved = group["params"][:-1], group["params"][-1:]
+        optimizer.add_param_group({"params": moved, "lr": 0.001})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (change_rate, ["option 'lr'", "rank 0 has 0.01", "rank 1 has 0.5"]),
+        (take_out, ["parameter 'model.", "rank 0 has it in param group 0", "rank 1 has it in no param group"]),
+        (split_group, ["number of param groups: rank 0 has 1, rank 1 has 2", "rank 1 has it in param group 1"]),
+    ],
+)
+def test_a_change_on_one_rank_is_named_before_the_step(stage: int, act: Any, words: list[str]) -> None:
+    assert_named(errors_of(lambda: Custom(adamw, on_rank_1(act)), stage), "AdamW", "No rank has taken", *words)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("act", [change_rate, take_out, split_group])
+def test_the_same_change_on_all_ranks_trains(stage: int, act: Any) -> None:
+    assert errors_of(lambda: Custom(adamw, act), stage) == ["", ""]
+
+
+def test_no_rank_has_stepped_when_ranks_differ() -> None:
+    def play(rank: int) -> Tensor:
+        before: list[Tensor] = []
+
+        def act(module: Custom, optimizer: Any) -> None:
+            shards = [p for group in optimizer.param_groups for p in group["params"]]
+            before.append(torch.cat([p.detach().clone() for p in shards]))
+            module.shards = shards
+            if len(before) == 2:
+                optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+
+        module = Custom(lambda module: torch.optim.SGD(module.parameters(), lr=0.1), act)
+        errors: list[str] = []
+        with quiet(), raised(errors):
+            fit(zero(1), module)
+        assert len(before) == 2
+        assert "option 'lr'" in errors[0]
+        return (torch.cat(module.shards) - before[-1]).abs().max().detach()
+
+    assert [float(moved) for moved in run_world(2, play, timeout=100)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rate_that_is_a_tensor_is_compared_by_value(stage: int) -> None:
+    def configure(module: Net) -> Any:
+        return torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.125), foreach=False)
+
+    def write(module: Custom, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"].fill_(0.25)
+
+    errors = errors_of(lambda: Custom(configure, on_rank_1(write)), stage)
+    assert_named(errors, "option 'lr'", "rank 0 has 0.125", "rank 1 has 0.25")
+    assert errors_of(lambda: Custom(configure, write), stage) == ["", ""]
+
+
+# ----------------------------------------------------------------------------------------------------- at set-up
+
+
+class Other(torch.optim.SGD):
+    """Another class with the same arithmetic."""
+
+
+def differing(configure: Callable[[Net, bool], Any]) -> Configure:
+    """``configure(module, here)``: ``here`` is true on rank 1."""
+    return lambda module: configure(module, dist.get_rank() == 1)
+
+
+def decay(module: Net, here: bool) -> Any:
+    groups = [{"params": [p]} for p in module.parameters()]
+    return torch.optim.AdamW(
+        [{**group, "weight_decay": 0.3 if here and i == 2 else 0.1} for i, group in enumerate(groups)]
+    )
+
+
+def lacking(module: Net, here: bool) -> Any:
+    return torch.optim.AdamW(list(module.parameters())[1 if here else 0 :])
+
+
+def swapped(module: Net, here: bool) -> Any:
+    parameters = list(module.parameters())
+    return torch.optim.AdamW(parameters[::-1] if here else parameters)
+
+
+def other_group(module: Net, here: bool) -> Any:
+    parameters = list(module.parameters())
+    cut = 2 if here else 3
+    return torch.optim.AdamW([{"params": parameters[:cut]}, {"params": parameters[cut:]}])
+
+
+def other_class(module: Net, here: bool) -> Any:
+    return (Other if here else torch.optim.SGD)(module.parameters(), lr=0.1)
+
+
+def one_more(module: Net, here: bool) -> Any:
+    module.automatic_optimization = False
+    first, *rest = module.parameters()
+    both = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.1)]
+    return both[:1] if here else both
+
+
+def no_scheduler(module: Net, here: bool) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return optimizer if here else {"optimizer": optimizer, "lr_scheduler": CosineAnnealingLR(optimizer, 10)}
+
+
+def other_length(module: Net, here: bool) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return [optimizer], [CosineAnnealingLR(optimizer, 20 if here else 10)]
+
+
+def other_interval(module: Net, here: bool) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step" if here else "epoch"}]
+
+
+def foreign(module: Net, here: bool) -> Any:
+    parameters = list(module.parameters())
+    return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))] if here else parameters, lr=0.1)
+
+
+SET_UPS: list[tuple[Callable[[Net, bool], Any], list[str]]] = [
+    (decay, ["AdamW", "param group 2, option 'weight_decay': rank 0 has 0.1, rank 1 has 0.3"]),
+    (lacking, ["AdamW", "parameter 'model.", "rank 0 has it in param group 0, rank 1 has it in no param group"]),
+    (swapped, ["AdamW", "param group 0, order of parameters: at place 0 rank 0 has 'model."]),
+    (other_group, ["parameter 'model.", "rank 0 has it in param group 0, rank 1 has it in param group 1"]),
+    (other_class, ["optimizers: rank 0 has torch.optim.sgd.SGD, rank 1 has", "Other"]),
+    (one_more, ["optimizers: rank 0 has torch.optim.sgd.SGD, torch.optim.sgd.SGD, rank 1 has torch.optim.sgd.SGD"]),
+    (no_scheduler, ["schedulers: rank 0 has torch.optim.lr_scheduler.CosineAnnealingLR, rank 1 has none"]),
+    (other_length, ["scheduler 0 (CosineAnnealingLR), setting 'T_max': rank 0 has 10, rank 1 has 20"]),
+    (other_interval, ["scheduler 0 (LambdaLR), setting 'interval': rank 0 has 'epoch', rank 1 has 'step'"]),
+    (foreign, ["parameter '(not the model's, of shape (3,))': rank 0 has it in no param group"]),
+]
+
+
+@pytest.mark.parametrize(("configure", "words"), SET_UPS, ids=[configure.__name__ for configure, _ in SET_UPS])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_differs_at_set_up_is_named(stage: int, configure: Any, words: list[str]) -> None:
+    assert_named(errors_of(lambda: Custom(differing(configure)), stage), "configure_optimizers", *words)
+
+
+# ----------------------------------------------------------------------------------------------- equal never raises
+
+
+def one_cycle(module: Net) -> Any:
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, total_steps=20), "interval": "step"}]
+
+
+def cosine(module: Net) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.1), momentum=0.9)
+    return [optimizer], [{"scheduler": CosineAnnealingLR(optimizer, 10), "interval": "step"}]
+
+
+def many_groups(module: Net) -> Any:
+    return torch.optim.NAdam([{"params": [p], "lr": 0.01 / (i + 1)} for i, p in enumerate(module.parameters())])
+
+
+def named(module: Net) -> Any:
+    return torch.optim.AdamW(module.named_parameters(), lr=0.01, betas=[0.9, 0.95])  # type: ignore[arg-type]
+
+
+def whole(module: Net) -> Any:
+    return torch.optim.Muon([p for p in module.parameters() if p.ndim == 2], lr=0.01)
+
+
+def rate_is_not_a_number(module: Net) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=float("nan"))
+
+
+EQUAL: list[Configure] = [one_cycle, cosine, many_groups, named, whole, rate_is_not_a_number]
+SIMPLE = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+
+
+@pytest.mark.parametrize("offload", [None, HostOffload()], ids=["device", "host"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_equal_optimizers_never_raise(stage: int, offload: Any) -> None:
+    def play(rank: int) -> list[str]:
+        errors: list[str] = []
+        makes = [lambda module, name=name: getattr(torch.optim, name)(module.parameters(), lr=0.01) for name in SIMPLE]
+        for configure in [*EQUAL, *makes]:
+            with quiet(), raised(errors):
+                fit(zero(stage, offload=offload), Custom(configure), 3)
+        return errors
+
+    assert run_world(2, play, timeout=200) == [[], []]
+
+
+class Pair(Net):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            x, y = self.data(batch_idx)
+            self.manual_backward((self(x) - y).square().mean())
+            optimizer.step(closure=lambda: None)
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.parameters()
+        return [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def test_several_optimizers_and_a_closure_that_does_nothing_train() -> None:
+    assert errors_of(Pair, 3) == ["", ""]
+
+
+def test_parameters_that_are_in_no_optimizer_are_not_trained_and_are_saved(tmp_path: Path) -> None:
+    def configure(module: Net) -> Any:
+        return torch.optim.AdamW(list(module.parameters())[:-3], lr=0.01)
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Custom(configure)
+        trainer = fit(strategy, module)
+        path = tmp_path / f"{name_of(strategy)}.ckpt"
+        trainer.save_checkpoint(path)
+        other = Custom(configure)
+        resumed = make_trainer(again(strategy), max_epochs=2)
+        resumed.fit(other, batches(4), ckpt_path=path)
+        return {"first": made(module, trainer), "resumed": made(other, resumed)}
+
+    assert_same(each_strategy(play))
+
+
+# ------------------------------------------------------------------------------------------------- a second fit
+
+
+class Once(Custom):
+    """Builds its optimizer in the first fit only."""
+
+    kept: Any = None
+
+    def configure_optimizers(self) -> Any:
+        if self.kept is None:
+            self.kept = super().configure_optimizers()
+        return self.kept
+
+
+def muon_and_adamw(module: Net) -> Any:
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    others = [p for p in module.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+
+class TwoByHand(Once):
+    def __init__(self, configure: Configure) -> None:
+        super().__init__(configure)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.mse_loss(self(self.data(batch_idx)[0]), self.data(batch_idx)[1])
+        self.losses.append(loss.detach().clone())
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+REUSED: dict[str, Callable[[], Once]] = {
+    "AdamW": lambda: Once(lambda module: Net.configure_optimizers(module)),
+    "Adagrad": lambda: Once(lambda module: torch.optim.Adagrad(module.parameters(), lr=0.01)),
+    "momentum": lambda: Once(lambda module: torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)),
+    "Muon": lambda: TwoByHand(muon_and_adamw),
+}
+
+
+@pytest.mark.parametrize("name", REUSED)
+def test_the_same_optimizer_goes_on_in_a_second_fit(name: str) -> None:
+    """With another Trainer each time, and with the same."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        results = {}
+        module = REUSED[name]()
+        fit(strategy, module)
+        results["another"] = made(module, fit(again(strategy), module))
+        if isinstance(strategy, ZeroStrategy):  # DDP wraps for one fit only
+            trainer = fit(again(strategy), module)
+            trainer.fit_loop.max_epochs = 2
+            trainer.fit(module, batches(4))
+        else:
+            fit(again(strategy), module)
+            trainer = make_trainer(again(strategy), max_epochs=2)
+            trainer.fit_loop.epoch_progress.current.completed = 1
+            trainer.fit_loop.epoch_progress.current.processed = 1
+            trainer.fit(module, batches(4))
+        results["same"] = {"losses": list(module.losses), "weights": made(module, trainer)["weights"]}
+        return results
+
+    assert_same(each_strategy(play))
+
+
+@pytest.mark.parametrize("name", REUSED)
+def test_the_same_optimizer_goes_on_in_another_stage(name: str) -> None:
+    """Its state is cut anew: the stages have other shards."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = REUSED[name]()
+        for stage in (3, 1, 2, 3):
+            trainer = fit(zero(stage) if isinstance(strategy, ZeroStrategy) else again(strategy), module)
+        return made(module, trainer)
+
+    assert_same(each_strategy(play))
+
+
+def test_the_same_optimizer_goes_on_in_host_memory_and_back() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = REUSED["AdamW"]()
+        for offload in (None, HostOffload(), HostOffload(), None):
+            sharded = isinstance(strategy, ZeroStrategy)
+            trainer = fit(zero(STAGES[name_of(strategy)], offload=offload) if sharded else again(strategy), module)
+        return made(module, trainer)
+
+    assert_same(each_strategy(play))
+
+
+def test_an_optimizer_that_has_trained_under_ddp_goes_on() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = REUSED["AdamW"]()
+        fit(DDPStrategy(find_unused_parameters=True), module)
+        fit(strategy, module)
+        return made(module, fit(again(strategy), module))
+
+    assert_same(each_strategy(play))
+
+
+def test_another_optimizer_in_between_changes_nothing_of_the_first() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = REUSED["AdamW"]()
+        trainer = fit(strategy, module)
+        first, module.kept = module.kept, torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+        fit(again(strategy), module)
+        module.kept = first
+        first.param_groups[0]["lr"] = 0.02
+        trainer = fit(again(strategy), module)
+        return made(module, trainer)
+
+    assert_same(each_strategy(play))
+
+
+def test_state_in_files_stays_there_in_a_second_fit(tmp_path: Path) -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = REUSED["AdamW"]()
+        used = []
+        for _ in range(3):
+            if isinstance(strategy, ZeroStrategy):
+                stage = STAGES[name_of(strategy)]
+                trainer = fit(zero(stage, offload=NvmeOffload(path=tmp_path, buffer_mib=4)), module)
+                used.append(trainer.strategy.engine.homes.store.nbytes_on_disk)  # type: ignore[union-attr,attr-defined]
+            else:
+                trainer = fit(again(strategy), module)
+        assert len(set(used)) <= 1, used
+        return made(module, trainer)
+
+    assert_same(each_strategy(play))
+
+
+def test_state_in_files_that_are_gone_is_an_error_by_name(tmp_path: Path) -> None:
+    def play(rank: int) -> list[str]:
+        errors: list[str] = []
+        module = REUSED["AdamW"]()
+        with quiet():
+            fit(zero(3, offload=NvmeOffload(path=tmp_path, buffer_mib=4)), module)
+            with raised(errors):
+                fit(zero(3), module)
+        return errors
+
+    for errors in run_world(2, play, timeout=100):
+        assert "AdamW has trained in an earlier fit that kept its state in files" in errors[0]
+
+
+def test_a_step_between_two_fits_is_an_error_by_name() -> None:
+    """The optimizer of a fit before the last one: the model has gone on without it."""
+
+    def play(rank: int) -> list[str]:
+        errors: list[str] = []
+        module = REUSED["AdamW"]()
+        with quiet():
+            trainer = fit(zero(2), module)
+            first, module.kept = module.kept, None
+            trainer.fit_loop.max_epochs = 2
+            trainer.fit(module, batches(2))
+        with raised(errors):
+            first.step()
+        return errors
+
+    for errors in run_world(2, play, timeout=100):
+        assert "AdamW is an optimizer of an earlier fit" in errors[0]
+
+
+# ----------------------------------------------------------------------------------------------------- closures
+
+
+class SAM(torch.optim.Optimizer):
+    """As the usual implementation has it."""
+
+    def __init__(self, params: Any, base: Any, **options: Any) -> None:
+        super().__init__(params, {"rho": 0.05, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Two passes."""
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        raise NotImplementedError
+
+
+class Required(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class Raising(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is None:
+            raise ValueError("nothing to call")
+        raise NotImplementedError
+
+
+class Optional(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            loss = closure()
+        super().step()
+        return loss
+
+
+CLOSURES: dict[str, Configure] = {
+    "SAM": lambda module: SAM(module.parameters(), torch.optim.SGD, lr=0.1),
+    "Required": lambda module: Required(module.parameters(), lr=0.1),
+    "Raising": lambda module: Raising(module.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+def test_an_optimizer_that_needs_a_closure_is_refused_at_set_up(name: str) -> None:
+    def play(rank: int) -> tuple[list[str], int]:
+        errors: list[str] = []
+        module = Custom(CLOSURES[name])
+        with quiet(), raised(errors):
+            fit(zero(3), module)
+        return errors, len(module.losses)
+
+    for errors, steps in run_world(2, play, timeout=100):
+        assert errors[0].startswith(f"UnsupportedOptimizerError: {name} cannot be sharded: its step() needs a closure")
+        assert steps == 0
+
+
+def test_one_that_only_shows_it_in_a_step_is_named_there() -> None:
+    class Needs(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.check(closure)
+
+        def check(self, closure: Any) -> None:
+            if closure is None:
+                raise RuntimeError("a closure is required")
+
+    errors = errors_of(lambda: Custom(lambda module: Needs(module.parameters(), lr=0.1)), 3)
+    assert all(error.startswith("UnsupportedOptimizerError: Needs cannot be sharded") for error in errors)
+
+
+def test_an_optional_closure_is_no_reason_to_refuse() -> None:
+    assert errors_of(lambda: Custom(lambda module: Optional(module.parameters(), lr=0.1)), 3) == ["", ""]
