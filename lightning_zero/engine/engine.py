@@ -124,7 +124,7 @@ class ZeroEngine:
         self._scope = ""
         self._segment = 0
         self._forwards, self._backwards, self._steps = 0, 0, 0
-        self._in_backward = False
+        self.in_backward = False  # a backward runs
         self._explicit = False
         self._active: list[ShardedUnit] = []
         self._calls: list[ForwardCall] = []
@@ -178,10 +178,10 @@ class ZeroEngine:
     def enter(self, name: str) -> None:
         """Begin a scope in which units may be needed; scopes nest."""
         self._recover()
-        if self._depth == 0 and not self._in_backward:
+        if self._depth == 0 and not self.in_backward:
             self.access.take_over()
         self._depth += 1
-        if self._depth > 1 or self._in_backward:
+        if self._depth > 1 or self.in_backward:
             return
         self.collectives.settle()
         self._scope = name
@@ -201,10 +201,10 @@ class ZeroEngine:
         self._depth -= 1
         if failed:
             # An inner scope's exception may still be caught by the user's code; the outermost one ends the step.
-            if self._depth == 0 and not self._in_backward:
+            if self._depth == 0 and not self.in_backward:
                 self.abandon()
             return
-        if self._depth == 0 and not self._in_backward:
+        if self._depth == 0 and not self.in_backward:
             self._end_span("forward")
             self._close_forward()
             self.weights.unbind()
@@ -215,7 +215,7 @@ class ZeroEngine:
 
         Collective: every rank.
         """
-        running = self._depth > 0 and not self._in_backward
+        running = self._depth > 0 and not self.in_backward
         if running:
             self._close_forward()
             depth, self._depth = self._depth, 0
@@ -237,13 +237,13 @@ class ZeroEngine:
 
     def before_unit_forward(self, unit: ShardedUnit) -> None:
         """Make a unit's full parameters available for its forward."""
-        implicit = self._depth == 0 and not self._in_backward
+        implicit = self._depth == 0 and not self.in_backward
         if implicit:
             self.enter(f"forward of '{unit.name}'")
         self._watch.check_identity(unit)
         self._residency.acquire(unit)
         guarded = torch.is_grad_enabled()
-        call = ForwardCall(unit, unit.version, next_sequence_number(), guarded, implicit, self._in_backward)
+        call = ForwardCall(unit, unit.version, next_sequence_number(), guarded, implicit, self.in_backward)
         call.span = self.spans.begin(Phase.FORWARD, unit.name, unit.nbytes)
         self._calls.append(call)
         if guarded:
@@ -286,7 +286,7 @@ class ZeroEngine:
 
     def begin_backward(self) -> None:
         """Note that a backward runs. Called by whatever is seen of it first."""
-        if self._in_backward:
+        if self.in_backward:
             return
         if self._depth > 0:
             self._close_forward()
@@ -294,7 +294,7 @@ class ZeroEngine:
             self.access.take_over(plain=False)
             self._segment = 0
         self.weights.bind()
-        self._in_backward = True
+        self.in_backward = True
         self._backwards += 1
         if self._reduces_now or self._sharded:
             # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
@@ -337,7 +337,7 @@ class ZeroEngine:
             return
         if torch.is_grad_enabled():
             refuse_double_backward()
-        if not self._in_backward:
+        if not self.in_backward:
             self.begin_backward()
         self._reducer.arrive(bucket, position, gradient, self.reduce_gradients or self._always_reduces)
 
@@ -346,7 +346,7 @@ class ZeroEngine:
 
         Collective: every rank.
         """
-        if not self._in_backward:
+        if not self.in_backward:
             return
         for unit in list(self._active):
             self._finish(unit)
@@ -363,7 +363,7 @@ class ZeroEngine:
                 self._reducer.close(rows)
             else:
                 self._reducer.keep_local()
-        self._in_backward = False
+        self.in_backward = False
         self._segment += 1
         if self._depth > 0:
             self._open_forward()
@@ -371,7 +371,7 @@ class ZeroEngine:
             self.weights.unbind()
 
     def _end_implicit_backward(self) -> None:
-        if self._in_backward and not self._explicit:
+        if self.in_backward and not self._explicit:
             self.end_backward()
 
     @property
@@ -398,7 +398,7 @@ class ZeroEngine:
             )
         if self.updating and self.plan.offload is not None:
             raise RuntimeError(_TORN.format(doing=f"{label} cannot step"))
-        if self._depth > 0 and not self._in_backward:
+        if self._depth > 0 and not self.in_backward:
             self._close_forward()
         if self.plan.offload is not None:
             with self.spans.of(Phase.OFFLOAD, label):
@@ -439,11 +439,11 @@ class ZeroEngine:
         if self.plan.offload is not None and not self._returned.issuperset(units):
             self.control.raise_together(failure, "bring weights back that were changed", _RESUME)
         self._returned.clear()
-        self.weights.after_step(self._depth > 0 or self._in_backward or self.plan.offload is not None)
+        self.weights.after_step(self._depth > 0 or self.in_backward or self.plan.offload is not None)
         self.updating = False
         self._residency.masters_changed(units)
         self.placeholders.check_intact()
-        if self._depth > 0 and not self._in_backward:
+        if self._depth > 0 and not self.in_backward:
             self._segment += 1
             self._open_forward()
 
@@ -506,12 +506,7 @@ class ZeroEngine:
     @property
     def computes(self) -> bool:
         """Whether a forward or a backward runs, in which units are gathered."""
-        return self._depth > 0 or self._in_backward
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward runs."""
-        return self._in_backward
+        return self._depth > 0 or self.in_backward
 
     # ----------------------------------------------------------------- failure
 
@@ -531,7 +526,7 @@ class ZeroEngine:
             unit.forget_sent()
             unit.note_written()
         self.access.writes.forget()
-        self._depth, self._in_backward, self._segment = 0, False, 0
+        self._depth, self.in_backward, self._segment = 0, False, 0
         self.weights.unbind()
 
     def detach(self) -> None:
@@ -560,7 +555,7 @@ class ZeroEngine:
 
     def _recover(self) -> None:
         """Drop a backward that raised: its end callback never came, and gradients would never be reduced again."""
-        if self._in_backward and not self._explicit and current_graph_task() == -1:
+        if self.in_backward and not self._explicit and current_graph_task() == -1:
             self.abandon()
 
     def _end_span(self, name: str) -> None:
