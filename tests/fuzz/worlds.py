@@ -79,7 +79,7 @@ def played(jobs: Iterable[Job]) -> dict[int, list[Record] | str]:
                 results[left[0].key] = f"{_stacks(folder, left[0])}\n{failure}"
                 left = left[1:]
             elif not done:
-                raise AssertionError(f"a world ended before it played anything: {failure}")
+                raise RuntimeError(f"a world ended before it played anything: {failure}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return results

@@ -24,7 +24,9 @@ from tests.fuzz.worlds import judged
 PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "120"))
 
 
-@pytest.mark.xfail(reason="absent values, gradients, buffers and `.data` writes still differ silently", strict=True)
+@pytest.mark.xfail(
+    reason="absent values, gradients, buffers and `.data` writes still differ silently", raises=AssertionError
+)
 @pytest.mark.timeout(120 + 3 * PROGRAMS)
 def test_programs_are_equal_to_ddp_or_an_error_says_why_not() -> None:
     programs = [draw(seed) for seed in range(PROGRAMS)]
