@@ -49,7 +49,7 @@ class _SlotView(NamedTuple):
         version: the weights it showed.
         view: of ``slot``, without a graph. Its values are the unit's whenever that is there.
         slot: the unit's home, or its own shard.
-        writes: how often user code had written to the parameter.
+        writes: how often user code had written to the parameter; -1 where the view cannot tell.
     """
 
     unit: ShardedUnit
@@ -128,7 +128,7 @@ class SavedTensorGuard:
                 view = unit.home.buffer.view(tensor.dtype).as_strided(
                     tensor.shape, tensor.stride(), tensor.storage_offset()
                 )
-            return _SlotView(unit, unit.version, view, unit.home, view._version)
+            return _SlotView(unit, unit.version, view, unit.home, -1)
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
             return _Handed(outer[0](tensor), outer[1])
@@ -140,7 +140,7 @@ class SavedTensorGuard:
         tensor: Tensor
         if kind is _SlotView:
             unit, version, tensor, slot, writes = packed
-            if unit.version == version and tensor._version != writes:
+            if unit.version == version and tensor._version != writes and writes >= 0:
                 check_version(tensor, writes, tensor.dtype, tensor.shape)
             if unit.in_backward and unit.storage is slot and unit.version == version and not _makes_graph():
                 return tensor  # its backward is running, as nearly always

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only  # private: 2.11 to 2.13
+from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.13
 
 from lightning_zero._torch import untracked
+from lightning_zero.engine.binding import is_absent
 from lightning_zero.engine.checksum import fingerprint
 from lightning_zero.engine.elementwise import Elementwise, elementwise, words
 from lightning_zero.engine.selection import Part
@@ -157,6 +158,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _for_each(name, func, args, kwargs)
     for sliced in _sliced((args, kwargs)):
         sliced._slice.trace.check_alive(f"{name}()")
+    if any(isinstance(value, Tensor) and is_absent(value) for value in tree_leaves((args, kwargs))):
+        _first((args, kwargs))._slice.trace.refuse(f"{name}() of a parameter whose values are not in memory")
     if subject is not None and name in _COPIES:
         return _wrapped(subject._slice.derived(subject.own.clone(), fingerprint("clone", subject.history)))
     if subject is not None and name in _CONVERSIONS:

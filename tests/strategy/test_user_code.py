@@ -15,11 +15,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy, full_parameters
+from lightning_zero import ZeroStrategy, full_gradients, full_parameters
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
@@ -210,6 +211,14 @@ def noise(net: Net) -> None:
     net.b.weight.grad.add_(torch.randn(10, 10))  # type: ignore[union-attr]
 
 
+def whole_gradients(act: Act) -> Act:
+    def look(net: Net) -> None:
+        with full_gradients(net):
+            act(net)
+
+    return look
+
+
 GRADIENTS = {
     "rows after backward": Case("on_after_backward", rows),
     "rows before the step": Case("on_before_optimizer_step", rows),
@@ -234,6 +243,23 @@ GRADIENTS = {
         lambda net: net.b.weight.register_post_accumulate_grad_hook(halve),
         {name: "'b.weight'" for name in STRATEGIES if name != "1"},
         {"accumulate_grad_batches": 2},
+    ),
+    "weight decay by hand": Case(
+        "on_before_optimizer_step",
+        lambda net: [p.grad.add_(p.detach(), alpha=0.1) for p in net.parameters() if p.grad is not None],
+        SHARDED,
+    ),
+    "weight decay of the parameter itself": Case(
+        "on_before_optimizer_step",
+        torch.no_grad()(lambda net: net.b.weight.grad.add_(net.b.weight, alpha=0.1)),
+        SHARDED,
+    ),
+    "clip_grad_norm_ of whole ones": Case(
+        "on_before_optimizer_step", whole_gradients(lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3))
+    ),
+    "Lightning's grad_norm of whole ones": Case(
+        "on_after_backward",
+        whole_gradients(lambda net: net.losses.extend(v.item() for v in grad_norm(net, 2).values())),
     ),
     "seeded noise": Case("on_after_backward", seeded(noise)),
     "other noise on each rank": Case("on_after_backward", noise, everywhere("gradient of 'b.weight'")),
