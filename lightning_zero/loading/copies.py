@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +33,17 @@ class NotedCopies(TorchFunctionMode):
         super().__init__()
         self._engine = engine
         self.copies: list[tuple[ParameterShard, Any]] = []
+        self._allowed = ExitStack()
         self._detached: dict[int, tuple[Tensor, Tensor]] = {}  # by id, which is a tensor's while the tensor is kept
+
+    def __enter__(self) -> NotedCopies:
+        self._allowed.enter_context(placeholders_allowed())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._allowed.close()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,8 +56,7 @@ class NotedCopies(TorchFunctionMode):
                 same = tuple(value.shape) == tuple(shard.spec.shape)
                 self.copies.append((shard, value if same else value.expand(shard.spec.shape)))
                 return args[0]
-        with placeholders_allowed():
-            result = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in _DETACHING and isinstance(args[0], nn.Parameter):
             self._detached[id(result)] = (result, args[0])
         return result

@@ -17,7 +17,7 @@ __all__ = ["refuse_modules", "refuse_shared_memory", "refuse_tensor"]
 def refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
     """Raise unless a parameter is a plain dense tensor, and a buffer a plain one, perhaps on the meta device.
 
-    A subclass of ``nn.Parameter`` around a plain tensor is one. A sparse or quantized buffer is every rank's own.
+    A subclass of ``nn.Parameter`` around a plain tensor is one. A sparse buffer is every rank's own.
 
     Args:
         kind: ``"Parameter"`` or ``"Buffer"``.
@@ -33,7 +33,7 @@ def refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
             "Run one forward pass (or give the layer its sizes) before the plan is built."
         )
     what = _strange(tensor)
-    if what and (kind == "Parameter" or what == type(tensor).__name__):
+    if what and (kind == "Parameter" or tensor.layout is torch.strided):
         raise ValueError(
             f"{kind} '{name}' is a {what}. Only plain dense tensors can be sent to all ranks, be laid out in flat "
             "buffers and be read back from a checkpoint, whether they are trained or frozen. Make it a plain one "

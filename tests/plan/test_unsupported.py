@@ -46,7 +46,7 @@ def test_only_plain_tensors(name: str, kind: str) -> None:
     else:
         model.head.register_buffer("codes", make())
     for stage in STAGES:
-        if kind == "Buffer" and name in ("sparse", "rows", "quantized"):
+        if kind == "Buffer" and name in ("sparse", "rows"):
             build_plan(model, stage=stage, world_size=2)  # every rank keeps its own
             continue
         with pytest.raises(ValueError, match=rf"{kind} 'head\.codes' is a .*plain") as caught:
