@@ -59,6 +59,7 @@ class Checkpoints:
             _SAVERS[groups] = Saver(self._control)
         self._saver = _SAVERS[groups]
         self.random = RandomState(self._control)
+        self._told: set[str] = set()  # what cannot be kept, and was named
         self._training = False
         self._removing = False  # whether something was to be deleted in this run
         self._underway: str | None = None  # what was saved last in the background, in this run
@@ -131,17 +132,29 @@ class Checkpoints:
             own = {**checkpoint.get(SUMMARY_KEY, {}), RANDOM_KEY: self.random.save(engine.device)}
             checkpoint = {**checkpoint, SUMMARY_KEY: own}
 
-        def write(content: Mapping[str, Any], control: Control) -> None:
+        def write(content: Mapping[str, Any], control: Control) -> list[str]:
             if policy.format == "consolidated":
                 save_consolidated_file(content, path, control, plan_summary=summary)
-            else:
-                save_checkpoint_directory(content, path, control, plan_summary=summary)
+                return []
+            return self._news(save_checkpoint_directory(content, path, control, plan_summary=summary))
 
         # SLURM ends the job when Lightning's checkpoint for the next one returns.
         asynchronous = policy.async_save and self._training and not Path(path).name.startswith("hpc_ckpt")
         self._saver.save(write, checkpoint, what=what, asynchronous=asynchronous)
         if asynchronous:
             self._underway = path
+
+    def _news(self, lost: list[str]) -> list[str]:
+        """The warning about what a checkpoint cannot give back, on rank 0 and once."""
+        lost = [text for text in lost if text not in self._told]
+        if not lost or self._control.rank != 0:
+            return []
+        self._told.update(lost)
+        return [
+            f"A run that resumes will not have all that was saved: {', '.join(lost)}. Objects of such classes are not "
+            "kept, because loading them could run code. Save plain values (of a dataclass, `dataclasses.asdict`), or "
+            "allow the class with `torch.serialization.add_safe_globals`, here and where the run is resumed."
+        ]
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Open a checkpoint of any kind; tensors are read when they are needed.

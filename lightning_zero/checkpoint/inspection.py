@@ -10,7 +10,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from lightning_zero.checkpoint.commit import local_path
-from lightning_zero.checkpoint.export import SUMMARY_KEY
+from lightning_zero.checkpoint.export import RANDOM_KEY, SUMMARY_KEY
 from lightning_zero.checkpoint.files import is_remote
 from lightning_zero.checkpoint.kinds import Found, Kind, find_checkpoint
 from lightning_zero.checkpoint.opening import open_checkpoint
@@ -128,7 +128,7 @@ class Inspection:
         rest = _counted(
             value
             for key, part in self.checkpoint.items()
-            if key not in ("state_dict", "optimizer_states")
+            if key not in ("state_dict", "optimizer_states", SUMMARY_KEY)
             for value in _tensors(part)
         )
         if rest.tensors:
@@ -180,6 +180,8 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
     facts = {**head, **_plan_facts(plan), **facts}
     if isinstance(excluded := own.get("excluded_frozen"), list) and excluded:
         facts["left out"] = f"{len(excluded)} frozen parameters: {_some(excluded)}"
+    if isinstance(random := own.get(RANDOM_KEY), Tensor) and random.dim():
+        facts["random state"] = f"of {random.shape[0]} ranks"
     for key, name in (("callbacks", "callbacks"), ("hyper_parameters", "hyperparameters")):
         if isinstance(checkpoint.get(key), Mapping) and checkpoint[key]:
             facts[name] = _some(list(checkpoint[key]))

@@ -7,6 +7,7 @@ The names are those of stock DCP directories, as Lightning's own sharded strateg
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,7 @@ from lightning_zero.checkpoint.flat_shard import FlatShard
 from lightning_zero.checkpoint.schema import Index
 from lightning_zero.checkpoint.typed_json import type_name
 
-__all__ = ["Leaf", "check_savable", "describe", "digest", "disagreement", "put_together", "split"]
+__all__ = ["Leaf", "changed", "check_savable", "describe", "digest", "disagreement", "put_together", "split"]
 
 _ALWAYS_ROUTED = ("state_dict", "optimizer_states")
 
@@ -30,7 +31,7 @@ class Leaf:
     Attributes:
         path: the way from the checkpoint dictionary to the value; ``Index`` in lists, keys in dictionaries.
         stored_path: the same in the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``.
-        value: a FlatShard, a tensor, an empty dictionary, or any other value.
+        value: a FlatShard, a tensor, an empty dictionary, or any other value, such as a Counter.
     """
 
     path: tuple[Any, ...]
@@ -45,7 +46,7 @@ class Leaf:
     @property
     def is_container(self) -> bool:
         """Whether it is an empty dictionary: of it DCP knows nothing, only our own record does."""
-        return isinstance(self.value, Mapping)
+        return isinstance(self.value, Mapping) and not _is_whole(self.value)
 
 
 def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any]]:
@@ -84,7 +85,7 @@ def _top_level_leaves(key: str, value: Any) -> Iterator[Leaf]:
 
 
 def _leaves(path: tuple[Any, ...], stored_path: tuple[str | int, ...], value: Any) -> Iterator[Leaf]:
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and value and not _is_whole(value):
         for key, item in value.items():
             yield from _leaves((*path, key), (*stored_path, str(key)), item)
     elif isinstance(value, list) and not _is_terminal(value):
@@ -97,6 +98,29 @@ def _leaves(path: tuple[Any, ...], stored_path: tuple[str | int, ...], value: An
         yield leaf
 
 
+def changed(checkpoint: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Path and class of every dictionary that ``split`` takes apart and that comes back as an ordinary one."""
+    for key, value in checkpoint.items():
+        if key in _ALWAYS_ROUTED or _holds_shards(value):
+            yield from _changed((key,), value)
+
+
+def _changed(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], str]]:
+    if isinstance(value, Mapping) and not _is_whole(value):
+        if type(value) not in (dict, OrderedDict):
+            yield path, f"{type_name(value)}, which comes back as a dict"
+        for key, item in value.items():
+            yield from _changed((*path, key), item)
+    elif isinstance(value, list) and not _is_terminal(value):
+        for number, item in enumerate(value):
+            yield from _changed((*path, Index(number)), item)
+
+
+def _is_whole(value: Mapping[Any, Any]) -> bool:
+    """Whether a dictionary is one value: its class matters, and no tensor is in it that DCP should store."""
+    return type(value) in (Counter, defaultdict) and not _holds(value, Tensor)
+
+
 def _is_terminal(values: list[Any]) -> bool:
     """Whether DCP keeps a list as one value: it does unless a dictionary or a tensor is in it or in a list in it."""
     return not any(
@@ -105,15 +129,19 @@ def _is_terminal(values: list[Any]) -> bool:
     )
 
 
-def _holds_shards(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, FlatShard):
+def _holds_shards(value: Any) -> bool:
+    return _holds(value, FlatShard)
+
+
+def _holds(value: Any, kind: type[Tensor], depth: int = 0) -> bool:
+    if isinstance(value, kind):
         return True
     if depth > 64:  # a structure that contains itself
         return False
     if isinstance(value, Mapping):
-        return any(_holds_shards(item, depth + 1) for item in value.values())
+        return any(_holds(item, kind, depth + 1) for item in value.values())
     if isinstance(value, (list, tuple)):
-        return any(_holds_shards(item, depth + 1) for item in value)
+        return any(_holds(item, kind, depth + 1) for item in value)
     return False
 
 

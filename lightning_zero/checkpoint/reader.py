@@ -38,6 +38,7 @@ __all__ = [
     "Opened",
     "is_sharded_checkpoint",
     "load_checkpoint_directory",
+    "load_safely",
     "load_together",
     "read_directory",
 ]
@@ -210,7 +211,7 @@ def _value(directory: Directory, key: str, item: Item) -> Any:
     if isinstance(item, TensorItem):
         return StoredTensor(directory.source, key, item)
     if isinstance(item, BlobItem):
-        found = _load_safely(directory.read_bytes(item.file, item.offset, item.nbytes))
+        found = load_safely(directory.read_bytes(item.file, item.offset, item.nbytes))
         if found is None:
             raise _LeftOut(item.type)
         return found[0]
@@ -225,7 +226,7 @@ def _decode(item: ValueItem) -> Any:
     return value[0]
 
 
-def _load_safely(archive: bytes) -> tuple[Any] | None:
+def load_safely(archive: bytes) -> tuple[Any] | None:
     """What a ``torch.save`` archive holds, if loading it can run no code."""
     with contextlib.suppress(Exception):  # any reason not to have it is the same reason to leave it out
         return (torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True),)
@@ -239,7 +240,7 @@ def _add_from_meta_file(
     loaded = None
     name = directory.listed(META_FILE)
     if name in directory.record.files:
-        loaded = _load_safely(directory.read_bytes(name, 0, directory.record.files[name].nbytes))
+        loaded = load_safely(directory.read_bytes(name, 0, directory.record.files[name].nbytes))
     missing = []
     for path, kind in unsupported:
         try:

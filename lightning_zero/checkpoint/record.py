@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from lightning_zero.checkpoint.crc32 import ChecksummedFile
 from lightning_zero.checkpoint.destination import Destination
 from lightning_zero.checkpoint.flat_shard import FlatShard
 from lightning_zero.checkpoint.items import Leaf
+from lightning_zero.checkpoint.reader import load_safely
 from lightning_zero.checkpoint.schema import (
     META_FILE,
     META_TENSORS_FILE,
@@ -33,7 +35,7 @@ from lightning_zero.checkpoint.schema import (
 from lightning_zero.checkpoint.typed_json import Encoder, Inexpressible, dtype_name, raw_memory, type_name
 from lightning_zero.checkpoint.writer import Written, is_plain, linear, save_archive
 
-__all__ = ["Outline", "Part", "outline", "write_record"]
+__all__ = ["Outline", "Part", "comes_back", "outline", "write_record"]
 
 _ALIGNMENT = 64  # bytes, of the tensors in meta.bin
 
@@ -56,11 +58,13 @@ class Part(NamedTuple):
         written: the entries of its data file.
         files: its data file, if it has one.
         outlines: what it is the lowest rank to have, by DCP name.
+        lost: what of that does not come back as it is, each with its class.
     """
 
     written: list[Written]
     files: dict[str, FileEntry]
     outlines: dict[str, Outline]
+    lost: list[str]
 
 
 def outline(leaf: Leaf) -> Outline:
@@ -76,9 +80,18 @@ def outline(leaf: Leaf) -> Outline:
         return Outline(leaf.path, kind)
 
 
+def comes_back(leaf: Leaf, outlined: Outline) -> bool:
+    """Whether loading gives the value back in a program that is like this one."""
+    if outlined.has_value or outlined.dtype is not None or leaf.is_container:
+        return True
+    archive = io.BytesIO()
+    torch.save(leaf.value, archive)
+    return load_safely(archive.getvalue()) is not None
+
+
 def write_record(
     destination: Destination, parts: Sequence[Part], rest: dict[str, Any], plan_summary: Mapping[str, Any]
-) -> None:
+) -> list[str]:
     """Write what describes a checkpoint, last of it ``zero.json``; durably. On rank 0.
 
     Args:
@@ -86,6 +99,9 @@ def write_record(
         parts: what every rank wrote, in rank order.
         rest: what of the checkpoint is not sharded.
         plan_summary: how the run is partitioned.
+
+    Returns:
+        What does not come back when this is loaded in a program like this one, each with its class.
 
     Raises:
         ValueError: if the parts do not make up every tensor.
@@ -103,7 +119,10 @@ def write_record(
         archive = ChecksummedFile(file)
         save_archive(rest, archive)
         described = {meta_file: FileEntry(archive.tell(), archive.checksum())}
-    encoded = _encode_rest(directory, _with_suffix(META_TENSORS_FILE, destination.suffix), rest, described)
+    encoder, encoded = _encode_rest(directory, _with_suffix(META_TENSORS_FILE, destination.suffix), rest, described)
+    lost = [text for part in parts for text in part.lost]
+    if encoder.unsupported and load_safely((directory / meta_file).read_bytes()) is None:
+        lost += [f"'{'.'.join(map(str, path))}' ({kind})" for path, kind in encoder.unsupported]
     destination.deliver(list(described))
     if not destination.suffix:  # where names are new with every save, ``.metadata`` is replaced after the record
         described[METADATA_FILE] = _file_entry(directory / METADATA_FILE)
@@ -122,6 +141,7 @@ def write_record(
     )
     with _new_file(directory / RECORD_FILE) as file:
         file.write(record.to_bytes())
+    return lost
 
 
 def _item(key: str, outline: Outline, written: Mapping[str, list[Written]]) -> Item:
@@ -141,8 +161,8 @@ def _item(key: str, outline: Outline, written: Mapping[str, list[Written]]) -> I
         raise ValueError(f"of '{key}', {error}") from error
 
 
-def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[str, FileEntry]) -> Any:
-    """The rest as typed JSON; tensors too large for it go to the file ``name``, which is then listed."""
+def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[str, FileEntry]) -> tuple[Encoder, Any]:
+    """The rest as typed JSON, and who encoded it; tensors too large go to the file ``name``, which is then listed."""
     with ExitStack() as stack:
         opened: list[ChecksummedFile] = []
 
@@ -163,10 +183,11 @@ def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[s
                 "crc32": crc32,
             }
 
-        encoded = Encoder(store).encode(rest)
+        encoder = Encoder(store)
+        encoded = encoder.encode(rest)
         for file in opened:
             files[name] = FileEntry(file.tell(), file.checksum())
-        return encoded
+        return encoder, encoded
 
 
 def _with_suffix(name: str, suffix: str) -> str:

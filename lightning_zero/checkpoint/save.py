@@ -16,8 +16,8 @@ from lightning_zero.checkpoint.agreement import Control, collect, failure_text
 from lightning_zero.checkpoint.destination import Destination, LocalDestination
 from lightning_zero.checkpoint.files import is_remote
 from lightning_zero.checkpoint.flat_shard import FlatShard
-from lightning_zero.checkpoint.items import Leaf, check_savable, describe, digest, disagreement, split
-from lightning_zero.checkpoint.record import Part, outline, write_record
+from lightning_zero.checkpoint.items import Leaf, changed, check_savable, describe, digest, disagreement, split
+from lightning_zero.checkpoint.record import Part, comes_back, outline, write_record
 from lightning_zero.checkpoint.remote import RemoteDestination
 from lightning_zero.checkpoint.writer import LeafPlanner, ShardWriter
 from lightning_zero.comm.groups import naming_failures
@@ -28,7 +28,7 @@ __all__ = ["no_garbage_collection", "save_checkpoint_directory"]
 
 def save_checkpoint_directory(
     checkpoint: Mapping[str, Any], path: str | os.PathLike[str], control: Control, *, plan_summary: Mapping[str, Any]
-) -> None:
+) -> list[str]:
     """Write a checkpoint directory and publish it in one step. See [Note: The directory] and [Note: Publishing].
 
     May run in a thread of its own, if nothing else uses ``control`` meanwhile and nobody changes the checkpoint.
@@ -42,6 +42,10 @@ def save_checkpoint_directory(
         control: the ranks.
         plan_summary: how the run is partitioned: information for people, not used in loading.
 
+    Returns:
+        What will not be there when it is loaded, or will be of another class: path and class of each. The same on every
+        rank.
+
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why. What was at ``path`` is unchanged then.
 
@@ -49,7 +53,7 @@ def save_checkpoint_directory(
     """
     destination: Destination = RemoteDestination(os.fspath(path)) if is_remote(path) else LocalDestination(path)
     with no_garbage_collection():
-        _Save(control, destination, f"save the checkpoint '{os.fspath(path)}'").run(checkpoint, plan_summary)
+        return _Save(control, destination, f"save the checkpoint '{os.fspath(path)}'").run(checkpoint, plan_summary)
 
 
 class _Save:
@@ -60,7 +64,7 @@ class _Save:
         self._destination = destination
         self._what = what
 
-    def run(self, checkpoint: Mapping[str, Any], plan_summary: Mapping[str, Any]) -> None:
+    def run(self, checkpoint: Mapping[str, Any], plan_summary: Mapping[str, Any]) -> list[str]:
         try:
             leaves, rest, token = self._prepare(checkpoint)
             mine, named = self._divide(leaves, token)
@@ -68,16 +72,23 @@ class _Save:
 
             def deliver() -> Part:
                 self._destination.deliver(list(writer.files))
-                return Part(writer.written, writer.files, {key: outline(leaf) for key, leaf in named.items()})
+                outlines = {key: outline(leaf) for key, leaf in named.items()}
+                lost = [
+                    f"'{key}' ({found.type})" for key, found in outlines.items() if not comes_back(named[key], found)
+                ]
+                return Part(writer.written, writer.files, outlines, lost)
 
             parts = collect(self._control, self._what, deliver)
 
-            def commit() -> None:
-                if self._control.rank == 0:
-                    write_record(self._destination, parts, rest, plan_summary)
-                    self._destination.commit()
+            def commit() -> list[str]:
+                if self._control.rank != 0:
+                    return []
+                lost = [f"'{'.'.join(map(str, path))}' ({kind})" for path, kind in changed(checkpoint)]
+                lost += write_record(self._destination, parts, rest, plan_summary)
+                self._destination.commit()
+                return lost
 
-            collect(self._control, self._what, commit)
+            return collect(self._control, self._what, commit)[0]
         finally:
             self._destination.discard()
 

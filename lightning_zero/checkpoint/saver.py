@@ -21,7 +21,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_zero.checkpoint.agreement import Control, collect, failure_text
@@ -34,7 +34,7 @@ __all__ = ["Saver"]
 
 _BEGIN_SECONDS = 5.0
 
-Write = Callable[[Mapping[str, Any], Control], None]
+Write = Callable[[Mapping[str, Any], Control], Sequence[str] | None]
 
 
 class _Outcome:
@@ -43,7 +43,7 @@ class _Outcome:
     Attributes:
         what: the last save in the background.
         failure: why it failed; ``None`` again once it was raised.
-        kept: what could not be deleted, and why.
+        kept: what could not be deleted, and why; and what else is worth a warning.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Saver:
 
         Args:
             write: writes the checkpoint it is given, with the control group it is given. Collective. Called here, or in
-                a thread; then the checkpoint is a snapshot.
+                a thread; then the checkpoint is a snapshot. What it returns are warnings.
             checkpoint: not changed. In the background it may be changed as soon as this returns.
             what: the step, to follow "could not": "save the checkpoint '/runs/last.ckpt'".
             asynchronous: write in the background. What cannot be copied is written now, with a warning.
@@ -95,7 +95,7 @@ class Saver:
         removals, self._removals = self._removals, []
         if snapshot is None:
             self._outcome.kept += self._remove_all(removals)
-            write(checkpoint, self._control)
+            self._outcome.kept += write(checkpoint, self._control) or ()
         else:
             self._begin(write, snapshot, removals, what)
         self._warn_of_what_was_kept()  # last: a warning may be an error, and on this rank alone
@@ -211,7 +211,7 @@ class Saver:
             begun.set()
             try:
                 self._outcome.kept += self._remove_all(removals)
-                write(snapshot, self._control)
+                self._outcome.kept += write(snapshot, self._control) or ()
             except BaseException as error:
                 self._outcome.failure = error
 

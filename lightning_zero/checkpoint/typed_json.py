@@ -14,7 +14,7 @@ import pathlib
 import reprlib
 import sys
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, timedelta
 from enum import Enum
@@ -29,7 +29,12 @@ __all__ = ["DTYPES", "Inexpressible", "Decoder", "Encoder", "check_stored", "dty
 
 _TAG = "$"
 _MAX_DEPTH = 64
-_CONTAINERS = (dict, OrderedDict, Namespace, list, tuple, set, frozenset, torch.Size)
+_MAPPINGS = {dict: "dict", OrderedDict: "odict", Counter: "counter", defaultdict: "defaultdict"}
+_CONTAINERS = (*_MAPPINGS, Namespace, list, tuple, set, frozenset, deque, torch.Size)
+_FACTORIES: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (bool, int, float, str, bytes, list, tuple, set, dict, Counter, OrderedDict, defaultdict, deque)
+}
 _UNSTORABLE = ("qint", "quint")  # quantised: a scale and a zero point belong to them
 _INLINE_NBYTES = 16384  # a random number generator's state (5056 bytes) is written inline, a weight is not
 
@@ -67,7 +72,7 @@ class Inexpressible(TypeError):
     """A value that typed JSON has no form for.
 
     Cause: an instance of a class that is not on the list, for example ``functools.partial``.
-    Fix: none needed; the value stays in ``meta.pt``, and loading says which key is missing.
+    Fix: none needed; the value stays in ``meta.pt``. Saving and loading say which key is missing.
     """
 
 
@@ -129,19 +134,26 @@ class Encoder:
             self._open.discard(id(value))
 
     def _container(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if type(value) in (dict, OrderedDict):
+        if type(value) in _MAPPINGS:
             return self._mapping(value, path)
         if type(value) is Namespace:
             return {_TAG: "namespace", "value": self._mapping(vars(value), path)}
         items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+        if type(value) is deque:
+            return {_TAG: "deque", "maxlen": value.maxlen, "value": items}
         return items if type(value) is list else {_TAG: type(value).__name__, "value": items}
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+        factory = value.default_factory if type(value) is defaultdict else None
+        name = getattr(factory, "__name__", None)
+        if factory is not None and _FACTORIES.get(str(name)) is not factory:
+            raise Inexpressible(f"{type_name(value)} of {name or type_name(factory)}")
         pairs = [(key, self._entry(item, (*path, key))) for key, item in value.items()]
         if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
             return dict(pairs)
         encoded = [[self.encode(key, (*path, key)), item] for key, item in pairs]
-        return {_TAG: "odict" if type(value) is OrderedDict else "dict", "value": encoded}
+        tagged = {_TAG: _MAPPINGS[type(value)], "value": encoded}
+        return {**tagged, "factory": name} if type(value) is defaultdict else tagged
 
     def _entry(self, value: Any, path: tuple[Any, ...]) -> Any:
         try:
@@ -238,14 +250,15 @@ class Decoder:
         return found
 
     def _tagged(self, tag: str, value: Any, whole: dict[str, Any], path: tuple[Any, ...]) -> Any:
-        if tag in ("dict", "odict"):
+        if tag in _MAPPINGS.values():
             pairs = [(self.decode(key), item) for key, item in value]
-            found = self._mapping(pairs, path)
-            return OrderedDict(found) if tag == "odict" else found
+            return _of_class(tag, whole, self._mapping(pairs, path))
         if tag == "namespace":
             return Namespace(**self.decode(value, path))
         if tag in _SEQUENCES:
             return _SEQUENCES[tag](self.decode(item, (*path, index)) for index, item in enumerate(value))
+        if tag == "deque":
+            return deque((self.decode(item, (*path, index)) for index, item in enumerate(value)), whole["maxlen"])
         if tag in _SCALARS:
             return _SCALARS[tag](value)
         if tag == "complex":
@@ -279,6 +292,18 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
     "date": date.fromisoformat,
     "datetime": datetime.fromisoformat,
 }
+
+
+def _of_class(tag: str, whole: Mapping[str, Any], content: dict[Any, Any]) -> dict[Any, Any]:
+    """The dictionary of the class that the tag names."""
+    if tag == "odict":
+        return OrderedDict(content)
+    if tag == "counter":
+        return Counter(content)
+    if tag == "defaultdict":
+        factory = whole["factory"]
+        return defaultdict(None if factory is None else _FACTORIES[factory], content)
+    return content
 
 
 def _text(content: bytes | memoryview) -> str:

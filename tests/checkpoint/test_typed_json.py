@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 import pathlib
 import random
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum
 from typing import Any
@@ -50,6 +51,17 @@ VALUES = [
     {1: "int", (2, "x"): "tuple", None: "none", False: 1.5},
     {"$": "tuple", "value": [1]},
     OrderedDict([("b", 1), ("a", 2)]),
+    Counter("hello"),
+    Counter(),
+    Counter({(1, "x"): -2, "half": 0.5}),
+    deque([1, (2, 3), {"a": 4}], maxlen=5),
+    deque("abc"),
+    deque(maxlen=0),
+    defaultdict(list, {"a": [1], 2: [3]}),
+    defaultdict(int, {"a": 1}),
+    defaultdict(Counter, {"a": Counter(b=2)}),
+    defaultdict(None, {"a": 1}),
+    {"nested": deque([defaultdict(set, {"a": {1}})], 2)},
     Namespace(lr=0.1, path=pathlib.Path("x/y")),
     pathlib.Path("/data/x.bin"),
     pathlib.PureWindowsPath("c:/x"),
@@ -104,6 +116,57 @@ def test_nan_and_arrays() -> None:
     found = through([array])[0]
     assert found.dtype == array.dtype
     assert (found == array).all()
+
+
+def test_what_a_dictionary_makes_of_a_missing_key_and_where_a_queue_ends_is_kept() -> None:
+    found = through(defaultdict(list))
+    found["new"].append(1)
+    assert found == {"new": [1]}
+    assert Counter(a=1) + through(Counter(a=2)) == Counter(a=3)
+    queue = through(deque([1, 2, 3], maxlen=3))
+    queue.append(4)
+    assert list(queue) == [2, 3, 4]
+
+
+class Tally(Counter[str]):
+    """Its class would have to be imported."""
+
+
+@dataclasses.dataclass
+class Best:
+    """So would this one."""
+
+    score: float
+
+
+def int_() -> int:
+    return 0
+
+
+int_.__name__ = "int"
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Tally("a"), "test_typed_json.Tally"),
+        (Best(0.5), "test_typed_json.Best"),
+        (UserDict(a=1), "collections.UserDict"),
+        (defaultdict(lambda: 0, a=1), "collections.defaultdict of <lambda>"),
+        (defaultdict(int_, a=1), "collections.defaultdict of int"),
+        (defaultdict(Tally, a=1), "collections.defaultdict of Tally"),
+        (defaultdict(functools.partial(int, 1), a=1), "collections.defaultdict of functools.partial"),
+        (deque([Best(0.5)]), "test_typed_json.Best"),
+        (Counter({Best: 1}), "builtins.type"),
+    ],
+)
+def test_other_classes_are_named(value: Any, named: str) -> None:
+    encoder, decoder = Encoder(), Decoder()
+    assert decoder.decode(encoder.encode({"a": {"b": value}, "c": 1})) == {"a": {}, "c": 1}
+    for unsupported in (encoder.unsupported, decoder.unsupported):
+        ((path, kind),) = unsupported
+        assert path == ("a", "b")
+        assert kind.endswith(named)
 
 
 def test_what_cannot_be_expressed_is_named_and_the_rest_is_kept() -> None:
@@ -166,6 +229,13 @@ def test_an_enum_of_a_module_that_is_not_imported_is_left_out() -> None:
         {"$": "timedelta", "value": [10**12, 0, 0]},
         {"$": "namespace", "value": 3},
         {"$": ["tuple"], "value": 3},
+        {"$": "deque", "value": [1]},
+        {"$": "deque", "maxlen": "x", "value": [1]},
+        {"$": "deque", "maxlen": -1, "value": [1]},
+        {"$": "counter", "value": 3},
+        {"$": "defaultdict", "value": []},
+        {"$": "defaultdict", "factory": "eval", "value": []},
+        {"$": "defaultdict", "factory": ["list"], "value": []},
     ],
 )
 def test_a_damaged_value_is_a_value_error(damaged: Any) -> None:

@@ -309,16 +309,21 @@ def test_hyperparameters_that_are_paths_classes_enums_or_functions_do_not_stop_a
 
         with quiet(), warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", "Left out of the checkpoint")
+            warnings.filterwarnings("always", "A run that resumes will not have all that was saved")
             whole, resumed = Configured(), Configured(nested={"a": [Path("x"), {1: None}]})
             results["whole"] = made(whole, train(whole, 3))
             train(Configured(), 2).save_checkpoint(tmp_path / "saved.ckpt")
             results["resumed"] = made(resumed, train(resumed, 3, tmp_path / "saved.ckpt"))
             results["whole"]["losses"] = results["whole"]["losses"][-2:]
-        return {**results, "warnings": [str(w.message) for w in caught if "Left out" in str(w.message)]}
+        texts = [str(w.message) for w in caught]
+        results["named"] = [text for text in texts if "will not have all" in text]
+        return {**results, "warnings": [text for text in texts if "Left out" in text]}
 
     results = run_world(2, play)
     assert_same(results, ["resumed"], 0, "whole")
     assert [len(result["warnings"]) for result in results] == [1, 0]
+    assert [len(result["named"]) for result in results] == [1, 0]
+    assert "'hyper_parameters.transform' (functools.partial)" in results[0]["named"][0]
     assert "transform" in results[0]["warnings"][0]
     assert "where" not in results[0]["warnings"][0].replace("/some/where", "")
 
