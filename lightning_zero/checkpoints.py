@@ -152,8 +152,7 @@ class Checkpoints:
         self._told.update(lost)
         return [
             f"A run that resumes will not have all that was saved: {', '.join(lost)}. Objects of such classes are not "
-            "kept, because loading them could run code. Save plain values (of a dataclass, `dataclasses.asdict`), or "
-            "allow the class with `torch.serialization.add_safe_globals`, here and where the run is resumed."
+            "kept, because loading them could run code. Save plain values (of a dataclass, `dataclasses.asdict`)."
         ]
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
