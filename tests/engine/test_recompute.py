@@ -834,12 +834,12 @@ def test_nothing_is_kept_of_the_inside() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_names_and_modules_are_as_they_were_and_detach_undoes_all(stage: int) -> None:
     run = Run(Normalised, stage)
-    names = [list(run.module.state_dict()), [name for name, _ in run.module.named_modules()]]
+    names = [list(run.module.state_dict(keep_vars=True)), [name for name, _ in run.module.named_modules()]]
     before = [dict(vars(module)) for module in run.module.modules()]
     run.module.layers[0].forward = own = lambda x: Layer.forward(run.module.layers[0], x)
     activations = Activations(run.engine, ActivationPolicy(checkpointing=["Normalised"]), run.units)
     assert run.module.layers[0].forward is not own
-    assert [list(run.module.state_dict()), [name for name, _ in run.module.named_modules()]] == names
+    assert [list(run.module.state_dict(keep_vars=True)), [name for name, _ in run.module.named_modules()]] == names
     activations.detach()
     activations.detach()
     assert run.module.layers[0].forward is own

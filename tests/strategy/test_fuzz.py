@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -24,21 +25,61 @@ from tests.fuzz.worlds import judged
 PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "120"))
 
 
-@pytest.mark.xfail(
-    reason="absent values, gradients, buffers and `.data` writes still differ silently", raises=AssertionError
+# What these look at are this rank's slices, and nothing says so: docs/user-code.md.
+OF_SLICES = frozenset(
+    [
+        "names_of_groups",
+        "sizes_of_groups",
+        "shapes_of_groups",
+        "norms_of_groups",
+        "clamp_weights_of_groups",
+        "gradient_norms_of_groups",
+        "scale_gradients_of_groups",
+        "clip_norm_of_a_group",
+        "size_of_state",
+        "keys_of_state",
+        "norms_of_state",
+        "read_state_of_weight",
+        "forget_state_of_weight",
+        "zero_state_of_weight",
+        "scale_all_states",
+        "clear_state",
+        "state_dict_of_optimizer",
+        "keys_of_optimizer_state_dict",
+        "rewind_optimizer",
+        "new_optimizer",
+        "own_optimizer_beside",
+    ]
 )
-@pytest.mark.timeout(120 + 3 * PROGRAMS)
-def test_programs_are_equal_to_ddp_or_an_error_says_why_not() -> None:
-    programs = [draw(seed) for seed in range(PROGRAMS)]
-    failed, kinds = [], Counter()
+
+
+def looks_at_slices(program: Program) -> bool:
+    return any(placed.action in OF_SLICES for placed in program.actions)
+
+
+def failures(programs: list[Program]) -> tuple[list[str], Counter[str]]:
+    failed, kinds = [], Counter[str]()
     for program, verdicts in zip(programs, judged(programs), strict=True):
         for stage, verdict in verdicts.items():
             kinds[verdict.kind] += 1
             if verdict.failed:
                 again = f"python -m tests.fuzz --program '{program.to_json()}'"
                 failed.append(f"stage {stage}: {verdict.kind}\n{program}\n{verdict.detail}\n{again}")
+    return failed, kinds
+
+
+@pytest.mark.timeout(120 + 3 * PROGRAMS)
+def test_programs_are_equal_to_ddp_or_an_error_says_why_not() -> None:
+    drawn = (program for program in map(draw, count()) if not looks_at_slices(program))
+    failed, kinds = failures(list(islice(drawn, PROGRAMS)))
     assert not failed, f"{len(failed)} programs failed, {dict(kinds)}:\n\n" + "\n\n".join(failed[:20])
     assert kinds["equal"] > PROGRAMS // 4, f"hardly a program ran through, so that little was compared: {dict(kinds)}"
+
+
+@pytest.mark.xfail(reason="param groups and optimizer states are this rank's slices", raises=AssertionError)
+def test_param_groups_are_those_of_ddp() -> None:
+    failed, kinds = failures(list(matrix(["names_of_groups", "norms_of_groups"], ["on_train_batch_end"])))
+    assert not failed, dict(kinds)
 
 
 # ------------------------------------------------------------------------------------------------------- the machine
