@@ -96,6 +96,7 @@ class UserGradients:
         if place is None or place.shard is None or self._running():
             set_gradient(parameter, value)
             return
+        set_gradient(parameter, None)  # of a backward that this engine has not seen
         what, whole = f"the gradient of '{binding.name}'", place.whole
         if value is None:
             if place.shard.grad is not None and whole is None:
