@@ -477,6 +477,8 @@ class ZeroEngine:
         Raises:
             OffloadError: if a disk failed.
         """
+        self.access.take_over()
+        self.access.note_written()
         for unit in self.units:
             for flat in unit.flats:
                 if on_disk or flat.rest.master is not Tier.DISK:

@@ -75,6 +75,7 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
     with engine.paused() as running:
         engine.agree(f"the beginning of {what}")
         engine.access.take_over()
+        engine.access.note_written()
         bindings = [engine.access.bindings[p] for u in units for f in u.flats for p in f.parameters]
         before = [(b, get_data(b.parameter), is_absent(b.parameter)) for b in bindings]
         changed: list[int] = []

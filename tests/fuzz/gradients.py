@@ -246,7 +246,7 @@ def hook_after_accumulation_scales(c: Context) -> Any:
         c.p.register_post_accumulate_grad_hook(scale)
 
 
-@action(EARLY, works="123", reads=True)
+@action(EARLY, works="1", reads=True)
 def hook_after_accumulation_reads(c: Context) -> Any:
     """The same, which only looks."""
     seen = c.kept.setdefault("seen", [])

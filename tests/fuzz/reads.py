@@ -282,7 +282,7 @@ def generate_as_long_as_it_takes(c: Context) -> Any:
     return rows
 
 
-@action(("before_forward", "after_forward", "validation_step"), works="12", reads=True)
+@action(("before_forward", "after_forward", "validation_step"), works="12")
 def weight_outside_its_module(c: Context) -> Any:
     """A weight used by a function instead of its module: the loss may depend on it."""
     layer = c.layer
@@ -291,7 +291,7 @@ def weight_outside_its_module(c: Context) -> Any:
     return out.detach()
 
 
-@action(("before_forward", "after_forward", "validation_step"), works="12", reads=True)
+@action(("before_forward", "after_forward", "validation_step"), works="12")
 def weight_decay_in_the_loss(c: Context) -> Any:
     """A penalty on all weights as a part of the loss."""
     penalty = sum(p.square().sum() for p in c.model.parameters() if p.requires_grad)

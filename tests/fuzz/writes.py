@@ -183,7 +183,7 @@ def swap_tensors(c: Context) -> None:
     torch.utils.swap_tensors(c.p, nn.Parameter(c.like(c.p)))
 
 
-@action(WRITES)
+@action(WRITES, parts=True)
 def set_weight(c: Context) -> None:
     """``p.set_(tensor)``."""
     with torch.no_grad():

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy, full_gradients, full_parameters
+from lightning_zero import ZeroStrategy, full_gradients, full_parameters, load_full_state_dict
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
@@ -301,6 +302,23 @@ def play(strategy: Any, case: Case) -> Any:
         return f"{type(error).__name__}: {error}"
     with full_parameters(net):
         return net.losses, {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_was_assigned_is_saved(stage: int, tmp_path: Path) -> None:
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        net = Net("on_train_batch_end", lambda net: setattr(net.b.weight, "data", torch.eye(10)))
+        with quiet():
+            trainer = make_trainer(ZeroStrategy(stage=stage, units=["Linear"]), max_steps=2)
+            trainer.fit(net, DataLoader(range(4), batch_size=None))
+            trainer.save_checkpoint(tmp_path / "saved")
+        saved = load_full_state_dict(tmp_path / "saved")["b.weight"]
+        with full_parameters(net):
+            return saved, net.b.weight.detach().clone()
+
+    for saved, shown in run_world(2, run, timeout=60):
+        assert torch.equal(saved, torch.eye(10))
+        assert torch.equal(shown, torch.eye(10))
 
 
 @pytest.mark.parametrize("name", CASES)
