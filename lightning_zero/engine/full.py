@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.engine.binding import get_data, is_absent
+from lightning_zero.engine.binding import Binding, get_data, is_absent
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.flat import FlatParameters, views_of
 from lightning_zero.engine.hooks import unhooked
@@ -96,15 +96,7 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
             else:
                 changed = _keep(engine, shown)
         finally:
-            for binding, data, was_absent in before:
-                binding.held = False
-                if was_absent:
-                    binding.hide()
-                else:
-                    binding.show(data)
-            for unit in units:
-                unit.held = False
-                unit.note_written()
+            _let_go(units, before)
         if changed:
             engine.masters_changed(changed)
     if failure is not None:
@@ -173,6 +165,19 @@ def _show(engine: ZeroEngine, unit: Unit) -> list[_Shown]:
         shown.append(_Shown(unit=unit, flat=flat, full=full, own=own, shared=shared))
     unit.held = True
     return shown
+
+
+def _let_go(units: Sequence[Unit], before: Sequence[tuple[Binding, Tensor, bool]]) -> None:
+    """Let parameters be what they were: their memory, and whether that was a placeholder."""
+    for binding, data, was_absent in before:
+        binding.held = False
+        if was_absent:
+            binding.hide()
+        else:
+            binding.show(data)
+    for unit in units:
+        unit.held = False
+        unit.note_written()
 
 
 def _wrong_shape(engine: ZeroEngine, shown: Sequence[_Shown]) -> ValueError | None:
