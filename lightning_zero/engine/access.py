@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -33,7 +34,8 @@ class ParameterAccess:
         self._engine: ZeroEngine = proxy(engine)
         self.writes = Writes()
         self.gradients = UserGradients(self.writes, lambda: self._engine.in_backward)
-        self._assigned: list[Binding] = []
+        self._assigned: dict[Binding, None] = {}  # in the order of their first assignment
+        self._taken: list[tuple[int, int, str]] = []  # memory of these, sorted: first address, the one behind it, name
         self._units: dict[nn.Parameter, Unit] = {}
         self.bindings: dict[nn.Parameter, Binding] = {}
         for unit in engine.units:
@@ -69,7 +71,7 @@ class ParameterAccess:
             self._check_kind(binding, value)
             self._check_apart(binding, value)
         if unit in self._plain:
-            self._assigned.append(binding)
+            self._keep_for_later(binding, value)
             return False
         if not is_absent(parameter):  # its unit computes, in memory that has to stay
             unit.note_assigned(parameter)
@@ -80,7 +82,7 @@ class ParameterAccess:
                 "where its values are not in memory. Write to it in a hook between steps, in the forward of its "
                 "module, or inside `with lightning_zero.full_parameters(module):`, on every rank."
             )
-        self._assigned.append(binding)
+        self._keep_for_later(binding, value)
         return False
 
     def handed_out(self, binding: Binding) -> None:
@@ -126,12 +128,11 @@ class ParameterAccess:
         if not self._assigned:
             return
         engine = self._engine
-        mine = [
-            b
-            for b in dict.fromkeys(self._assigned)
-            if b.external and (plain or self._units[b.parameter] not in self._plain)
-        ]
-        self._assigned = [b for b in self._assigned if b.external and b not in mine]
+        mine = [b for b in self._assigned if b.external and (plain or self._units[b.parameter] not in self._plain)]
+        for binding in mine:
+            del self._assigned[binding]
+        if not self._assigned:
+            self._taken.clear()
         for binding in mine:
             value = get_data(binding.parameter)
             self._check_kind(binding, value)
@@ -169,16 +170,28 @@ class ParameterAccess:
             )
 
     def _check_apart(self, binding: Binding, value: Tensor) -> None:
-        first, end = _range(value)
-        for parameter, other in self.bindings.items():
-            if other is binding or is_absent(parameter):
-                continue
-            start, stop = _range(get_data(parameter))
-            if start < end and first < stop:
+        """Raise if memory is assigned that another parameter lies in: the engine's, or what was assigned before."""
+        start, end = _range(value)
+        others = [
+            (self.bindings[parameter].name, *_range(view))
+            for unit in self._engine.units
+            if any(first < end and start < stop for first, stop in map(_range, unit.memory))
+            for parameter, view in unit.held_views()
+            if parameter is not binding.parameter
+        ]
+        place = bisect(self._taken, (start, end))
+        others += [(name, first, stop) for first, stop, name in self._taken[max(0, place - 1) : place + 1]]
+        for name, first, stop in others:
+            if first < end and start < stop:
                 raise ParameterAccessError(
-                    f"'{binding.name}' was assigned memory of '{other.name}', so that one would follow the other. Copy "
-                    "the values (`.clone()`), or tie the parameters before `trainer.fit`."
+                    f"'{binding.name}' was assigned memory of '{name}', so that one would follow the other. Copy the "
+                    "values (`.clone()`), or tie the parameters before `trainer.fit`."
                 )
+
+    def _keep_for_later(self, binding: Binding, value: Tensor | None) -> None:
+        self._assigned[binding] = None
+        if value is not None and value.numel():
+            insort(self._taken, (*_range(value), binding.name))
 
 
 def _range(value: Tensor) -> tuple[int, int]:

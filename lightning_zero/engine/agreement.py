@@ -7,15 +7,13 @@ other: the first number names the place, and a mismatch becomes an error on ever
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.errors import DivergenceError
 
-__all__ = ["Agreement", "Differ"]
-
-Differ = Callable[[ControlGroup], None]
+__all__ = ["Agreement"]
 
 
 class Agreement:

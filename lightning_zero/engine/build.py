@@ -17,6 +17,7 @@ from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.deferred import InitRecord
 from lightning_zero.engine.flat import FlatParameters, ParameterShard, views_of
 from lightning_zero.engine.placeholder import Placeholders
+from lightning_zero.engine.ranges import flat_range
 from lightning_zero.engine.reducer import GradientReducer
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
@@ -318,4 +319,4 @@ def as_bytes(value: Tensor) -> Tensor:
 def copy_slice(value: Tensor, start: int, destination: Tensor) -> None:
     """Make 1-D ``destination`` the elements of ``value`` from ``start`` on."""
     with untracked():
-        destination.copy_(value.reshape(-1).narrow(0, start if destination.numel() else 0, destination.numel()))
+        destination.copy_(flat_range(value, start, destination.numel()))

@@ -28,7 +28,7 @@ from lightning_zero._torch import (
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.engine.access import ParameterAccess
-from lightning_zero.engine.agreement import Agreement, Differ
+from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, place_buffers
 from lightning_zero.engine.calls import ForwardCall, hook_outputs, refuse_double_backward
@@ -380,7 +380,9 @@ class ZeroEngine:
 
     # -------------------------------------------------------------------- step
 
-    def before_optimizer_step(self, label: str, values: Sequence[int] = (), differ: Differ | None = None) -> None:
+    def before_optimizer_step(
+        self, label: str, values: Sequence[int] = (), differ: Callable[[ControlGroup], None] | None = None
+    ) -> None:
         """Agree with the other ranks that all are about to take the same optimizer step.
 
         Args:

@@ -13,7 +13,6 @@ from lightning_zero._torch import current_graph_task, untracked
 from lightning_zero.engine.checksum import checksum, fingerprint
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.flat import FlatParameters
-from lightning_zero.engine.ranges import flat_range
 from lightning_zero.errors import DivergenceError
 
 __all__ = ["gathered_gradients"]
@@ -202,15 +201,8 @@ def _name_difference(engine: ZeroEngine, places: Sequence[_Place], sums: Sequenc
 
 def _keep(engine: ZeroEngine, places: Sequence[_Place], left: Sequence[Tensor | None]) -> None:
     """Write this rank's part of what the user left to where the optimizer finds it."""
-    views = {}
-    if engine._reducer is not None:
-        views = {id(bucket.flat): bucket.shard_views for bucket in engine._reducer.buckets}
-    with untracked():
-        for place, gradient in zip(places, left, strict=True):
-            if gradient is None:
-                place.shard.grad = None
-                continue
-            own = views[id(place.flat)][place.position]
-            own.copy_(flat_range(gradient.detach(), place.flat.shards[place.position].start, own.numel()))
-            if place.shard.grad is not own:
-                place.shard.grad = own
+    for place, gradient in zip(places, left, strict=True):
+        if gradient is None:
+            place.shard.grad = None
+        else:
+            engine.access.gradients.keep(place.parameter, gradient)

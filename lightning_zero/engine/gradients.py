@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import untracked
 from lightning_zero.engine.binding import Binding, set_gradient
 from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.ranges import flat_range
 from lightning_zero.engine.sliced_gradient import SlicedGradient
 from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import ParameterAccessError
@@ -118,8 +119,14 @@ class UserGradients:
                 self._replace(place, value.own)
             else:
                 self._writes.note(what, value)
-                start, numel = place.bucket.flat.shards[place.position].start, place.shard.numel()
-                self._replace(place, value.reshape(-1).narrow(0, start if numel else 0, numel))
+                self.keep(parameter, value)
+
+    def keep(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Let a trainable parameter's average be ``whole``, full shape, of which this rank keeps its slice."""
+        place = self._places[parameter]
+        shard = place.bucket.flat.shards[place.position]
+        with untracked():
+            self._replace(place, flat_range(whole.detach(), shard.start, shard.data.numel()))
 
     def _replace(self, place: _Place, own: Tensor) -> None:
         """Let this rank's slice of a parameter's averaged gradient be ``own``: 1-D. Read once."""

@@ -44,7 +44,11 @@ class ReplicatedUnit(Unit):
             parameter.__class__ = kind
             set_data(parameter, view)
 
-    def _held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return self.buffers
+
+    def held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         yield from ((parameter, view) for parameter, view, _ in self._views)
 
     def bring_home(self) -> None:
@@ -62,7 +66,7 @@ class ReplicatedUnit(Unit):
                 )
             if data.numel() and (data.data_ptr() != view.data_ptr() or data.stride() != view.stride()):
                 with untracked():
-                    view.copy_(data)
+                    view.copy_(data.clone())  # which may be another view of the same memory
                 set_data(parameter, view)
                 self.void(parameter)
 

@@ -62,7 +62,11 @@ class ShardedUnit(Unit):
         """This rank's shard, where it is the whole unit and can be computed with as it lies."""
         self._own_views: list[tuple[nn.Parameter, Tensor, type[nn.Parameter]]] = []
 
-    def _held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return () if self.storage is None else (self.storage.buffer,)
+
+    def held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         if self.resident:
             self.wait()
             yield from ((parameter, view) for parameter, view, _ in self._views)

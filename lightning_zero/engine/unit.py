@@ -70,7 +70,7 @@ class Unit:
             for flat in self.flats:
                 if any(known is parameter for known in flat.parameters):
                     flat.refresh()
-            for known, view in self._held_views():
+            for known, view in self.held_views():
                 if known is parameter:
                     view.copy_(value)
         self.void(parameter)
@@ -80,7 +80,12 @@ class Unit:
         torch.autograd.graph.increment_version(parameter)
         self._versions[self._positions[id(parameter)]] += 1
 
-    def _held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """What the full values that are in memory now lie in."""
+        return ()
+
+    def held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The full values that are in memory now, even if parameters do not show them."""
         return iter(())
 
