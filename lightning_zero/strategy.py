@@ -79,8 +79,7 @@ class ZeroStrategy(ParallelStrategy):
         offload: what rests in host memory, or in files, between uses; ``None``: everything stays on the device.
         activations: what is computed again in backward, or kept on the host until then; ``None``: autograd keeps all.
         checkpoint: what is saved and how, and where the first weights come from.
-        broadcast_buffers: whether rank 0's buffers (running statistics, for example) are given to all ranks before
-            every forward before which ``DistributedDataParallel`` does. If not, each rank trains with its own.
+        broadcast_buffers: whether all ranks get rank 0's buffers (running statistics) whenever DDP would give them.
         accelerator: as for every Lightning strategy.
         parallel_devices: as for every Lightning strategy.
         cluster_environment: as for every Lightning strategy.
@@ -364,9 +363,8 @@ class ZeroStrategy(ParallelStrategy):
             for flat in unit.flats
             for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
         }
-        labels = agree_on_set_up(
-            self.optimizers, [vars(config) for config in self.lr_scheduler_configs], owned, engine.control
-        )
+        schedulers = [vars(config) for config in self.lr_scheduler_configs]
+        labels = agree_on_set_up(self.optimizers, schedulers, owned, engine.control)
         steps = offloaded_steps(engine, self.num_processes)
         for label, optimizer in zip(labels, self.optimizers, strict=True):
             self._adapters[id(optimizer)] = ShardedOptimizer(

@@ -19,7 +19,7 @@ from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
 from lightning_zero.offload.resting import RestingTensor, fill_from
 
-__all__ = ["gather_layout", "gathered", "give_back"]
+__all__ = ["gather_layout", "gathered", "give_back", "left_with_error"]
 
 
 def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what: str) -> Tensor:
@@ -102,10 +102,14 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
     if failure is not None:
         raise failure
     if failed:
-        raise RuntimeError(
-            f"Rank {failed[0]} left {what} with an error, so no rank keeps what was written there. Its own log says "
-            "more."
-        )
+        raise left_with_error(failed[0], what)
+
+
+def left_with_error(rank: int, what: str) -> RuntimeError:
+    """What the other ranks are told when one has raised in a block whose writes all keep, or none."""
+    return RuntimeError(
+        f"Rank {rank} left {what} with an error, so no rank keeps what was written there. Its own log says more."
+    )
 
 
 def give_back(engine: ZeroEngine) -> None:

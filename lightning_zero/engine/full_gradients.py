@@ -13,6 +13,7 @@ from lightning_zero._torch import current_graph_task, untracked
 from lightning_zero.engine.checksum import checksum, fingerprint
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.flat import FlatParameters
+from lightning_zero.engine.full import left_with_error
 from lightning_zero.errors import DivergenceError
 
 __all__ = ["gathered_gradients"]
@@ -176,10 +177,7 @@ def _finish(
         raise failure
     failed = [rank for rank, row in enumerate(rows) if row[0]]
     if failed:
-        raise RuntimeError(
-            f"Rank {failed[0]} left {what} with an error, so no rank keeps what was written there. Its own log says "
-            "more."
-        )
+        raise left_with_error(failed[0], what)
     if any(row[1] != rows[0][1] for row in rows):
         _name_difference(engine, places, sums)
     _keep(engine, places, left)

@@ -36,8 +36,8 @@ from lightning_zero.engine.version_check import check_version
 
 __all__ = ["SavedTensorGuard"]
 
-_STRIDED = torch.strided
 _new = tuple.__new__
+_detach = Tensor.detach  # of any class
 _makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with create_graph
 
 
@@ -118,11 +118,11 @@ class SavedTensorGuard:
 
     def _pack(self, tensor: Tensor) -> Any:
         # Some ten times in every unit's forward: what is not called, or not made, counts.
-        slot = self._slots.get(storage_key(tensor)) if tensor.layout is _STRIDED else None
+        slot = self._slots.get(storage_key(tensor))
         if slot is not None and isinstance(slot.owner, ShardedUnit):
             unit = slot.owner
             if slot is unit.home or slot is unit.own:
-                return _new(_SlotView, (unit, unit.version, tensor.detach(), slot, tensor._version))
+                return _new(_SlotView, (unit, unit.version, _detach(tensor), slot, tensor._version))
             # Memory that is borrowed for once is not kept alive: the same view of the home slot says where to look.
             with torch.no_grad():
                 view = unit.home.buffer.view(tensor.dtype).as_strided(

@@ -19,6 +19,8 @@ from lightning_zero.plan import UnitPlan
 
 __all__ = ["Unit"]
 
+_version_of = getattr(Tensor._version, "__get__")  # noqa: B009
+
 
 class Unit:
     """What both kinds of units share: a plan, its flat parameters, and a version that counts changes of the weights."""
@@ -92,7 +94,7 @@ class Unit:
     @property
     def written(self) -> bool:
         """Whether user code may have written to parameters since ``note_written``. Only while they show values."""
-        return bool(self._handed) or [parameter._version for parameter in self._parameters] != self._versions
+        return bool(self._handed) or list(map(_version_of, self._parameters)) != self._versions
 
     def note_handed_out(self, parameter: nn.Parameter) -> None:
         """Note that an alias of the memory of a parameter that shows its values is out."""

@@ -93,13 +93,16 @@ def _warm_up() -> None:
     for name in ("connect", "shared_memory", "transport"):
         importlib.import_module(f"lightning_zero.comm.{name}")
     load_vocabulary()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
         trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, enable_progress_bar=False, **options)
         batches = DataLoader(range(2), batch_size=1)  # type: ignore[arg-type]
         trainer.fit(Fuzzed(Program(), Player(Program(), 0, Path())), batches, batches)
+    log.setLevel(level)  # this process goes on with other tests
 
 
 def _path(folder: Path, job: Job, rank: int, kind: str) -> Path:
@@ -131,6 +134,7 @@ def _stacks(folder: Path, job: Job) -> str:
 
 def _work(rank: int, jobs: Sequence[Job], folder: Path) -> None:
     """Play jobs until one breaks the world; the next one goes on from there."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for number, job in enumerate(jobs):
         with open(_path(folder, job, rank, "stacks"), "w") as stacks:
             faulthandler.dump_traceback_later(DEADLINE, exit=True, file=stacks)
