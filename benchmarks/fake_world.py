@@ -25,6 +25,7 @@ from lightning_zero.comm import Collectives, ControlGroup, Groups, LocalCollecti
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload.homes import Homes
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.shown_state import StateSlices
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
 
@@ -216,6 +217,7 @@ class Zero(Way):
             engine.collectives,
             engine.before_optimizer_step,
             engine.after_optimizer_step,
+            StateSlices(engine),
             writable=not self.plan.placement.shards_parameters and not mixed,
         )
 

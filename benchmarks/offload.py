@@ -48,6 +48,7 @@ from lightning_zero.offload.pipeline import Request
 from lightning_zero.offloading import make_homes, offloaded_steps
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import build_plan
+from lightning_zero.shown_state import StateSlices
 
 PARTS = ("files", "host", "training", "device")
 KINDS: dict[str, dict[str, bool]] = {
@@ -124,7 +125,8 @@ class Rig:
             for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
         }
         before, after = engine.before_optimizer_step, engine.after_optimizer_step
-        ShardedOptimizer(self.optimizer, "AdamW", owned, collectives, before, after, offload=offloaded_steps(engine, 1))
+        slices, steps = StateSlices(engine), offloaded_steps(engine, 1)
+        ShardedOptimizer(self.optimizer, "AdamW", owned, collectives, before, after, slices, offload=steps)
         gradients_of(engine, model)
 
     def step(self) -> float:

@@ -6,6 +6,7 @@ Supported: torch 2.11, 2.12, 2.13, 2.14, 2.15.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch.utils._device import DeviceContext
 
 __all__ = [
     "DEVICE_CONTEXT_BEGINS",
+    "ZERO_GRADS",
     "BroadcastVersions",
     "all_gather_single",
     "asks_for_default_device",
@@ -139,6 +141,10 @@ def describes_tensors(frame: FrameType) -> bool:
     They describe its gradient, too, which is no part of what is compiled. 2.11 to 2.15.
     """
     return frame.f_globals.get("__name__") == "torch._subclasses.meta_utils"
+
+
+ZERO_GRADS = tuple(id(inspect.unwrap(f).__code__) for f in (Optimizer.zero_grad, torch.nn.Module.zero_grad))
+"""Ids of the code of torch's ``zero_grad``, which have a local variable ``set_to_none``. 2.11 to 2.15."""
 
 
 def device_of_mode(mode: Any) -> torch.device | None:

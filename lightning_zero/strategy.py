@@ -17,7 +17,6 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
@@ -59,6 +58,7 @@ from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.refusals import refuse_callbacks
+from lightning_zero.shown_state import StateSlices
 from lightning_zero.state import ModuleState, OptimizerState
 
 __all__ = ["ZeroStrategy"]
@@ -284,8 +284,6 @@ class ZeroStrategy(ParallelStrategy):
                 self._activations = Activations(self.engine, self._activation_policy, self._units)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if fitting and (self.offload is None or not self.offload.optimizer):
-            _optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_engine(self, module: LightningModule) -> None:
         groups = Groups.create(self._backend, self._timeout)
@@ -374,6 +372,7 @@ class ZeroStrategy(ParallelStrategy):
                 engine.collectives,
                 engine.before_optimizer_step,
                 engine.after_optimizer_step,
+                StateSlices(engine),
                 writable=not self.placement.shards_parameters and self.precision_plugin.param_dtype is None,
                 offload=steps,
             )

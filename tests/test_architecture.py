@@ -39,6 +39,7 @@ LAYERS = {
     "cli": "top",
     "planning": "top",
     "hugging_face": "top",
+    "shown_state": "top",
     "stand_in": "top",
     "tools": "top",
     "__init__": "top",

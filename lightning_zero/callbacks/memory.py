@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from torch.optim import Optimizer
 
 from lightning_zero.callbacks.steps import StepMonitor, log, logging_step, strategy_of
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.holdings import Beside, Holdings, holdings
+from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.plan import DiskBytes, HostBytes, Memory, OptimizerCost
 from lightning_zero.plan.report import format_nbytes
 from lightning_zero.strategy import ZeroStrategy
@@ -101,7 +101,8 @@ class MemoryMonitor(StepMonitor):
             return
         beside = self._watermark.nbytes
         self.detach(engine)
-        self._held = holdings(engine, trainer.optimizers)
+        adapters = map(strategy_of(trainer).adapter, trainer.optimizers)
+        self._held = holdings(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
         self._beside = max(self._beside, beside)
         self._process = process_nbytes(engine.device)
         log(trainer, self._metrics(beside), logging_step(trainer))
@@ -168,7 +169,7 @@ def expected_of(strategy: ZeroStrategy) -> _Expected:
         if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
             # The formula knows one optimizer; of several, each counts for its own parameters.
             offloaded = plan.offload is not None and plan.offload.optimizer
-            owned = zip(costs, map(owned_nbytes, strategy.optimizers), strict=True)
+            owned = zip(costs, map(owned_nbytes, map(strategy.adapter, strategy.optimizers)), strict=True)
             found = replace(found, optimizer=0 if offloaded else sum(cost.state * nbytes for cost, nbytes in owned))
         return found
 
@@ -181,10 +182,10 @@ def expected_of(strategy: ZeroStrategy) -> _Expected:
     )
 
 
-def owned_nbytes(optimizer: Optimizer) -> int:
+def owned_nbytes(optimizer: ShardedOptimizer) -> int:
     """Of what this rank's optimizer steps on."""
-    parameters: Iterable[torch.Tensor] = (p for group in optimizer.param_groups for p in group["params"])
-    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    shards = [p for entry in optimizer.entries if (p := entry.shard.parameter) is not None]
+    return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
 def process_nbytes(device: torch.device) -> dict[str, int]:

@@ -115,6 +115,13 @@ def _check_opcodes(data: bytes) -> None:
             raise _Refused(f"it holds {opcode.name} {argument}, which torch.distributed.checkpoint does not write")
 
 
+def _foreign(module: str, name: str) -> _Refused:
+    return _Refused(
+        f"it names {module}.{name}, which does not belong into a checkpoint's index: the file was not written by "
+        "torch.distributed.checkpoint alone, and loading it could run code"
+    )
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -131,10 +138,15 @@ class _Unpickler(pickle.Unpickler):
             return self.stand_in(name)
         if (module, name) == (_METADATA, "TensorProperties"):
             return self._make((module, name), lambda: type(name, (), {"__setstate__": _set_properties}))
-        raise _Refused(
-            f"it names {module}.{name}, which does not belong into a checkpoint's index: the file was not written by "
-            "torch.distributed.checkpoint alone, and loading it could run code"
-        )
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
+        raise _foreign(module, name)
+
+    def _member(self, kind: Any, name: Any) -> tuple[Any, ...]:
+        """How Python 3.11.0 to 3.11.3 write a member of an enum; anything else is refused, and nothing is read."""
+        if kind is not self._made.get((_METADATA, "_MEM_FORMAT_ENCODING")):
+            raise _foreign("builtins", "getattr")
+        return (name,)
 
     def stand_in(self, name: str) -> Any:
         """The empty class for one of DCP's classes."""

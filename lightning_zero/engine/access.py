@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect, insort
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -13,6 +14,8 @@ from lightning_zero.engine.binding import Binding, get_data, is_absent
 from lightning_zero.engine.build import copy_slice
 from lightning_zero.engine.gradients import UserGradients
 from lightning_zero.engine.replicated import ReplicatedUnit
+from lightning_zero.engine.sliced_tensor import SlicedTensor
+from lightning_zero.engine.sliced_values import values_of
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import ParameterAccessError
@@ -34,6 +37,7 @@ class ParameterAccess:
         self._engine: ZeroEngine = proxy(engine)
         self.writes = Writes()
         self.gradients = UserGradients(self.writes, lambda: self._engine.in_backward)
+        self._edited: dict[Unit, None] = {}  # absent, and written to in slices
         self._assigned: dict[Binding, None] = {}  # in the order of their first assignment
         self._taken: list[tuple[int, int, str]] = []  # memory of these, sorted: first address, the one behind it, name
         self._units: dict[nn.Parameter, Unit] = {}
@@ -95,6 +99,50 @@ class ParameterAccess:
         """What ``.grad`` is. ``local``: what autograd holds there."""
         return self.gradients.read(binding, local)
 
+    def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
+        """``parameter.data = ...``, if this rank has a slice of the value, which the parameter's own is made.
+
+        Raises:
+            ParameterAccessError: if that is not possible.
+        """
+        if not isinstance(value, SlicedTensor):
+            return False
+        target = self.sliced(binding) if is_absent(binding.parameter) and not binding.held else None
+        if target is None:
+            value.refuse(f"assigning it to '{binding.name}', which is not in slices now,")
+        if value.lent is None:
+            target.copy_(value)
+        elif value.lent != target.lent:  # it is not what ``parameter.data *= x`` assigns, and is there already
+            raise ParameterAccessError(
+                f"'{binding.name}' was assigned memory of the {value.lent}, so that one would follow the other. Copy "
+                "the values (`.clone()`), or tie parameters before `trainer.fit`."
+            )
+        return True
+
+    def sliced(self, binding: Binding) -> SlicedTensor | None:
+        """This rank's slice of an absent parameter, to be edited between steps; ``None`` where that cannot be."""
+        unit, engine, parameter = self._units[binding.parameter], self._engine, binding.parameter
+        shard = engine.shards[binding.name]
+        if isinstance(unit, ReplicatedUnit) or engine.computes or shard.data.dtype != parameter.dtype:
+            return None
+        if engine.plan.offload is not None:
+            engine.homes.settle()  # what is about to be written may still be read
+
+        def edited(digest: int) -> None:
+            self.writes.note(f"'{binding.name}'", digest)
+            unit.void(parameter)
+            self._edited[unit] = None
+
+        start = shard.start if shard.data.numel() else 0
+        meaning = values_of(binding.name)
+        cut = unit.cut_of(parameter)
+        return SlicedTensor(shard.data, start, parameter.shape, binding.name, None, edited, engine.device, meaning, cut)
+
+    @property
+    def let_gradient_go(self) -> Callable[[Binding], None]:
+        """``.grad = None`` in a ``zero_grad``."""
+        return self.gradients.let_go
+
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""
         self.gradients.write(binding, value)
@@ -125,9 +173,15 @@ class ParameterAccess:
             ParameterAccessError: if a parameter has another shape or dtype now.
             OffloadError: if a disk failed.
         """
+        engine = self._engine
+        if self._edited:
+            units, self._edited = list(self._edited), {}
+            for unit in units:
+                for flat in unit.flats:
+                    flat.refresh()
+            engine.masters_were_edited([unit.index for unit in units])
         if not self._assigned:
             return
-        engine = self._engine
         mine = [b for b in self._assigned if b.external and (plain or self._units[b.parameter] not in self._plain)]
         for binding in mine:
             del self._assigned[binding]

@@ -30,7 +30,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import describes_tensors, storage_key, untracked
+from lightning_zero._torch import ZERO_GRADS, describes_tensors, storage_key, untracked
 from lightning_zero.engine.questions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing
 from lightning_zero.errors import ParameterAccessError
 
@@ -82,6 +82,20 @@ class Owner(Protocol):
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""
 
+    @property
+    def let_gradient_go(self) -> Callable[[Binding], None]:
+        """``.grad = None``, in a ``zero_grad``."""
+
+    def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
+        """Take over a value of which this rank has a slice. Returns whether it is one.
+
+        Raises:
+            ParameterAccessError: if it cannot be taken over.
+        """
+
+    def sliced(self, binding: Binding) -> Tensor | None:
+        """What stands for the values of an absent parameter where elements are enough; ``None`` if nothing does."""
+
 
 class Binding:
     """One of the user's parameters.
@@ -103,6 +117,8 @@ class Binding:
         """Whether the parameter is an ordinary tensor at the moment, whose values are to be taken over."""
         self.held = False
         """Whether it shows full values in the user's hands (``full_parameters``): it may be pointed anywhere."""
+        self.place: Any = None
+        """Where its gradient is collected, if it is trained; ``engine/gradients.py``'s."""
         self.last_hook: int | None = None
         """Id of the engine's post-accumulate hook, which runs after the user's."""
         key = id(parameter)
@@ -133,6 +149,8 @@ class Binding:
     def assign(self, value: Tensor) -> None:
         """``parameter.data = value``."""
         parameter, owner = self.parameter, self.owner
+        if owner is not None and owner.assigned_slice(self, value):
+            return
         if owner is None or self.held or (self.external and not is_absent(parameter)):
             self.show(value)
             return
@@ -209,7 +227,10 @@ class _Shown:
         binding = binding_of(self)
         if binding is not None and not _allowed:
             if is_absent(self) and not _bring([binding]):
-                raise _refusal([binding], "data")
+                sliced = _sliced(binding)
+                if sliced is None:
+                    raise _refusal([binding], "data")
+                return sliced
             if not binding.held and (owner := binding.owner) is not None:
                 owner.handed_out(binding)
         return get_data(self)
@@ -224,9 +245,19 @@ class _Shown:
 
     @property
     def grad(self: Any) -> Tensor | None:
-        local, binding = get_gradient(self), binding_of(self)
+        caller, weak = sys._getframe(1), _BINDINGS.get(id(self))
+        if id(caller.f_code) in ZERO_GRADS and weak is not None and caller.f_locals["set_to_none"]:
+            binding = weak()
+            owner = None if binding is None else binding._owner()
+            if binding is not None and owner is not None and binding.parameter is self:
+                owner.let_gradient_go(binding)  # it only asks whether there is one: none is made to be shown
+                return None
+        binding = binding_of(self)
         owner = None if binding is None else binding.owner
-        if binding is None or owner is None or describes_tensors(sys._getframe(1)):
+        if binding is None or owner is None:
+            return get_gradient(self)
+        local = get_gradient(self)
+        if describes_tensors(caller):
             return local
         return owner.read_gradient(binding, local)
 
@@ -242,6 +273,16 @@ class _Shown:
     @grad.deleter
     def grad(self: Any) -> None:
         self.grad = None
+
+    def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As every parameter's, which torch tells no torch function of. An absent one is assigned the tensor."""
+        binding = binding_of(self) if is_absent(self) else None
+        if binding is None:
+            return Tensor.set_(self, *args, **kwargs)
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            raise _refusal([binding], "set_()")
+        self.data = args[0]
+        return self
 
     def register_post_accumulate_grad_hook(self: Any, hook: Any) -> Any:
         """As every parameter's; what the hook does to ``.grad`` counts, because the engine looks at it afterwards."""
@@ -359,7 +400,36 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ):
         bindings[0].make_room()
         return func(*args, **kwargs)
+    if name.endswith("_") and not name.startswith("__") and not (first is None or _edit(func, args, kwargs) is None):
+        return first
     raise _refusal(bindings, f"{name}()")
+
+
+def _edit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a function that writes in place does to slices of absent parameters; ``None`` where there are none."""
+    sliced: dict[int, Tensor] = {}
+    for tensor in _absent([*args, *kwargs.values()]):
+        binding = binding_of(tensor)
+        found = None if binding is None else _sliced(binding)
+        if found is None:
+            return None
+        sliced[id(tensor)] = found
+    for tensor in _absent(args[:1]):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+
+    def swapped(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [swapped(item) for item in value]
+        return sliced.get(id(value), value)
+
+    func(*map(swapped, args), **{key: swapped(value) for key, value in kwargs.items()})
+    return args[0]
+
+
+def _sliced(binding: Binding) -> Tensor | None:
+    owner = binding.owner
+    return None if owner is None or binding.held else owner.sliced(binding)
 
 
 def _absent(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -28,7 +28,6 @@ from lightning_zero.plan import FlatLayout
 __all__ = ["GradientBucket"]
 
 _STRIDED = torch.strided
-_requires_grad: Any = getattr(Tensor.requires_grad, "__get__")  # noqa: B009 - a descriptor, whatever its type says
 _get_gradient: Any = getattr(Tensor.grad, "__get__")  # noqa: B009 - past what user code sees: ``engine/binding.py``
 _set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009
 
@@ -90,7 +89,6 @@ class GradientBucket:
         self._plain = False  # in this round gradients only have to be copied: nothing is added to anything
         self.missing = count  # gradients of the running round, while it is plain
         self._shard_parameters = [shard.parameter for shard in flat.shards]
-        self._switched = [parameter for parameter in self._shard_parameters if parameter is not None]
         self._fresh = not self.in_place  # nothing has arrived yet, and nothing is left of before in the full buffer
         self.pending: Pending | None = None  # the reduction under way
         self._what = f"gradients of '{unit.name}'"
@@ -164,8 +162,8 @@ class GradientBucket:
             raise RuntimeError(f"A gradient of unit '{self.unit.name}' arrived before memory for it was claimed.")
         if self._fresh and not torch.is_grad_enabled():
             self._fresh, self.dirty = False, True
-            self._plain = False not in map(_requires_grad, self._switched)
-            if self._plain and self.copy_in(position, gradient):
+            self._plain = True
+            if self.copy_in(position, gradient):
                 return
         self._fresh = False
         if not self.dirty and self.in_place:
@@ -184,12 +182,7 @@ class GradientBucket:
                 self.views[position].copy_(gradient)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
-        self._plain = (
-            self._carry is None
-            and True not in self.local
-            and not torch.is_grad_enabled()
-            and False not in map(_requires_grad, self._switched)
-        )
+        self._plain = self._carry is None and True not in self.local and not torch.is_grad_enabled()
         self.missing = self.arrived.count(False)
 
     def take(self, position: int, parameter: Tensor) -> bool:

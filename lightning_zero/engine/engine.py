@@ -407,8 +407,7 @@ class ZeroEngine:
                 self.homes.settle()  # copies of what is about to be written
         self.weights.settle()  # other ranks may still be reading what is about to be written
         self._returned.clear()
-        self.access.take_over()
-        self.access.note_written()
+        self.take_over_shown(on_disk=False)  # those are stepped on from what is shown
         self._steps += 1
         place = f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
         rows = self._agreement.round(place, [self.access.writes.digest, *values])
@@ -498,6 +497,11 @@ class ZeroEngine:
             self._returned.clear()
         self.after_optimizer_step(units)
         self.updating = torn
+        self.masters_were_written()
+
+    def masters_were_edited(self, units: Sequence[int]) -> None:
+        """Forget what was gathered from masters before user code wrote to them. Local, and the same on every rank."""
+        self._residency.void(units)
         self.masters_were_written()
 
     def masters_were_written(self) -> None:

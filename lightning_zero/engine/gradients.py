@@ -4,7 +4,7 @@
 * While a backward runs, and until the engine takes it over at the end of its accumulation, a gradient is autograd's:
   this rank's own, whole. Tensor hooks and post-accumulate hooks see that one, added to what was accumulated before.
 * After micro-steps that do not reduce, where full gradients stay (``zero1``): the sum so far, whole and of this rank.
-* After a backward that reduces: the average, of which this rank has a slice. A ``SlicedGradient`` stands there, which
+* After a backward that reduces: the average, of which this rank has a slice. A ``SlicedTensor`` stands there, which
   can be edited element by element, and says what to do where the whole is needed.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.engine.binding import Binding, set_gradient
+from lightning_zero.engine.binding import Binding, binding_of, set_gradient
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.ranges import flat_range
-from lightning_zero.engine.sliced_gradient import SlicedGradient
+from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import ParameterAccessError
 
@@ -59,12 +59,16 @@ class UserGradients:
         """Averages in the user's hands (``full_gradients``), by parameter."""
         self._writes = writes
         self._running = running
-        self._shown: dict[nn.Parameter, tuple[int, SlicedGradient]] = {}  # by the number of the gradient it is of
+        self._shown: dict[nn.Parameter, tuple[int, SlicedTensor]] = {}  # by the number of the gradient it is of
 
     def watch(self, buckets: Iterable[GradientBucket]) -> None:
         """Show what is collected and averaged in these from now on."""
         for bucket in buckets:
-            self._places.update((p, _Place(bucket, position)) for position, p in enumerate(bucket.flat.parameters))
+            for position, parameter in enumerate(bucket.flat.parameters):
+                place = self._places[parameter] = _Place(bucket, position)
+                binding = binding_of(parameter)
+                if binding is not None:
+                    binding.place = place
 
     def read(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
@@ -114,12 +118,27 @@ class UserGradients:
         with untracked():
             if whole is not None:
                 whole.copy_(value)
-            elif isinstance(value, SlicedGradient):
+            elif isinstance(value, SlicedTensor):
                 self._writes.note(what, value.history)
                 self._replace(place, value.own)
             else:
                 self._writes.note(what, value)
                 self.keep(parameter, value)
+
+    def let_go(self, binding: Binding) -> None:
+        """``.grad = None`` in a ``zero_grad``, for which this is the quick way."""
+        place = binding.place
+        if place is None or self.whole or self._running():
+            self.write(binding, None)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            set_gradient(binding.parameter, None)
+        bucket, position = place
+        shard = bucket.flat.shards[position].parameter
+        if shard is not None and shard.grad is not None:
+            if not bucket.local[position]:
+                self._writes.cleared += 1
+            shard.grad = None
 
     def keep(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Let a trainable parameter's average be ``whole``, full shape, of which this rank keeps its slice."""
@@ -168,7 +187,7 @@ class UserGradients:
         number, shown = self._shown.get(parameter, (-1, None))
         return shown if number == place.bucket.numbers[place.position] else None
 
-    def _sliced(self, binding: Binding, place: _Place, own: Tensor) -> SlicedGradient:
+    def _sliced(self, binding: Binding, place: _Place, own: Tensor) -> SlicedTensor:
         parameter, (bucket, position) = binding.parameter, place
         number = bucket.numbers[position]
         known = self._shown.get(parameter)
@@ -183,6 +202,7 @@ class UserGradients:
         def edited(digest: int) -> None:
             self._writes.note(f"the gradient of '{name}'", digest)
 
-        sliced = SlicedGradient(own, shard.start, parameter.shape, name, alive, edited, parameter.device)
+        cut = bucket.flat.cut_of(position)
+        sliced = SlicedTensor(own, shard.start, parameter.shape, name, alive, edited, parameter.device, cut=cut)
         self._shown[parameter] = (number, sliced)
         return sliced

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_zero._torch import storage_key
 from lightning_zero.config import Tier
@@ -77,12 +76,12 @@ class Claims:
         return nbytes
 
 
-def holdings(engine: ZeroEngine, optimizers: Iterable[Optimizer] = (), claims: Claims | None = None) -> Holdings:
+def holdings(engine: ZeroEngine, optimizers: Iterable[Tensor] = (), claims: Claims | None = None) -> Holdings:
     """Count what is alive.
 
     Args:
         engine: of the run.
-        optimizers: that step on its shards; their state counts, and whole parameters where they need them.
+        optimizers: what those that step on its shards hold beside these: state, and whole parameters.
         claims: what has been claimed before; what is alive is claimed from now on.
     """
     claims = claims if claims is not None else Claims()
@@ -97,7 +96,7 @@ def holdings(engine: ZeroEngine, optimizers: Iterable[Optimizer] = (), claims: C
         found["masters"] = claims.claim(flat.master for flat in flats if flat.rest.master is tier)
     (host if moved else device)["gradients"] = claims.claim(bucket.shard for bucket in buckets)
     device["gradients"] += claims.claim(bucket.resident for bucket in buckets)
-    (host if moved else device)["optimizer"] = claims.claim(_optimizer_tensors(optimizers))
+    (host if moved else device)["optimizer"] = claims.claim(optimizers)
     device["slots"] = claims.claim(unit.home.buffer for unit in engine.units if isinstance(unit, ShardedUnit))
     if reducer is not None:
         device["gradient_slots"] = claims.claim(slot.buffer for slot in reducer._slots if slot is not None)
@@ -136,15 +135,6 @@ class Beside:
             if tensor is not None and (key := storage_key(tensor)) not in self._resting:
                 found[key] = tensor.untyped_storage().nbytes()
         return sum(found.values())
-
-
-def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
-    """States, and what stands in param groups: parts of masters, which have been claimed, or whole parameters."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
-        for group in optimizer.param_groups:
-            yield from (parameter for parameter in group["params"] if any(parameter.stride()))
 
 
 def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:

@@ -106,9 +106,6 @@ class GradientReducer:
             if reduce and not bucket.missing and bucket.unit.outstanding == 0:
                 self.finish(bucket.unit.index)
             return
-        shard_parameter = bucket.flat.shards[position].parameter
-        if shard_parameter is not None and not shard_parameter.requires_grad:
-            return  # switched off, for example by LightningModule.toggle_optimizer
         if bucket.launched and not bucket.dirty:
             bucket.start_round()
         homeless = bucket.full is None or (bucket.resident is None and bucket.launched and not bucket.dirty)

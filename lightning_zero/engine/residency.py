@@ -217,8 +217,12 @@ class Residency:
 
     def masters_changed(self, units: Sequence[int]) -> None:
         """Note that the full values of some units are void. The same call on every rank."""
-        self._masters = self._streams.mark()
         self._collectives.shards_changed()
+        self.void(units)
+
+    def void(self, units: Sequence[int]) -> None:
+        """The same between phases, of which each begins with what is in the masters then. Sends nothing."""
+        self._masters = self._streams.mark()
         if self._fetcher is not None:
             self._fetcher.forget()
         self._order.forget(units)

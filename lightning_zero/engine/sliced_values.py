@@ -15,7 +15,55 @@ from lightning_zero.engine.elementwise import Elementwise
 from lightning_zero.engine.selection import Part, select
 from lightning_zero.errors import ParameterAccessError
 
-__all__ = ["SlicedValues", "Trace", "history_of"]
+__all__ = ["Meaning", "SlicedValues", "Trace", "gradient_of", "history_of", "state_of", "values_of"]
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What sliced values are, in words for messages.
+
+    Args:
+        what: of which a slice is here.
+        again: how it is read anew.
+        advice: what works where a slice is not enough.
+    """
+
+    what: str
+    again: str
+    advice: str
+
+
+def gradient_of(name: str) -> Meaning:
+    """The averaged gradient of a parameter."""
+    return Meaning(
+        f"averaged gradient of '{name}'",
+        "Read `.grad` anew, or keep a copy of it: clone it while it is there.",
+        "To read it whole: `lightning_zero.full_gradient(module, name)`. To see and edit gradients whole, as under "
+        "DDP: `with lightning_zero.full_gradients(module):`, on every rank. For norms: "
+        "`lightning_zero.grad_norm(module)`. To clip: `gradient_clip_val` or `self.clip_gradients(...)`. Elementwise "
+        "edits work as they are, for example `grad.mul_(mask)` or `grad[rows] = 0`.",
+    )
+
+
+def values_of(name: str) -> Meaning:
+    """A parameter's values."""
+    return Meaning(
+        f"parameter '{name}'",
+        "Read `.data` anew.",
+        "To read it whole, or to write what needs it whole: `with lightning_zero.full_parameters(module):`, on every "
+        "rank. Elementwise edits work as they are, for example `parameter.data.mul_(0.9)`.",
+    )
+
+
+def state_of(name: str, key: str) -> Meaning:
+    """A state of the optimizer for a parameter."""
+    return Meaning(
+        f"optimizer state '{key}' of '{name}'",
+        "Read it from `optimizer.state` anew, or keep a clone of it.",
+        "To read it whole: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank. To save it: "
+        "`trainer.save_checkpoint`. Elementwise edits work as they are, for example `state.zero_()`, and so does "
+        "`optimizer.load_state_dict`.",
+    )
 
 
 @dataclass(eq=False)
@@ -23,16 +71,20 @@ class Trace:
     """What happened to values that share memory.
 
     Args:
-        name: the parameter's whose gradient they are, or were made from.
+        name: the parameter's that they belong to.
+        meaning: what they are, or were made from.
         alive: whether the memory still holds them; ``None``: always.
         edited: told of each edit; ``None``: nobody has to know.
         history: a number for how they came about, the same on every rank that did the same.
+        own: whether the memory is nobody else's.
     """
 
     name: str
+    meaning: Meaning
     alive: Callable[[], bool] | None
     edited: Callable[[int], None] | None
     history: int
+    own: bool = True
 
     def note(self, history: int) -> None:
         """An edit was made, and this is the history now."""
@@ -48,8 +100,8 @@ class Trace:
         """
         if self.alive is not None and not self.alive():
             raise ParameterAccessError(
-                f"{called} uses a gradient of '{self.name}' that was cleared or replaced since it was read, and its "
-                "memory is used again. Read `.grad` anew, or keep a copy of it: clone it while it is there."
+                f"{called} uses the {self.meaning.what} that was cleared or replaced since it was read, and its memory "
+                f"is used again. {self.meaning.again}"
             )
 
     def refuse(self, what: str) -> NoReturn:
@@ -59,11 +111,8 @@ class Trace:
             ParameterAccessError: naming the parameter.
         """
         raise ParameterAccessError(
-            f"The averaged gradient of '{self.name}' is sliced over the ranks, and {what} needs more than this rank's "
-            "slice. To read it whole: `lightning_zero.full_gradient(module, name)`. To see and edit gradients whole, "
-            "as under DDP: `with lightning_zero.full_gradients(module):`, on every rank. For norms: "
-            "`lightning_zero.grad_norm(module)`. To clip: `gradient_clip_val` or `self.clip_gradients(...)`. "
-            "Elementwise edits work as they are, for example `grad.mul_(mask)` or `grad[rows] = 0`."
+            f"The {self.meaning.what} is sliced over the ranks, and {what} needs more than this rank's slice. "
+            f"{self.meaning.advice}"
         )
 
 
@@ -94,7 +143,7 @@ class SlicedValues:
 
     def derived(self, own: Tensor, history: int, device: torch.device | None = None) -> SlicedValues:
         """Values of their own that were made from these, one from each."""
-        trace = Trace(self.trace.name, None, None, history)
+        trace = Trace(self.trace.name, self.trace.meaning, None, None, history)
         return replace(self, memory=own, places=None, trace=trace, device=device or self.device)
 
     # -------------------------------------------------------------- computing
@@ -180,7 +229,7 @@ class SlicedValues:
         if isinstance(value, Tensor):
             value = self._beside(value)
         elif not isinstance(value, SlicedValues | numbers.Number):
-            raise TypeError(f"can't assign a {type(value).__name__} to the gradient of '{self.trace.name}'")
+            raise TypeError(f"can't assign a {type(value).__name__} to the {self.trace.meaning.what}")
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.reshape(())
         if isinstance(index, SlicedValues):

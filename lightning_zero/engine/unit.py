@@ -77,6 +77,11 @@ class Unit:
                     view.copy_(value)
         self.void(parameter)
 
+    def cut_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See ``FlatParameters.cut_of``."""
+        flat = next(flat for flat in self.flats if any(known is parameter for known in flat.parameters))
+        return flat.cut_of(next(place for place, known in enumerate(flat.parameters) if known is parameter))
+
     def void(self, parameter: nn.Parameter) -> None:
         """Let a graph that has saved the parameter notice that it was changed."""
         torch.autograd.graph.increment_version(parameter)

@@ -24,9 +24,15 @@ class Writes:
     """The writes of one rank since the ranks last compared."""
 
     def __init__(self) -> None:
-        self.digest = 0
-        """0 if nothing was written."""
+        self._digest = 0
+        self.cleared = 0
+        """How many averaged gradients ``zero_grad`` has cleared: counted, because that is done in every step."""
         self._notes: list[tuple[str, int]] = []
+
+    @property
+    def digest(self) -> int:
+        """A number for all of it; 0 if nothing was written."""
+        return zlib.crc32(f"{self._digest} {self.cleared}".encode()) or 1 if self._digest or self.cleared else 0
 
     def note(self, what: str, value: Tensor | int) -> None:
         """Note one write.
@@ -36,13 +42,13 @@ class Writes:
             value: all of what is there now, or a number that tells it from others.
         """
         number = checksum(value) if isinstance(value, Tensor) else value
-        self.digest = zlib.crc32(f"{self.digest} {what} {number}".encode()) or 1
+        self._digest = zlib.crc32(f"{self._digest} {what} {number}".encode()) or 1
         if len(self._notes) < _REMEMBERED:
             self._notes.append((what, number))
 
     def forget(self) -> None:
         """The ranks have compared, or the step was given up."""
-        self.digest = 0
+        self._digest = self.cleared = 0
         self._notes.clear()
 
     def compare(self, digests: list[int], control: ControlGroup) -> None:
@@ -60,7 +66,10 @@ class Writes:
         if not any(digests):
             return
         if digests.count(digests[0]) < len(digests):
-            notes = control.gather_objects(self._notes)
+            notes = control.gather_objects([*self._notes])
+            if all(note == notes[0] for note in notes):
+                counts = control.gather_objects(self.cleared)
+                notes = [[("None to this many gradients (zero_grad)", count)] for count in counts]
             self.forget()
             raise DivergenceError(_difference(notes, digests))
         self.forget()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import is_
 
 from torch import nn
@@ -14,7 +14,7 @@ __all__ = ["ParamGroups"]
 
 
 class ParamGroups:
-    """Finds the engine's parameters in the param groups of one optimizer.
+    """Finds the engine's parameters in the param groups of one optimizer, which hold the user's between steps.
 
     Args:
         optimizer: whose.
@@ -26,67 +26,18 @@ class ParamGroups:
         self._optimizer = optimizer
         self._label = label
         self._owned = owned
-        self._known: dict[nn.Parameter, OwnedParameter] = {}
-        self._whole: set[nn.Parameter] = set()
         # As long as groups hold the same objects, which are kept alive here, they are not looked through again.
         self._seen: list[list[nn.Parameter]] = []
         self._current: list[list[OwnedParameter]] | None = None
         self._named: tuple[list[list[nn.Parameter]], list[list[str]]] | None = None
         self._asked: tuple[list[list[OwnedParameter]] | None, list[int]] = (None, [])
 
-    def know(self, members: Iterable[tuple[nn.Parameter, OwnedParameter]]) -> None:
-        """Note what stands in the groups in place of the user's parameters."""
-        self._known.update(members)
-        self._current = self._named = None
-
-    def know_whole(self, members: Iterable[tuple[nn.Parameter, OwnedParameter]]) -> None:
-        """Note what stands there beside it, on one rank only."""
-        whole = dict(members)
-        self._whole.update(whole)
-        self.know(whole.items())
-
     def names(self) -> list[list[str]]:
         """Of each group the names of its parameters: the same object as long as they are the same. Never raises."""
         if self._named is None or not self._holds(self._named[0]):
             held = [list(group["params"]) for group in self._optimizer.param_groups]
-            self._named = held, [[self._name(p) for p in group if p not in self._whole] for group in held]
+            self._named = held, [[self._name(p) for p in group] for group in held]
         return self._named[1]
-
-    def users(self) -> dict[nn.Parameter, OwnedParameter]:
-        """Put the user's parameters back into the groups. Never raises.
-
-        Returns:
-            Those that had been taken over, by the user's.
-        """
-        theirs = {id(entry): parameter for parameter, entry in self._owned.items()}
-        found = {}
-        for group in self._optimizer.param_groups:
-            members = []
-            for parameter in (p for p in group["params"] if p not in self._whole):
-                entry = self._known.get(parameter)
-                members.append(parameter if entry is None else theirs[id(entry)])
-                if entry is not None:
-                    found[members[-1]] = entry
-            group["params"] = members
-        return found
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        entry = self._known.get(parameter) or self._owned.get(parameter)
-        shape = tuple(parameter.shape)
-        return f"(not the model's, of shape {shape})" if entry is None else entry.shard.spec.name
-
-    def fresh(self) -> list[dict[nn.Parameter, OwnedParameter]]:
-        """Of each group the parameters that are still the user's own.
-
-        Raises:
-            ValueError: if one is not the model's.
-        """
-        if self._current is not None and self._as_seen():
-            return [{} for _ in self._seen]
-        return [
-            {p: self._lookup(index, p) for p in group["params"] if p not in self._known}
-            for index, group in enumerate(self._optimizer.param_groups)
-        ]
 
     def current(self) -> list[list[OwnedParameter]]:
         """The parameters of each group: the same object as long as they are the same.
@@ -94,14 +45,14 @@ class ParamGroups:
         Raises:
             ValueError: if one is not the model's, or is in a group already.
         """
-        if self._current is not None and self._as_seen():
+        if self._current is not None and self._holds(self._seen):
             return self._current
         places: dict[int, int] = {}
         found: list[list[OwnedParameter]] = []
         for index, group in enumerate(self._optimizer.param_groups):
             found.append([])
             for parameter in group["params"]:
-                entry = self._known.get(parameter) or self._lookup(index, parameter)
+                entry = self._lookup(index, parameter)
                 if id(entry) in places:
                     raise ValueError(
                         f"{self._label} holds '{entry.shard.spec.name}' twice, in param groups {places[id(entry)]} and "
@@ -110,8 +61,7 @@ class ParamGroups:
                 places[id(entry)] = index
                 found[-1].append(entry)
         self._seen = [list(group["params"]) for group in self._optimizer.param_groups]
-        # What is still the user's own has to be found again, to be replaced.
-        self._current = found if all(p in self._known for parameters in self._seen for p in parameters) else None
+        self._current = found
         return found
 
     def units_of(self, groups: list[list[OwnedParameter]]) -> list[int]:
@@ -121,8 +71,10 @@ class ParamGroups:
             self._asked = (groups, sorted(units))
         return self._asked[1]
 
-    def _as_seen(self) -> bool:
-        return self._holds(self._seen)
+    def _name(self, parameter: nn.Parameter) -> str:
+        entry = self._owned.get(parameter)
+        shape = tuple(parameter.shape)
+        return f"(not the model's, of shape {shape})" if entry is None else entry.shard.spec.name
 
     def _holds(self, members: list[list[nn.Parameter]]) -> bool:
         groups = self._optimizer.param_groups

@@ -72,7 +72,7 @@ class StateHomes:
         if entry.flat.rest.offloaded:
             place = self.slice_for(entry, key, value.dtype)
         else:
-            place = torch.empty(entry.slice.numel, dtype=value.dtype, device=value.device)
+            place = torch.empty(entry.slice.numel, dtype=value.dtype, device=entry.device)
         constant = constant_of(value)
         if constant is None:
             fill_from(place, cut_out(value, entry))

@@ -108,8 +108,7 @@ class _Turns:
             self._publish()
 
     def _finish(self) -> None:
-        unit, members = self._left[0]
-        self._steps.written.take_over([unit])  # all of it: whatever is published must not undo what the user wrote
+        _, members = self._left[0]
         self._memory.run(members, self._groups)
         self._publish()
 

@@ -4,9 +4,11 @@ Elementwise optimizers step on 1-D slices, bit-identical to the whole. Every ran
 the groups, with 0 elements where it owns nothing, so parameter indices mean the same everywhere and step counters
 agree.
 
-Optimizers that need whole matrices get them at one owner rank (``optim/whole.py``). Their groups hold the whole
-parameters this rank owns *and* the shard parameters of all: ``zero_grad`` and ``toggle_optimizer`` act on the latter,
-where gradients are accumulated, and during a step those show no gradient, so that the optimizer passes them over.
+Optimizers that need whole matrices get them at one owner rank (``optim/whole.py``). During a step their groups hold the
+whole parameters this rank owns *and* the shard parameters of all, which show no gradient then, so that the optimizer
+passes them over.
+
+Shards are in the groups during a step only: see [Note: the user's view of an optimizer].
 
 Where masters do not rest on the device, the update happens in ``optim/offloaded.py``.
 """
@@ -14,7 +16,7 @@ Where masters do not rest on the device, the update happens in ``optim/offloaded
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,10 +36,10 @@ from lightning_zero.optim.outermost import OutermostStep
 from lightning_zero.optim.owned import BeforeStep, Flat, OwnedParameter, Shard
 from lightning_zero.optim.regions import StateRegions
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule
+from lightning_zero.optim.shown import Slices
 from lightning_zero.optim.slices import SCALARS, copied, covers
-from lightning_zero.optim.targets import Targets
+from lightning_zero.optim.view import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
-from lightning_zero.optim.written import WrittenMasters
 
 __all__ = ["Flat", "OffloadedSteps", "OwnedParameter", "Shard", "ShardedOptimizer", "optimizer_rule"]
 
@@ -52,6 +54,7 @@ class ShardedOptimizer:
         collectives: the wire.
         before_step: called before every step, on every rank.
         after_step: called after every step with the units whose weights may have changed.
+        slices: shows slices of state to user code.
         writable: whether the user can write to the masters at any time, because parameters show them; whole parameters
             are then brought up to date before every step.
         offload: the run's side of steps on masters that do not rest on the device; ``None`` if all do.
@@ -72,6 +75,7 @@ class ShardedOptimizer:
         collectives: Collectives,
         before_step: BeforeStep,
         after_step: Callable[[Sequence[int]], None],
+        slices: Slices,
         writable: bool = False,
         offload: OffloadedSteps | None = None,
     ) -> None:
@@ -79,18 +83,17 @@ class ShardedOptimizer:
         self.label = label
         self.rule = optimizer_rule(optimizer)
         kept = kept_of(optimizer)
-        self._owned = owned
+        self._places: dict[int, int] = {}
         self._collectives = collectives
         self._before_step = before_step
         self._after_step = after_step
         self._members = ParamGroups(optimizer, label, owned)
-        self._dealt: list[list[OwnedParameter]] | None = None  # groups of whole parameters: as they were handed out
-        self._stepped = False
+        self._adopted: dict[int, OwnedParameter] = {}  # by id
+        self._dealt: list[OwnedParameter] = []  # what is whole at owners, in the order in which it was handed out
         self._whole: WholeParameters | None = None
         self._whole_is_stale = False
         self._writable = writable
         self._hidden = HiddenGradients()
-        self._target = Targets().of
         self._steps = OutermostStep()
         self._offload = offload
         self._regions: StateRegions | None = None
@@ -101,16 +104,19 @@ class ShardedOptimizer:
         self._update = None if offload is None else OffloadedUpdate(optimizer, offload, self._regions)
         together = offload is None and self.rule == "elementwise" and Bundles.serves(optimizer)
         self._bundles = Bundles(optimizer) if together else None
-        self._written = WrittenMasters() if offload is None else offload.written
-        if offload is not None:
-            self._written.watch(owned.values())
+        self._view = OptimizerView(optimizer, label, owned, self.homes, slices, whole=self.rule == "whole")
         self._adopt()
         if kept is not None:
             self.load_named_state(kept.state_for(owned, collectives), [{} for _ in optimizer.param_groups])
             kept.let_go()
         self._fingerprint = Fingerprint(optimizer, label, whole=self._whole is not None)
-        self._hooks = InnermostHooks(optimizer, self._before, self._after, self._publish_after_hooks)
+        self._hooks = InnermostHooks(optimizer, self._before, self._after)
         holds(optimizer, self)
+
+    @property
+    def state(self) -> MutableMapping[Any, dict[str, Any]]:
+        """The optimizer's state as it steps with it: this rank's slices, by what stands for the parameters."""
+        return self._view.state
 
     @property
     def groups(self) -> list[list[OwnedParameter]]:
@@ -119,7 +125,7 @@ class ShardedOptimizer:
         Raises:
             ValueError: if a group holds what is not the model's, or what is in a group already.
         """
-        return self._members.current() if self._dealt is None else self._dealt
+        return self._view.members if self._view.entered else self._members.current()
 
     @property
     def entries(self) -> list[OwnedParameter]:
@@ -141,8 +147,7 @@ class ShardedOptimizer:
         return found
 
     def adopt_new_groups(self) -> None:
-        """Take over what the user did to param groups between steps: before ``zero_grad`` and clipping, which go by
-        groups, and before anything computes with weights that were written there.
+        """Take over what the user did to param groups and state between steps, before anybody goes by them.
 
         Raises:
             UnsupportedOptimizerError: for new parameters, if the optimizer has whole parameters.
@@ -150,7 +155,6 @@ class ShardedOptimizer:
         Collective: every rank, if there is something to take over.
         """
         self._adopt()
-        self._publish_written()
 
     def masters_changed(self) -> None:
         """Note that the masters were written by something other than this optimizer's step."""
@@ -159,17 +163,18 @@ class ShardedOptimizer:
     def abandon(self) -> None:
         """Forget a step that raised."""
         self._steps.forget()
-        self._hidden.show()
+        self._leave()
 
     def keep(self) -> Kept:
         """Give the optimizer back: its groups hold the user's parameters, its state waits for another fit. Local."""
         self._hooks.remove()
-        self._hidden.show()
-        users = self._members.users()
+        self._leave()
+        self._take_over()
+        users = {self._view.user(entry): entry for entry in self._adopted.values()}
         named = {} if self._whole is not None else self._state_of_slices(users.values())
         state = (lambda: named) if self._whole is None else self._state_of_whole(self._whole)
         kept = Kept(self.optimizer, self.label, users, state, self._regions)
-        self.optimizer.state.clear()
+        self._view.let_go()
         if self._update is not None:
             self._update.forget()
         return kept
@@ -186,12 +191,20 @@ class ShardedOptimizer:
             return
         self._before_step(self.label, [self._fingerprint.take(self._members.names())], self._fingerprint.compare)
         self._adopt()
+        self._view.enter()
+        try:
+            self._prepare()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _prepare(self) -> None:
+        """All that the step itself does not do."""
         if self._whole is not None:
-            self._written.take_over(self.units)
             if self._whole_is_stale or self._writable:
                 self._whole.load()
                 self._whole_is_stale = False
-            self._whole.collect_gradients([_gradient(entry) for entry in self.entries])
+            self._whole.collect_gradients([_gradient(entry) for entry in self._dealt])
             self._hidden.hide((p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None)
         elif self._update is not None:
             self._update.run(self.groups)
@@ -205,94 +218,71 @@ class ShardedOptimizer:
         if self._whole is not None:
             self._whole.publish()
             self._whole.release_gradients()
+        units = self.units
+        self._leave()
+        self._after_step(units)
+
+    def _leave(self) -> None:
+        """Let the user see gradients, groups and state again. May be called again."""
         self._hidden.show()
-        self._after_step(self.units)
-        self._written.note(self.units)
-        self._stepped = True
-
-    def _publish_after_hooks(self) -> None:
-        if self._stepped:
-            self._stepped = False
-            self._publish_written()
-
-    def _publish_written(self) -> None:
-        """See [Note: weights written through param groups]. Collective: every rank, if there is something."""
-        if not self._written.pending(self.units):
-            return
-        try:
-            self._before_step(f"{self.label}, whose weights were written through its param groups")
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Weights were written through the param groups of {self.label}, and cannot be brought to where the "
-                "module computes with them now: write to them right after a step, on every rank, or use "
-                f"`full_parameters(module)`. {error}"
-            ) from error
-        self._written.take_over(self.units)
-        self._whole_is_stale = True
-        self._after_step(self.units)
-        self._written.note(self.units)
+        self._view.leave()
 
     # -------------------------------------------------------------- adaptation
 
     def _adopt(self) -> None:
-        """Replace the user's parameters that groups still hold: at set-up, or put there later."""
-        groups, fresh = self.optimizer.param_groups, self._members.fresh()
-        if not any(fresh):
+        """Take over what is new in groups and state: at set-up, or put there later. Between steps."""
+        self._leave()  # a step has raised, and nobody has said so
+        members = self._members.current()
+        if members is self._view.members and not self._view.replaced:
             return
-        for tier, parameter in {
-            entry.flat.rest.master: parameter
-            for entries in fresh
-            for parameter, entry in entries.items()
-            if entry.shard.parameter is not None
-        }.items():
-            check_offloadable(self.optimizer, self.label, self.rule, tier, parameter.device)
-        if self.rule == "whole":
-            if self._whole is not None:
-                raise UnsupportedOptimizerError(
-                    f"{self.label}: add_param_group after set-up is not supported for "
-                    f"{type(self.optimizer).__name__}, whose parameters are handed out to owner ranks at set-up. Put "
-                    "all parameters in groups from the start."
-                )
-            self._dealt = [list(entries.values()) for entries in fresh]
-            self._written.watch(self.entries)
-            self._hand_out(groups)
-            return
+        fresh = [[entry for entry in entries if id(entry) not in self._adopted] for entries in members]
+        entries = [entry for group in fresh for entry in group]
+        for tier, entry in {e.flat.rest.master: e for e in entries if e.shard.parameter is not None}.items():
+            check_offloadable(self.optimizer, self.label, self.rule, tier, self._view.user(entry).device)
+        if self.rule == "whole" and entries:
+            self._hand_out(entries)
         failure: OffloadError | None = None
         try:
             if self._regions is not None:
-                self._regions.reserve([list(entries.values()) for entries in fresh])
-            for parameter, entry in (item for entries in fresh for item in entries.items()):
-                state = self.optimizer.state.pop(parameter, None)
-                if state:
-                    self.optimizer.state[self._target(entry)] = self.homes.adopt(entry, state)
+                self._regions.reserve(fresh)
+            self._take_over()
         except OffloadError as error:
             failure = error
         if self._offload is not None and self._regions is not None:
             self._offload.agree(failure)
-        for group, entries in zip(groups, fresh, strict=True):
-            self._written.watch(entries.values())
-            group["params"] = [self._target(entries[p]) if p in entries else p for p in group["params"]]
-            self._members.know((self._target(entry), entry) for entry in entries.values())
+        self._adopted.update((id(entry), entry) for entry in entries)
+        self._view.step_on(members, [self._stepped_on(group) for group in members])
 
-    def _hand_out(self, groups: Sequence[dict[str, Any]]) -> None:
-        self._whole = WholeParameters(whole_entries(self.entries, self._collectives.world_size), self._collectives)
-        index = 0
-        for group in groups:
-            kept, ours = [], []
-            for parameter in list(group["params"]):
-                whole = self._whole.whole(index)
-                state = self.optimizer.state.pop(parameter, None)
-                if whole is not None:
-                    kept.append(whole)
-                    ours.append(self._owned[parameter])
-                    if state:
-                        self.optimizer.state[whole] = {k: copied(v) for k, v in state.items()}
-                index += 1
-            group["params"] = kept
-            self._members.know_whole(zip(kept, ours, strict=True))
-        for group, members in zip(groups, self.groups, strict=True):
-            group["params"] += [self._target(entry) for entry in members]
-            self._members.know((self._target(entry), entry) for entry in members)
+    def _stepped_on(self, members: Sequence[OwnedParameter]) -> list[nn.Parameter]:
+        """What stands in a group during a step: shards, and before them the whole parameters that this rank owns."""
+        whole = [] if self._whole is None else [self._whole.whole(self._places[id(entry)]) for entry in members]
+        return [*(parameter for parameter in whole if parameter is not None), *map(self._view.target, members)]
+
+    def _hand_out(self, entries: Sequence[OwnedParameter]) -> None:
+        if self._whole is not None:
+            raise UnsupportedOptimizerError(
+                f"{self.label}: add_param_group after set-up is not supported for {type(self.optimizer).__name__}, "
+                "whose parameters are handed out to owner ranks at set-up. Put all parameters in groups from the start."
+            )
+        self._dealt = list(entries)
+        self._places = {id(entry): place for place, entry in enumerate(entries)}
+        self._whole = WholeParameters(whole_entries(entries, self._collectives.world_size), self._collectives)
+
+    def _take_over(self) -> None:
+        """Take over state that a constructor has made, or user code has put in place of all that was there. Local."""
+        if self._view.replaced:
+            if self._bundles is not None:
+                self._bundles.forget()
+            self._view.take_over(self._put)
+
+    def _put(self, entry: OwnedParameter, state: dict[str, Any]) -> None:
+        if self._whole is None:
+            self.state[self._view.target(entry)] = self._view.cut(entry, state)
+        elif state and (whole := self._whole.whole(self._places[id(entry)])) is not None:
+            self.state[whole] = {
+                key: copied(value.to(whole.device) if isinstance(value, Tensor) and value.dim() else value)
+                for key, value in state.items()
+            }
 
     # ------------------------------------------------------------------- state
 
@@ -301,15 +291,16 @@ class ShardedOptimizer:
 
         Collective: every rank, for an optimizer with whole parameters; local otherwise.
         """
+        self._take_over()
         if self._whole is not None:
             return self._state_of_whole(self._whole)()
         return self._state_of_slices(self.entries)
 
     def _state_of_whole(self, whole: WholeParameters) -> Callable[[], dict[str, WholeState]]:
         """What gives the state as it is now, and does not hold the optimizer."""
-        names = [entry.shard.spec.name for entry in self.entries]
+        names = [entry.shard.spec.name for entry in self._dealt]
         parameters = map(whole.whole, range(len(names)))
-        states = [None if p is None else self.optimizer.state.get(p) for p in parameters]
+        states = [None if p is None else self.state.get(p) for p in parameters]
         return lambda: {
             name: state
             for name, state in zip(names, whole.state_to_slices(states), strict=True)
@@ -319,7 +310,7 @@ class ShardedOptimizer:
     def _state_of_slices(self, entries: Iterable[OwnedParameter]) -> dict[str, WholeState]:
         named = {}
         for entry in entries:
-            state = self.optimizer.state.get(self._target(entry))
+            state = self.state.get(self._view.target(entry))
             if state:
                 slices = {key: value for key, value in state.items() if covers(value, entry.slice.numel)}
                 values = {key: value for key, value in state.items() if key not in slices}
@@ -342,7 +333,7 @@ class ShardedOptimizer:
     def make_room(self) -> None:
         """Give up state that is about to be loaded anew, where there is no memory for both: off the device."""
         if self._update is not None and self._whole is None:
-            self.optimizer.state.clear()
+            self.state.clear()
             self._update.forget()
 
     @property
@@ -369,23 +360,33 @@ class ShardedOptimizer:
             )
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in self._own_options})
-        self.optimizer.state.clear()
+        self.state.clear()
         if self._bundles is not None:
             self._bundles.forget()
         if self._whole is not None:
             self._whole.load()
             self._whole_is_stale = False
-            found = self._whole.state_from_slices([state.get(e.shard.spec.name, WholeState()) for e in self.entries])
+            found = self._whole.state_from_slices([state.get(e.shard.spec.name, WholeState()) for e in self._dealt])
             for index, values in enumerate(found):
                 whole = self._whole.whole(index)
                 if whole is not None and values:
-                    self.optimizer.state[whole] = values
+                    self.state[whole] = values
+            self._view.show()
             return
         for entry in self.entries:
             loaded = state.get(entry.shard.spec.name)
             if loaded is not None:
                 slices = {key: self.homes.put(entry, key, value) for key, value in loaded.slices.items()}
-                self.optimizer.state[self._target(entry)] = {**loaded.values, **slices}
+                self.state[self._view.target(entry)] = {**loaded.values, **slices}
+        self._view.show()
+
+    def tensors(self) -> Iterable[Tensor]:
+        """What this rank holds for the optimizer beside shards: its state, and the whole parameters that it owns."""
+        for state in self.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+        if self._whole is not None:
+            places = range(len(self._dealt))
+            yield from (whole for place in places if (whole := self._whole.whole(place)) is not None)
 
 
 def _gradient(entry: OwnedParameter) -> Tensor | None:

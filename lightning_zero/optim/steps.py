@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from lightning_zero.offload.nvme import NvmeStore
 from lightning_zero.offload.pipeline import Waitable
 from lightning_zero.optim.owned import Flat
-from lightning_zero.optim.written import WrittenMasters
 
 __all__ = ["PIECE_NUMEL", "OffloadedSteps"]
 
@@ -36,7 +35,6 @@ class OffloadedSteps:
         store: where files are; ``None`` without masters in files.
         threads: threads to compute with.
         piece_numel: elements that a step works on at a time, a multiple of 64.
-        written: notices weights that are written through param groups, of all optimizers of the run.
     """
 
     unit_stepped: Callable[[int], None]
@@ -46,4 +44,3 @@ class OffloadedSteps:
     store: NvmeStore | None
     threads: int
     piece_numel: int = PIECE_NUMEL
-    written: WrittenMasters = field(default_factory=WrittenMasters)

@@ -16,6 +16,7 @@ import struct
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def naming(module: str, name: str) -> bytes:
     ("module", "name"),
     [
         ("builtins", "eval"),
-        ("builtins", "getattr"),
+        ("builtins", "setattr"),
         ("builtins", "list"),
         ("os", "system"),
         ("operator", "attrgetter"),
@@ -215,6 +216,29 @@ def test_a_name_that_is_not_on_the_list(module: str, name: str) -> None:
 def test_an_index_of_anything_else(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"^(it|'x') "):
         parse_metadata(data)
+
+
+def test_an_index_that_was_written_by_an_early_python_3_11(stock: Path) -> None:
+    """There a member of an enum is ``getattr`` of its name, of which nothing is looked up here."""
+
+    class Early(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+    metadata, buffer = pickle.loads((stock / ".metadata").read_bytes()), io.BytesIO()
+    Early(buffer).dump(metadata)
+    assert b"getattr" in buffer.getvalue()
+    assert parse_metadata(buffer.getvalue()) == parse_metadata(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="it is damaged"):
+        parse_metadata(naming("builtins", "getattr"))
+    for kind in (Metadata, MetadataIndex, torch.Size, torch.float32):
+
+        class Reads:
+            def __reduce__(self, kind: Any = kind) -> Any:
+                return getattr, (kind, "__class__")
+
+        with pytest.raises(ValueError, match=r"names builtins\.getattr, which does not belong"):
+            parse_metadata(pickle.dumps(Reads()))
 
 
 def test_a_class_of_torch_cannot_be_changed_from_the_index() -> None:

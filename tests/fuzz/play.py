@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
-from lightning_zero.engine.sliced_gradient import SlicedGradient
+from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.errors import ParameterAccessError, ZeroError
 from tests.fuzz.models import BATCH, MODELS, TAPS, WIDTH
 from tests.fuzz.programs import BATCHES, EPOCHS, Program
@@ -340,7 +340,7 @@ class Sliced(NamedTuple):
 
 def copied(value: Any) -> Any:
     """A value of its own, which does not change any more. Of a gradient in slices that is this rank's."""
-    if isinstance(value, SlicedGradient):
+    if isinstance(value, SlicedTensor):
         return Sliced(value.start, value.own.clone())
     if isinstance(value, Tensor):
         return value.detach().clone()

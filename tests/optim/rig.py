@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import LocalCollectives
 from lightning_zero.config import Tier
 from lightning_zero.engine.flat import FlatParameters
+from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.errors import OffloadError
 from lightning_zero.offload.nvme import NvmeStore
 from lightning_zero.offload.resting import RestingTensor, fill_from
@@ -42,6 +43,20 @@ def gradient_of(parameter: nn.Parameter, index: int, step: int, always: bool) ->
         return None
     generator = torch.Generator().manual_seed(1000 * step + index)
     return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+class PlainSlices:
+    """Shows slices of state where there is no engine that compares ranks."""
+
+    def show(self, entry: OwnedParameter, key: str, own: Tensor, alive: Callable[[], bool]) -> Tensor:
+        shard = entry.shard
+        return SlicedTensor(own, shard.start if own.numel() else 0, shard.spec.shape, shard.spec.name, alive)
+
+    def own(self, value: Tensor) -> Tensor | None:
+        return value.own if isinstance(value, SlicedTensor) else None
+
+    def note(self, entry: OwnedParameter, key: str, value: Any) -> None:
+        pass
 
 
 class Rig:
@@ -103,6 +118,7 @@ class Rig:
             LocalCollectives(),
             before_step=lambda label, values=(), differ=None: None,
             after_step=lambda units: None,
+            slices=PlainSlices(),
             offload=OffloadedSteps(
                 unit_stepped=self._unit_stepped,
                 window_stepped=self._window_stepped,
@@ -163,7 +179,7 @@ class Rig:
         found = []
         for entry in self.owned.values():
             assert entry.shard.parameter is not None
-            state = self.optimizer.state.get(entry.shard.parameter, {})
+            state = self.adapter.state.get(entry.shard.parameter, {})
             found.append({k: v.read() if isinstance(v, RestingTensor) else v for k, v in state.items()})
         return found
 

@@ -136,7 +136,7 @@ def test_state_rests_in_files_and_scalars_in_memory(rig_of: RigOf) -> None:
     rig.step(0)
     assert rig.store.nbytes_on_disk == before  # all of it was reserved when the optimizer was adapted
     kinds = {
-        (key, type(value), value.numel() > 0) for state in rig.optimizer.state.values() for key, value in state.items()
+        (key, type(value), value.numel() > 0) for state in rig.adapter.state.values() for key, value in state.items()
     }
     assert kinds == {
         ("step", Tensor, True),
@@ -146,7 +146,7 @@ def test_state_rests_in_files_and_scalars_in_memory(rig_of: RigOf) -> None:
         ("exp_avg_sq", Tensor, False),
     }
     known = [parameter for group in rig.optimizer.param_groups for parameter in group["params"]]
-    assert set(rig.optimizer.state) <= set(known)
+    assert set(rig.optimizer.state) <= set(known) == set(rig.parameters)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -293,7 +293,10 @@ def test_step_hooks_and_schedulers_see_one_step(tier: Tier, rig_of: RigOf) -> No
 
     def halve(which: str) -> Callable[..., None]:
         def hook(optimizer: Optimizer, *_: Any) -> None:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            shards = (e.shard.parameter for e in rig.owned.values())  # what a binding shows of them, without an engine
+            held = rig.parameters if optimizer is rig.optimizer else whole.parameters
+            assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, held))
+            gradients = [p.grad for p in (shards if optimizer is rig.optimizer else held) if p.grad is not None]
             for gradient in gradients:
                 gradient.mul_(0.5)
             seen.append((which, len(gradients)))
@@ -409,8 +412,10 @@ def test_an_optimizer_that_raises_publishes_all_units_and_agrees(tier: Tier, fai
     assert [type(failure) for failure in rig.agreed[agreements:]] == [ArithmeticError]
     shards = [entry.shard.parameter for entry in rig.owned.values()]
     assert any(shard.grad is not None for shard in shards)
-    assert {id(p) for group in rig.optimizer.param_groups for p in group["params"]} == {id(shard) for shard in shards}
-    assert {id(p) for p in rig.optimizer.state} <= {id(shard) for shard in shards}
+    users = {id(parameter) for parameter in rig.parameters}
+    assert {id(p) for group in rig.optimizer.param_groups for p in group["params"]} == users
+    assert {id(p) for p in rig.optimizer.state} <= users
+    assert {id(p) for p in rig.adapter.state} <= {id(shard) for shard in shards}
     rig.adapter.abandon()
     rig.stepped.clear()
     rig.optimizer.fail_in = float("inf")
@@ -512,7 +517,7 @@ def test_state_goes_from_one_tier_to_the_other(tier: Tier, rig_of: RigOf) -> Non
             values.slices.update({key: value.clone() for key, value in values.slices.items()})
     target.adapter.load_named_state(state, groups)
     assert whole.unlike(target) == []
-    slices = [v for state in target.optimizer.state.values() for v in state.values() if v.dim() and v.numel()]
+    slices = [v for state in target.adapter.state.values() for v in state.values() if v.dim() and v.numel()]
     assert {type(value) for value in slices} == {RestingTensor if tier is Tier.DISK else Tensor}
     for rig in (source, target):
         rig.step(2)
@@ -544,7 +549,7 @@ def test_state_that_the_user_puts_into_the_optimizer(tier: Tier, rig_of: RigOf) 
 def test_no_state_is_kept_while_other_state_is_read(tier: Tier, rig_of: RigOf) -> None:
     rig = rig_of(adam, tier)
     rig.step(0)
-    before = [ref(value) for state in rig.optimizer.state.values() for value in state.values()]
+    before = [ref(value) for state in rig.adapter.state.values() for value in state.values()]
     room = rig.store.nbytes_on_disk if rig.store else 0
     rig.adapter.make_room()
     assert not any(held() is not None for held in before)

@@ -149,7 +149,8 @@ def test_no_rank_has_stepped_when_ranks_differ() -> None:
         before: list[Tensor] = []
 
         def act(module: Custom, optimizer: Any) -> None:
-            shards = [p for group in optimizer.param_groups for p in group["params"]]
+            adapter = module.trainer.strategy.adapter(optimizer)
+            shards = [entry.shard.parameter for entry in adapter.entries]
             before.append(torch.cat([p.detach().clone() for p in shards]))
             module.shards = shards
             if len(before) == 2:

@@ -6,8 +6,10 @@ where an error is right. Anything else has to give DDP's losses and parameters, 
 
 from __future__ import annotations
 
+import copy
 import io
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +92,7 @@ def everywhere(message: str) -> dict[str, str]:
     return dict.fromkeys(STRATEGIES, message)
 
 
+APART = {"3": "'teacher.weight' is sliced .* cut at other places"}
 SHARDED = {"3": "not in memory", "3 units": "not in memory"}
 UNITS = {"3 units": "not in memory"}
 
@@ -147,10 +150,10 @@ WEIGHTS = {"weight": torch.eye(10), "bias": torch.zeros(10)}
 
 WRITES = {
     "momentum encoder in a step": Case("training_step", average_in_place, UNITS),
-    "momentum encoder after a batch": Case("on_train_batch_end", average_in_place, SHARDED),
+    "momentum encoder after a batch": Case("on_train_batch_end", average_in_place, APART),
     "momentum encoder, assigned": Case("training_step", average_by_assignment, UNITS),
     "momentum encoder, through data": Case("training_step", average_through_data, UNITS),
-    "the same after a batch": Case("on_train_batch_end", average_through_data, SHARDED),
+    "the same after a batch": Case("on_train_batch_end", average_through_data, APART),
     "vector at the start": Case("on_train_start", from_vector),
     "vector later": Case("on_train_batch_start", at(1, from_vector)),
     "vector before a step": Case("on_before_optimizer_step", at(1, from_vector)),
@@ -158,13 +161,11 @@ WRITES = {
     "reset_parameters": Case("on_train_batch_start", at(1, seeded(lambda net: net.b.reset_parameters()))),
     "state of a submodule": Case("on_train_batch_end", at(1, lambda net: net.b.load_state_dict(WEIGHTS))),
     "pruning": Case("on_train_batch_end", at(1, prune_half), SHARDED),
-    "clamp": Case("on_train_batch_end", clamp, SHARDED),
+    "clamp": Case("on_train_batch_end", clamp),
     "rows": Case("training_step", write_in_part, UNITS),
     "cast that changes nothing": Case("training_step", lambda net: net.to(torch.float32)),
     "copy": Case("on_train_batch_end", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10)))),
-    "other values on each rank": Case(
-        "on_train_batch_end", scale_by_rank, {**everywhere(r"'b.weight' \(values"), **SHARDED}
-    ),
+    "other values on each rank": Case("on_train_batch_end", scale_by_rank, everywhere(r"'b.weight' \(values")),
     "other values on each rank, in a step": Case(
         "training_step", scale_by_rank, {**everywhere(r"'b.weight' \(values"), **UNITS}
     ),
@@ -182,12 +183,150 @@ WRITES = {
     "memory of another": Case(
         "on_train_batch_end",
         at(1, lambda net: setattr(net.teacher.weight, "data", net.c.weight.data)),
-        {**everywhere("assigned memory of 'c.weight'"), **SHARDED},
+        everywhere("assigned memory of (the parameter )?'c.weight'"),
     ),
     "another object": Case(
         "on_train_batch_end",
         at(1, lambda net: net.b.load_state_dict(WEIGHTS, assign=True)),
         {"3 units": "'b.weight' of unit 'b' was replaced"},
+    ),
+}
+
+
+@torch.no_grad()
+def step_by_hand(net: Net) -> None:
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.add_(parameter.grad, alpha=-0.1)
+
+
+def step_through_data(net: Net) -> None:
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.data -= 0.1 * parameter.grad
+
+
+@torch.no_grad()
+def clamp_groups(net: Net) -> None:
+    for group in net.trainer.optimizers[0].param_groups:
+        for parameter in group["params"]:
+            parameter.clamp_(-0.1, 0.1)
+
+
+def prune_small(net: Net) -> None:
+    net.b.weight.data[net.b.weight.data.abs() < 0.1] = 0
+
+
+def write_rows(net: Net) -> None:
+    net.b.weight.data[2:4] = 0.25
+    net.c.weight.data = net.c.weight.data.clamp(-0.2, 0.2)
+
+
+WHOLE = dict.fromkeys(("1", "2"), r"averaged gradient of 'a.weight' is sliced .* of a tensor that is not")
+SLICES = {
+    "clamp, through groups": Case("on_train_batch_end", clamp_groups),
+    "clamp, before a step": Case("on_before_optimizer_step", clamp_groups),
+    "small ones to zero": Case("on_train_batch_end", prune_small),
+    "rows between steps": Case("on_train_batch_end", write_rows),
+    "many at once": Case(
+        "on_train_batch_end", torch.no_grad()(lambda net: torch._foreach_mul_(list(net.parameters()), 0.9))
+    ),
+    "a step by hand": Case("on_before_optimizer_step", step_by_hand, WHOLE),
+    "a step by hand, through data": Case("on_before_optimizer_step", step_through_data, WHOLE),
+    "set_": Case(
+        "on_train_batch_end",
+        at(1, torch.no_grad()(lambda net: net.teacher.weight.set_(torch.ones(3, 10)))),
+    ),
+}
+
+
+def optimizer_of(net: Net) -> Any:
+    return net.trainer.optimizers[0]
+
+
+def state_of(net: Net) -> Any:
+    return optimizer_of(net).state[net.b.weight]
+
+
+def forget_state(net: Net) -> None:
+    optimizer_of(net).state = defaultdict(dict)
+
+
+def swap_states(net: Net) -> None:
+    state = state_of(net)
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"] * 0.1, state["exp_avg"].abs()
+
+
+def load_scaled(net: Net) -> None:
+    optimizer = optimizer_of(net)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"].mul_(0.1)
+    saved["param_groups"][0]["lr"] = 0.02
+    optimizer.load_state_dict(saved)
+
+
+def load_whole(net: Net) -> None:
+    optimizer = optimizer_of(net)
+    saved = optimizer.state_dict()
+    for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        ramp = torch.linspace(0, 1, parameter.numel()).reshape(parameter.shape)
+        saved["state"][index] = {"step": torch.tensor(3.0), "exp_avg": ramp - 0.5, "exp_avg_sq": ramp + 0.1}
+    optimizer.load_state_dict(saved)
+
+
+def keep_matrices(net: Net) -> None:
+    group = optimizer_of(net).param_groups[0]
+    group["params"] = [parameter for parameter in group["params"] if parameter.ndim > 1]
+
+
+def look_at_groups(net: Net) -> None:
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    for group in optimizer_of(net).param_groups:
+        for parameter in group["params"]:
+            state = optimizer_of(net).state[parameter]
+            told = (names[id(parameter)], tuple(parameter.shape), sorted(state), tuple(state["exp_avg"].shape))
+            net.losses.append(hash(str(told)) + float(state["step"]))
+    net.losses += [len(optimizer_of(net).state), float(net.b.weight in optimizer_of(net).state)]
+
+
+def unseeded(net: Net) -> None:
+    state_of(net)["exp_avg"] += torch.full((10, 10), 0.1 * net.global_rank)
+
+
+OPTIMIZERS = {
+    "groups and states": Case("on_train_batch_end", look_at_groups),
+    "momentum made smaller": Case("on_train_batch_end", lambda net: state_of(net)["exp_avg"].mul_(0.5)),
+    "momentum of rows": Case("on_train_batch_end", lambda net: state_of(net)["exp_avg"][2:4].zero_()),
+    "momentum replaced": Case("on_train_batch_end", lambda net: state_of(net).update(exp_avg=torch.eye(10))),
+    "states that change places": Case("on_train_batch_end", swap_states),
+    "state of a parameter forgotten": Case(
+        "on_train_batch_end", at(1, lambda net: optimizer_of(net).state.pop(net.b.weight))
+    ),
+    "states cleared": Case("on_train_batch_end", at(1, lambda net: optimizer_of(net).state.clear())),
+    "another dictionary of states": Case("on_train_batch_end", at(1, forget_state)),
+    "load_state_dict": Case("on_train_batch_end", at(2, load_scaled)),
+    "load_state_dict, whole": Case("on_train_batch_end", at(2, load_whole)),
+    "fewer parameters": Case("on_train_batch_end", at(1, keep_matrices)),
+    "optimizer.zero_grad in a hook": Case("on_after_backward", at(2, lambda net: optimizer_of(net).zero_grad())),
+    "the same to zeros": Case("on_after_backward", at(2, lambda net: optimizer_of(net).zero_grad(set_to_none=False))),
+    "norm of a momentum": Case(
+        "on_train_batch_end",
+        lambda net: state_of(net)["exp_avg"].norm(),
+        everywhere("'exp_avg' of 'b.weight' is sliced .*full_optimizer_state"),
+    ),
+    "state_dict in a file": Case(
+        "on_train_batch_end",
+        lambda net: torch.save(optimizer_of(net).state_dict(), io.BytesIO()),
+        everywhere("is sliced over the ranks"),
+    ),
+    "other momenta on each rank": Case(
+        "on_train_batch_end", unseeded, everywhere("optimizer state 'exp_avg' of 'b.weight'")
+    ),
+    "momentum of one rank": Case(
+        "on_train_batch_end",
+        lambda net: net.global_rank == 0 and state_of(net).update(exp_avg=torch.eye(10)),
+        everywhere("optimizer state 'exp_avg' of 'b.weight'"),
     ),
 }
 
@@ -288,7 +427,7 @@ READS = {
     ),
 }
 
-CASES = {**WRITES, **GRADIENTS, **READS}
+CASES = {**WRITES, **SLICES, **OPTIMIZERS, **GRADIENTS, **READS}
 
 
 def play(strategy: Any, case: Case) -> Any:
@@ -319,6 +458,16 @@ def test_what_was_assigned_is_saved(stage: int, tmp_path: Path) -> None:
     for saved, shown in run_world(2, run, timeout=60):
         assert torch.equal(saved, torch.eye(10))
         assert torch.equal(shown, torch.eye(10))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_writing_in_place_needs_no_grad_as_ever(stage: int) -> None:
+    def run(rank: int) -> str:
+        act = torch.enable_grad()(lambda net: net.b.weight.mul_(0.5))
+        return str(play(ZeroStrategy(stage=stage, units=["Linear"]), Case("on_before_optimizer_step", act)))
+
+    for found in run_world(2, run):
+        assert found == "RuntimeError: a leaf Variable that requires grad is being used in an in-place operation."
 
 
 @pytest.mark.parametrize("name", CASES)

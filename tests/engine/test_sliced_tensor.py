@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.sliced_gradient import SlicedGradient
+from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.errors import ParameterAccessError
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -49,13 +49,13 @@ def cuts(numel: int, world_size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def sliced(whole: Tensor, start: int, end: int, **options: Any) -> SlicedGradient:
+def sliced(whole: Tensor, start: int, end: int, **options: Any) -> SlicedTensor:
     memory = torch.empty(end - start + 3, dtype=whole.dtype)[3:]
     memory.copy_(whole.reshape(-1)[start:end])
-    return SlicedGradient(memory, start, whole.shape, "layer.weight", **options)
+    return SlicedTensor(memory, start, whole.shape, "layer.weight", **options)
 
 
-def slices(whole: Tensor, world_size: int, **options: Any) -> list[SlicedGradient]:
+def slices(whole: Tensor, world_size: int, **options: Any) -> list[SlicedTensor]:
     return [sliced(whole, *cut, **options) for cut in cuts(whole.numel(), world_size)]
 
 
@@ -71,9 +71,9 @@ def same(expected: Tensor, actual: Tensor) -> bool:
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-def together(parts: Sequence[SlicedGradient], shape: Sequence[int]) -> Tensor:
+def together(parts: Sequence[SlicedTensor], shape: Sequence[int]) -> Tensor:
     """The tensor that all ranks hold together."""
-    assert all(type(part) is SlicedGradient and part.shape == torch.Size(shape) for part in parts)
+    assert all(type(part) is SlicedTensor and part.shape == torch.Size(shape) for part in parts)
     assert all(part.own.numel() == 0 or part.own.dtype == part.dtype for part in parts)
     return torch.cat([part.own for part in parts]).view(shape)
 
@@ -244,7 +244,7 @@ def test_operands_of_a_smaller_shape(form: tuple[int, ...]) -> None:
 def test_an_operand_is_not_made_larger_than_the_slice() -> None:
     """An expanded one of a terabyte is cut before it is copied."""
     huge = (2**20, 2**20)
-    part = SlicedGradient(torch.ones(5), 2**39 - 2, huge, "embedding")
+    part = SlicedTensor(torch.ones(5), 2**39 - 2, huge, "embedding")
     part.mul_(torch.arange(2.0**20))
     assert part.own.tolist() == [2.0**20 - 2, 2.0**20 - 1, 0.0, 1.0, 2.0]
     part[: 2**19] = 7.0
@@ -420,7 +420,7 @@ def test_wrong_indices_raise_on_every_rank(index: Any, error: Any) -> None:
 def test_wrong_values_raise_on_every_rank(index: Any, value: Any) -> None:
     whole = values(SHAPE, torch.float32)
     for tensor in [whole, *slices(whole, 3), sliced(whole, 0, 0)]:
-        before = tensor.own.clone() if isinstance(tensor, SlicedGradient) else None
+        before = tensor.own.clone() if isinstance(tensor, SlicedTensor) else None
         with pytest.raises((RuntimeError, TypeError)):
             tensor[index] = value
         assert before is None or same(before, tensor.own)
@@ -492,7 +492,7 @@ def test_ordinary_tensors_made_after_it() -> None:
 
 def test_a_device_of_its_own() -> None:
     """Offloaded gradients are edited on the host, and look as if they were where the parameter is."""
-    part = SlicedGradient(torch.ones(5), 4, (5, 3), "w", device=torch.device("meta"))
+    part = SlicedTensor(torch.ones(5), 4, (5, 3), "w", device=torch.device("meta"))
     assert part.device.type == "meta"
     part.mul_(torch.full((5, 3), 2.0))  # on the host, which is taken as it is
     assert part.own.tolist() == [2.0] * 5
@@ -597,8 +597,8 @@ def test_what_needs_other_ranks_is_refused_on_every_rank(what: str) -> None:
 
 def test_gradients_of_two_parameters_do_not_go_together() -> None:
     """Not even on a rank where their slices happen to fit."""
-    first = SlicedGradient(torch.ones(6), 0, (2, 3), "first")
-    second = SlicedGradient(torch.ones(6), 0, (2, 3), "second")
+    first = SlicedTensor(torch.ones(6), 0, (2, 3), "first")
+    second = SlicedTensor(torch.ones(6), 0, (2, 3), "second")
     for edit in (lambda: first.add_(second), lambda: first * second, lambda: operator.setitem(first, ..., second)):
         with pytest.raises(ParameterAccessError):
             edit()
@@ -619,8 +619,8 @@ def test_errors_of_dtype_are_those_of_torch_on_every_rank() -> None:
     [(torch.ones(2, 2), 0, (2, 2)), (torch.ones(4)[::2], 0, (4,)), (torch.ones(3), 2, (4,)), (torch.ones(3), -1, (4,))],
 )
 def test_what_is_no_slice(own: Tensor, start: int, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="slice of the gradient of 'w'"):
-        SlicedGradient(own, start, shape, "w")
+    with pytest.raises(ValueError, match="slice of the averaged gradient of 'w'"):
+        SlicedTensor(own, start, shape, "w")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""What stands for a parameter's gradient where every rank holds a slice of the average."""
+"""What stands for a gradient, or for a state of an optimizer, of which every rank holds a slice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from lightning_zero.engine.binding import is_absent
 from lightning_zero.engine.checksum import fingerprint
 from lightning_zero.engine.elementwise import Elementwise, elementwise, words
 from lightning_zero.engine.selection import Part
-from lightning_zero.engine.sliced_values import SlicedValues, Trace, history_of
+from lightning_zero.engine.sliced_values import Meaning, SlicedValues, Trace, gradient_of, history_of
 
-__all__ = ["SlicedGradient"]
+__all__ = ["SlicedTensor"]
 
 
-class SlicedGradient(Tensor):
-    """An averaged gradient of which this rank holds a slice.
+class SlicedTensor(Tensor):
+    """A tensor of a parameter's shape of which this rank holds a slice: an averaged gradient, a state.
 
     It answers what a tensor is asked about itself. Elementwise functions that give the same bits for a part as for the
     whole work: in place they change the slice, out of place they give another sliced tensor. Operands are numbers,
@@ -29,15 +29,18 @@ class SlicedGradient(Tensor):
 
     Args:
         own: 1-D, contiguous: this rank's elements. Read and written.
-        start: the first of them in the flattened gradient.
-        shape: of the whole gradient.
+        start: the first of them in the flattened tensor.
+        shape: of the whole tensor.
         name: the parameter's.
-        alive: whether ``own`` still holds this gradient; ``None``: always.
+        alive: whether ``own`` still holds it; ``None``: always.
         edited: told of each edit by a number that is the same on every rank if that did the same.
         device: what it is asked for; by default ``own``'s.
+        meaning: what it is, for messages; by default the parameter's averaged gradient.
+        cut: equal for tensors that are cut at the same places if they have one shape; by default only for the same
+            parameter's. The same on every rank.
 
     Raises:
-        ValueError: if ``own`` is no range of the gradient.
+        ValueError: if ``own`` is no range of it.
     """
 
     _slice: SlicedValues
@@ -52,16 +55,19 @@ class SlicedGradient(Tensor):
         alive: Callable[[], bool] | None = None,
         edited: Callable[[int], None] | None = None,
         device: torch.device | None = None,
-    ) -> SlicedGradient:
+        meaning: Meaning | None = None,
+        cut: tuple[int, ...] | None = None,
+    ) -> SlicedTensor:
         """See the class."""
-        size = torch.Size(shape)
+        size, meaning = torch.Size(shape), meaning or gradient_of(name)
         if own.dim() != 1 or not own.is_contiguous() or start < 0 or start + own.numel() > size.numel():
             raise ValueError(
-                f"A slice of the gradient of '{name}' must be 1-D, contiguous and inside shape {list(size)}; got shape "
+                f"A slice of the {meaning.what} must be 1-D, contiguous and inside shape {list(size)}; got shape "
                 f"{list(own.shape)} from element {start} on."
             )
-        trace = Trace(name, alive, edited, fingerprint(name))
-        return _wrapped(SlicedValues(Part(size, start, own.numel()), (name,), own, None, trace, device or own.device))
+        trace = Trace(name, meaning, alive, edited, fingerprint(name), own=False)
+        key = (name,) if cut is None else (*cut, *size)
+        return _wrapped(SlicedValues(Part(size, start, own.numel()), key, own, None, trace, device or own.device))
 
     @property
     def own(self) -> Tensor:
@@ -75,13 +81,27 @@ class SlicedGradient(Tensor):
 
     @property
     def parameter_name(self) -> str:
-        """Whose gradient it is, or was made from."""
+        """Whose it is, or was made from."""
         return self._slice.trace.name
 
     @property
     def history(self) -> int:
         """A number for how these values came about, the same on every rank that did the same."""
         return self._slice.trace.history
+
+    @property
+    def lent(self) -> str | None:
+        """What lies in the memory, if it is not this tensor's own."""
+        trace = self._slice.trace
+        return None if trace.own else trace.meaning.what
+
+    def refuse(self, what: str) -> NoReturn:
+        """Say that ``what`` needs more than a slice.
+
+        Raises:
+            ParameterAccessError: always.
+        """
+        self._slice.trace.refuse(what)
 
     @property
     def data(self) -> Tensor:
@@ -118,8 +138,8 @@ class SlicedGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Whose it is, without values."""
         with torch._C.DisableTorchFunction():
-            what = f"gradient of '{self.parameter_name}', shape {list(self.shape)}, {self.dtype}, {self.device}"
-        return f"SlicedGradient({what}, sliced over ranks)"
+            what = f"{self._slice.trace.meaning.what}, shape {list(self.shape)}, {self.dtype}, {self.device}"
+        return f"SlicedTensor({what}, sliced over ranks)"
 
 
 _ATTRIBUTES = words(
@@ -142,7 +162,7 @@ _AS_ANOTHER = words("view_as expand_as reshape_as type_as to is_same_size")
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a torch function gives if there are sliced gradients among its arguments."""
     name = getattr(func, "__name__", str(func))
-    subject = args[0] if args and isinstance(args[0], SlicedGradient) else None
+    subject = args[0] if args and isinstance(args[0], SlicedTensor) else None
     if subject is not None:
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(subject, func, name, args)
@@ -153,7 +173,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _LIKE or name in _NEW or (subject is None and name in _AS_ANOTHER):
         if name in _LIKE:
             kwargs.setdefault("memory_format", torch.contiguous_format)
-        return func(*tree_map_only(SlicedGradient, _without_values, args), **kwargs)
+        return func(*tree_map_only(SlicedTensor, _without_values, args), **kwargs)
     if name.startswith("_foreach_"):
         return _for_each(name, func, args, kwargs)
     for sliced in _sliced((args, kwargs)):
@@ -167,7 +187,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if subject is not None and name == "__getitem__" and not any(True for _ in _sliced(args[1])):
         return _wrapped(subject._slice.get(args[1]))
     if subject is not None and name == "__setitem__":
-        return subject._slice.set(*tree_map_only(SlicedGradient, _slice_of, args[1:]))
+        return subject._slice.set(*tree_map_only(SlicedTensor, _slice_of, args[1:]))
     return _computed(name, func, args, kwargs)
 
 
@@ -190,7 +210,7 @@ def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """A function of lists of tensors, some of them sliced."""
     lists = [position for position, value in enumerate(args) if isinstance(value, list | tuple)]
     given = [list(value) if isinstance(value, list | tuple) else value for value in args]
-    found: list[tuple[int, SlicedGradient, int]] = []
+    found: list[tuple[int, SlicedTensor, int]] = []
     for index in range(len(args[0])):
         each = tuple(value[index] if position in lists else value for position, value in enumerate(args))
         first = next(_sliced(each), None)
@@ -214,7 +234,7 @@ def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _checked(
-    first: SlicedGradient, name: str, module: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    first: SlicedTensor, name: str, module: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Elementwise:
     """The function, if it can do with a slice. ``args`` are those of one tensor."""
     refuse = first._slice.trace.refuse
@@ -229,14 +249,14 @@ def _checked(
 
 
 def _prepared(
-    first: SlicedGradient, known: Elementwise, args: tuple[Any, ...], kwargs: dict[str, Any]
+    first: SlicedTensor, known: Elementwise, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, list[Any]]:
     """What is told of a call, and what the function gets of positional and then of named arguments."""
-    args, kwargs = tree_map_only(SlicedGradient, _slice_of, (args, kwargs))
+    args, kwargs = tree_map_only(SlicedTensor, _slice_of, (args, kwargs))
     return history_of(known.name, args, kwargs), first._slice.operands(known, (*args, *kwargs.values()))
 
 
-def _attribute(subject: SlicedGradient, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+def _attribute(subject: SlicedTensor, func: Any, name: str, args: tuple[Any, ...]) -> Any:
     attribute = func.__self__.__name__
     if name == "__get__" and attribute in _ATTRIBUTES:
         return func(*args)
@@ -244,10 +264,10 @@ def _attribute(subject: SlicedGradient, func: Any, name: str, args: tuple[Any, .
         subject._slice.trace.refuse(f"its .{attribute}")
 
 
-def _converted(subject: SlicedGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _converted(subject: SlicedTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another dtype or device; the same object where that changes nothing."""
     kwargs.pop("memory_format", None)
-    args, kwargs = tree_map_only(SlicedGradient, _without_values, (args, kwargs))
+    args, kwargs = tree_map_only(SlicedTensor, _without_values, (args, kwargs))
     asked = func(torch.empty((), dtype=subject.dtype, device=subject.device), *args, **kwargs)
     if not isinstance(asked, Tensor):  # `type()` asks for a name
         return asked
@@ -261,29 +281,29 @@ def _converted(subject: SlicedGradient, func: Any, args: tuple[Any, ...], kwargs
     return _wrapped(subject._slice.derived(own.to(device, asked.dtype, copy=True), history, asked.device))
 
 
-def _wrapped(values: SlicedValues) -> SlicedGradient:
-    sliced: SlicedGradient = Tensor._make_wrapper_subclass(
-        SlicedGradient, values.part.shape, dtype=values.memory.dtype, device=values.device, requires_grad=False
+def _wrapped(values: SlicedValues) -> SlicedTensor:
+    sliced: SlicedTensor = Tensor._make_wrapper_subclass(
+        SlicedTensor, values.part.shape, dtype=values.memory.dtype, device=values.device, requires_grad=False
     )
     sliced._slice = values
     return sliced
 
 
-def _slice_of(sliced: SlicedGradient) -> SlicedValues:
+def _slice_of(sliced: SlicedTensor) -> SlicedValues:
     return sliced._slice
 
 
-def _without_values(sliced: SlicedGradient) -> Tensor:
+def _without_values(sliced: SlicedTensor) -> Tensor:
     """An ordinary tensor of the same shape, dtype and device, for functions that ask for no more."""
     return torch.empty((), dtype=sliced.dtype, device=sliced.device).expand(sliced.shape)
 
 
-def _first(values: Any) -> SlicedGradient:
+def _first(values: Any) -> SlicedTensor:
     return next(_sliced(values))
 
 
-def _sliced(values: Any) -> Iterator[SlicedGradient]:
-    if isinstance(values, SlicedGradient):
+def _sliced(values: Any) -> Iterator[SlicedTensor]:
+    if isinstance(values, SlicedTensor):
         yield values
     elif isinstance(values, Mapping):
         yield from _sliced(tuple(values.values()))

@@ -1,0 +1,242 @@
+"""What ``optimizer.state`` is between steps: that of the user's parameters, of which this rank has slices.
+
+[Note: the user's view of an optimizer]
+Between steps an optimizer's param groups hold the user's own parameters, and its state goes by them, as under plain
+torch. What a state has an element of for each element of the parameter is a sliced tensor: it has the parameter's
+shape, can be edited element by element, and raises where elements of other ranks are needed. Right before a step the
+shards, with the slices as they are, take their place, and right after it the user's view is there again.
+
+What user code puts into the state counts: a whole tensor is cut, also those of ``optimizer.load_state_dict``, and of a
+new dictionary in place of the state. What is put there is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import deepcopy
+from typing import Any, NoReturn, Protocol
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+
+from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.optim.owned import OwnedParameter
+from lightning_zero.optim.slices import covers
+
+__all__ = ["ParameterState", "ShownState", "Slices"]
+
+
+class Slices(Protocol):
+    """How slices of state are shown to user code."""
+
+    def show(self, entry: OwnedParameter, key: str, own: Tensor, alive: Callable[[], bool]) -> Tensor:
+        """A tensor of the parameter's shape for this rank's elements ``own``, 1-D, as long as they are ``alive``."""
+
+    def own(self, value: Tensor) -> Tensor | None:
+        """This rank's elements, 1-D, of what ``show`` gave, or was made from it; ``None`` for any other tensor."""
+
+    def note(self, entry: OwnedParameter, key: str, value: Any) -> None:
+        """Note what user code put into the state, so that the ranks find out whether all did."""
+
+
+class ShownState(MutableMapping[Any, Any]):
+    """The state of one optimizer, by the user's parameters. A state that is not there is made when it is asked for.
+
+    Args:
+        label: how to name the optimizer in messages.
+        state: the optimizer's own, by what it steps on. Read and written.
+        owned: the engine's parameters by the user's.
+        target: what the optimizer steps on in place of a parameter.
+        adopt: cuts state of a parameter to this rank's slice.
+        slices: how slices are shown; ``None`` where the optimizer has whole parameters at owner ranks.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        state: MutableMapping[Any, dict[str, Any]],
+        owned: Mapping[nn.Parameter, OwnedParameter],
+        target: Callable[[OwnedParameter], nn.Parameter],
+        adopt: Callable[[OwnedParameter, dict[str, Any]], dict[str, Any]],
+        slices: Slices | None,
+    ) -> None:
+        self._label = label
+        self._state = state
+        self._owned = owned
+        self._target = target
+        self._adopt = adopt
+        self._slices = slices
+        self._users: dict[nn.Parameter, nn.Parameter] = {}
+        # What is in the user's hands stays the same object, as long as anybody holds it.
+        self._handed: WeakValueDictionary[nn.Parameter, ParameterState] = WeakValueDictionary()
+
+    def know(self, members: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Note which parameters of the user's the optimizer steps on by others: pairs of both."""
+        self._users.update((target, user) for user, target in members)
+
+    def refresh(self) -> None:
+        """Show what a step, or a checkpoint, has put into the state, also in what was handed out before."""
+        for entry in list(self._handed.values()):
+            entry.refresh()
+
+    def __getitem__(self, key: Any) -> Any:
+        entry = self._entry(key)
+        if entry is None:
+            return self._state[key]
+        self._check()
+        inner = self._state[self._target(entry)]
+        found = self._handed.get(key)
+        if found is None or found.inner is not inner:
+            self._users[self._target(entry)] = key
+            found = self._handed[key] = ParameterState(entry, inner, self)
+        return found
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        entry = self._entry(key)
+        if entry is None:
+            self._state[key] = value
+            return
+        slices = self._check()
+        for name, part in value.items():
+            slices.note(entry, name, part)
+        self._users[self._target(entry)] = key
+        self._state[self._target(entry)] = self._adopt(entry, dict(value))
+        self._handed.pop(key, None)
+
+    def __delitem__(self, key: Any) -> None:
+        entry = self._entry(key)
+        if entry is None:
+            del self._state[key]
+            return
+        slices = self._check()
+        del self._state[self._target(entry)]
+        slices.note(entry, "all", None)
+        self._handed.pop(key, None)
+
+    def __contains__(self, key: object) -> bool:
+        entry = self._entry(key)
+        if entry is None:
+            return key in self._state
+        self._check()
+        return self._target(entry) in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        self._check()
+        # The optimizer's own order depends on what this rank has of each parameter.
+        known = [user for target, user in self._users.items() if target in self._state]
+        return iter([*known, *(key for key in self._state if key not in self._users)])
+
+    def __len__(self) -> int:
+        self._check()
+        return len(self._state)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of every dictionary: nothing is made."""
+        found = key in self
+        return self[key] if found else default
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return {deepcopy(key, memo): deepcopy(value, memo) for key, value in self.items()}
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedOptimizerError(
+            f"A pickle of {self._label} would hold one process's slices of its state. Save with "
+            "`trainer.save_checkpoint`, which writes all of it, for any number of processes."
+        )
+
+    def __repr__(self) -> str:
+        return f"State of {self._label}, sliced over ranks, of {len(self._state)} parameters"
+
+    def shown(self, entry: OwnedParameter, key: str, inner: Mapping[str, Any], lives: dict[str, _Life]) -> Any:
+        """What the user sees of one value; how long it is that is noted in ``lives``."""
+        value = inner[key]
+        if not covers(value, entry.slice.numel):
+            return value
+        # What user code takes out stays as it is; what a step has put elsewhere is not the state any more.
+        life = lives[key] = _Life()
+        return self._check().show(entry, key, value, lambda: life.free or inner.get(key) is value)
+
+    def put(self, entry: OwnedParameter, key: str, value: Any) -> Any:
+        """What is kept of one value that user code sets."""
+        self._check().note(entry, key, value)
+        return self._adopt(entry, {key: value})[key]
+
+    def note(self, entry: OwnedParameter, key: str) -> None:
+        """Note that user code took a value out."""
+        self._check().note(entry, key, None)
+
+    def _entry(self, key: object) -> OwnedParameter | None:
+        return self._owned.get(key) if isinstance(key, nn.Parameter) else None
+
+    def _check(self) -> Slices:
+        if self._slices is None:
+            raise UnsupportedOptimizerError(
+                f"{self._label} needs whole parameters, so each one's state is at one process only. To read it "
+                "anywhere: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
+            )
+        return self._slices
+
+
+class _Life:
+    """Whether a value that was shown is nobody's state any more, but the user's own."""
+
+    free = False
+
+
+class ParameterState(dict[str, Any]):
+    """The state of one parameter: what is set in it counts.
+
+    Args:
+        entry: the parameter.
+        inner: what the optimizer has.
+        shown: whose it is.
+    """
+
+    def __init__(self, entry: OwnedParameter, inner: dict[str, Any], shown: ShownState) -> None:
+        super().__init__()
+        self.inner = inner
+        self._entry = entry
+        self._shown = shown
+        self._lives: dict[str, _Life] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Be what ``inner`` is now."""
+        super().clear()
+        super().update({key: self._shown.shown(self._entry, key, self.inner, self._lives) for key in self.inner})
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self and self[key] is value:
+            return  # what ``state[key] *= x`` assigns
+        put = self._shown.put(self._entry, key, value)
+        self._free(key)
+        self.inner[key] = put
+        super().__setitem__(key, self._shown.shown(self._entry, key, self.inner, self._lives))
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        self._free(key)
+        del self.inner[key]
+        self._shown.note(self._entry, key)
+
+    def _free(self, key: str) -> None:
+        life = self._lives.pop(key, None)
+        if life is not None:
+            life.free = True
+
+    # What a dictionary does without calling the two above.
+    pop = MutableMapping.pop
+    popitem = MutableMapping.popitem
+    clear = MutableMapping.clear
+    update = MutableMapping.update
+    setdefault = MutableMapping.setdefault
+
+    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: deepcopy(value, memo) for key, value in self.items()}
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
