@@ -179,7 +179,7 @@ class ParameterAccess:
             for unit in units:
                 for flat in unit.flats:
                     flat.refresh()
-            engine.masters_were_edited([unit.index for unit in units])
+            engine.masters_were_written([unit.index for unit in units])
         if not self._assigned:
             return
         mine = [b for b in self._assigned if b.external and (plain or self._units[b.parameter] not in self._plain)]

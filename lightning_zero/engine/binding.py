@@ -24,19 +24,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import ZERO_GRADS, describes_tensors, storage_key, untracked
-from lightning_zero.engine.questions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing
-from lightning_zero.errors import ParameterAccessError
+from lightning_zero.engine.owner import Owner
+from lightning_zero.engine.questions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
 
 __all__ = [
     "Binding",
-    "Owner",
     "absent_kind",
     "binding_of",
     "get_data",
@@ -55,46 +54,6 @@ set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "__
 
 _BINDINGS: dict[int, ref[Binding]] = {}  # by id of the parameter, which its binding keeps alive
 _allowed = 0  # how many ``placeholders_allowed`` are active
-
-
-class Owner(Protocol):
-    """What a binding asks of its engine."""
-
-    def bring(self, binding: Binding) -> bool:
-        """Let an absent parameter show its values, if this rank can do so alone."""
-
-    def assigned(self, binding: Binding, value: Tensor | None) -> bool:
-        """Note that the parameter is about to be ``value``, or a tensor that is yet to be filled.
-
-        Returns:
-            Whether it has to stay where it is, so that the values have to be copied.
-
-        Raises:
-            ParameterAccessError: if it cannot be taken over.
-        """
-
-    def handed_out(self, binding: Binding) -> None:
-        """Note that an alias of the parameter's memory left, through which it may be written to unseen."""
-
-    def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
-        """What ``.grad`` is. ``local``: what autograd holds there."""
-
-    def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
-        """``.grad = value``."""
-
-    @property
-    def let_gradient_go(self) -> Callable[[Binding], None]:
-        """``.grad = None``, in a ``zero_grad``."""
-
-    def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
-        """Take over a value of which this rank has a slice. Returns whether it is one.
-
-        Raises:
-            ParameterAccessError: if it cannot be taken over.
-        """
-
-    def sliced(self, binding: Binding) -> Tensor | None:
-        """What stands for the values of an absent parameter where elements are enough; ``None`` if nothing does."""
 
 
 class Binding:
@@ -227,9 +186,8 @@ class _Shown:
         binding = binding_of(self)
         if binding is not None and not _allowed:
             if is_absent(self) and not _bring([binding]):
-                sliced = _sliced(binding)
-                if sliced is None:
-                    raise _refusal([binding], "data")
+                if (sliced := _sliced(binding)) is None:
+                    raise refusal([binding.name], "data")
                 return sliced
             if not binding.held and (owner := binding.owner) is not None:
                 owner.handed_out(binding)
@@ -276,11 +234,10 @@ class _Shown:
 
     def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As every parameter's, which torch tells no torch function of. An absent one is assigned the tensor."""
-        binding = binding_of(self) if is_absent(self) else None
-        if binding is None:
+        if not is_absent(self) or (binding := binding_of(self)) is None:
             return Tensor.set_(self, *args, **kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            raise _refusal([binding], "set_()")
+            raise refusal([binding.name], "set_()")
         self.data = args[0]
         return self
 
@@ -351,7 +308,7 @@ def _ordinary(parameter: Any) -> Iterator[None]:
     """
     binding = binding_of(parameter)
     if isinstance(parameter, _Absent) and binding is not None and not _bring([binding]):
-        raise _refusal([binding], "a copy")
+        raise refusal([binding.name], "a copy")
     kind = type(parameter)
     parameter.__class__ = original_kind(parameter)
     try:
@@ -400,36 +357,28 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ):
         bindings[0].make_room()
         return func(*args, **kwargs)
-    if name.endswith("_") and not name.startswith("__") and not (first is None or _edit(func, args, kwargs) is None):
+    if name.endswith("_") and not name.startswith("__") and _edit(func, args, kwargs):
         return first
-    raise _refusal(bindings, f"{name}()")
+    raise refusal([binding.name for binding in bindings], f"{name}()")
 
 
-def _edit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a function that writes in place does to slices of absent parameters; ``None`` where there are none."""
-    sliced: dict[int, Tensor] = {}
-    for tensor in _absent([*args, *kwargs.values()]):
-        binding = binding_of(tensor)
-        found = None if binding is None else _sliced(binding)
-        if found is None:
-            return None
-        sliced[id(tensor)] = found
-    for tensor in _absent(args[:1]):
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+def _edit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Let a function that writes in place do so to slices of absent parameters. Returns whether that was possible."""
+    found = {id(p): _sliced(b) for p in _absent([*args, *kwargs.values()]) if (b := binding_of(p)) is not None}
+    if None in found.values():
+        return False
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in _absent(args[:1])):
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
     def swapped(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return [swapped(item) for item in value]
-        return sliced.get(id(value), value)
+        return [swapped(item) for item in value] if isinstance(value, tuple | list) else found.get(id(value), value)
 
     func(*map(swapped, args), **{key: swapped(value) for key, value in kwargs.items()})
-    return args[0]
+    return True
 
 
 def _sliced(binding: Binding) -> Tensor | None:
-    owner = binding.owner
-    return None if owner is None or binding.held else owner.sliced(binding)
+    return None if (owner := binding.owner) is None or binding.held else owner.sliced(binding)
 
 
 def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -448,14 +397,3 @@ def _same_memory(value: Tensor, data: Tensor) -> bool:
     if value.shape != data.shape or value.dtype != data.dtype or storage_key(value) != storage_key(data):
         return False
     return value.storage_offset() == data.storage_offset() and value.stride() == data.stride()
-
-
-def _refusal(bindings: Sequence[Binding], use: str) -> ParameterAccessError:
-    name = f"'{bindings[0].name}'" if bindings else "of a module that is gone"
-    return ParameterAccessError(
-        f"The values of parameter {name} are not in memory here, and {use} needs them: they are spread "
-        "over the ranks, and there only while a module that owns them runs. Call that module instead of reading its "
-        "weight, or make a module around both the unit (ZeroStrategy(units=[...])). To look at values, change them, or "
-        "take `state_dict()`, use `with lightning_zero.full_parameters(module):` on every rank; for an average of "
-        "weights, do so in a callback at the end of an epoch. To save, `trainer.save_checkpoint` needs none of this."
-    )

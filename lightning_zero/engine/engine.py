@@ -499,13 +499,9 @@ class ZeroEngine:
         self.updating = torn
         self.masters_were_written()
 
-    def masters_were_edited(self, units: Sequence[int]) -> None:
-        """Forget what was gathered from masters before user code wrote to them. Local, and the same on every rank."""
+    def masters_were_written(self, units: Sequence[int] = ()) -> None:
+        """Tell optimizers that masters were not written by a step, and forget what was gathered of units. Local."""
         self._residency.void(units)
-        self.masters_were_written()
-
-    def masters_were_written(self) -> None:
-        """Tell optimizers that masters were written by something other than their step. Local."""
         if self.plan.offload is not None:
             self.homes.fetcher.forget()
         for listener in self.listeners:

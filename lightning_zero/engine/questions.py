@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["CASTS", "FREE", "MODELS", "OVERWRITES", "SHAPES", "STRIDES", "changes_nothing"]
+from lightning_zero.errors import ParameterAccessError
+
+__all__ = ["CASTS", "FREE", "MODELS", "OVERWRITES", "SHAPES", "STRIDES", "changes_nothing", "refusal"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -49,3 +51,15 @@ def changes_nothing(name: str, tensor: Any, args: Sequence[Any], kwargs: Mapping
     """Whether a conversion would return the tensor itself, asked of one element of its dtype on its device."""
     one = torch.empty((), dtype=tensor.dtype, device=tensor.device)
     return getattr(one, name)(*args, **kwargs) is one
+
+
+def refusal(names: Sequence[str], use: str) -> ParameterAccessError:
+    """What is raised where ``use`` needs values that are absent, of parameters of these names."""
+    name = f"'{names[0]}'" if names else "of a module that is gone"
+    return ParameterAccessError(
+        f"The values of parameter {name} are not in memory here, and {use} needs them: they are spread "
+        "over the ranks, and there only while a module that owns them runs. Call that module instead of reading its "
+        "weight, or make a module around both the unit (ZeroStrategy(units=[...])). To look at values, change them, or "
+        "take `state_dict()`, use `with lightning_zero.full_parameters(module):` on every rank; for an average of "
+        "weights, do so in a callback at the end of an epoch. To save, `trainer.save_checkpoint` needs none of this."
+    )
