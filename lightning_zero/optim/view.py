@@ -16,6 +16,7 @@ from lightning_zero.offload.resting import RestingTensor
 from lightning_zero.optim.homes import StateHomes
 from lightning_zero.optim.owned import OwnedParameter
 from lightning_zero.optim.shown import ShownState, Slices
+from lightning_zero.optim.slices import copied
 from lightning_zero.optim.targets import Targets
 
 __all__ = ["OptimizerView"]
@@ -132,7 +133,7 @@ class OptimizerView:
             if entry is None:
                 self.state[key] = values
             else:
-                put(entry, values if found is self.state else dict(values))
+                put(entry, values if found is self.state else {k: _own_scalar(v) for k, v in values.items()})
         self.show()
 
     def cut(self, entry: OwnedParameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -163,3 +164,8 @@ class OptimizerView:
                     f"`load_state_dict` makes of it because the parameter is; the optimizer has it in "
                     f"{entry.layout.dtype}. Resume with `trainer.fit(..., ckpt_path=...)`, which rounds nothing."
                 )
+
+
+def _own_scalar(value: Any) -> Any:
+    """A step counter that does not change with the one that it was loaded from; anything else as it is, to be cut."""
+    return copied(value) if isinstance(value, Tensor) and not value.dim() else value
