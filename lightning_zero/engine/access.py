@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -137,11 +136,6 @@ class ParameterAccess:
         meaning = values_of(binding.name)
         cut = unit.cut_of(parameter)
         return SlicedTensor(shard.data, start, parameter.shape, binding.name, None, edited, engine.device, meaning, cut)
-
-    @property
-    def let_gradient_go(self) -> Callable[[Binding], None]:
-        """``.grad = None`` in a ``zero_grad``."""
-        return self.gradients.let_go
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""

@@ -77,7 +77,8 @@ class Binding:
         self.held = False
         """Whether it shows full values in the user's hands (``full_parameters``): it may be pointed anywhere."""
         self.place: Any = None
-        """Where its gradient is collected, if it is trained; ``engine/gradients.py``'s."""
+        self.let_go: Callable[[Any], None] | None = None
+        """Where its gradient is collected, and what ``zero_grad`` calls; ``engine/gradients.py``'s."""
         self.last_hook: int | None = None
         """Id of the engine's post-accumulate hook, which runs after the user's."""
         key = id(parameter)
@@ -203,14 +204,11 @@ class _Shown:
 
     @property
     def grad(self: Any) -> Tensor | None:
-        caller, weak = sys._getframe(1), _BINDINGS.get(id(self))
-        if id(caller.f_code) in ZERO_GRADS and weak is not None and caller.f_locals["set_to_none"]:
-            binding = weak()
-            owner = None if binding is None else binding._owner()
-            if binding is not None and owner is not None and binding.parameter is self:
-                owner.let_gradient_go(binding)  # it only asks whether there is one: none is made to be shown
-                return None
-        binding = binding_of(self)
+        caller, binding = sys._getframe(1), binding_of(self)
+        let_go = None if binding is None else binding.let_go
+        if let_go is not None and id(caller.f_code) in ZERO_GRADS and caller.f_locals["set_to_none"]:
+            let_go(binding)  # it only asks whether there is one: none is made to be shown
+            return None
         owner = None if binding is None else binding.owner
         if binding is None or owner is None:
             return get_gradient(self)

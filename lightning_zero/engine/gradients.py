@@ -68,7 +68,7 @@ class UserGradients:
                 place = self._places[parameter] = _Place(bucket, position)
                 binding = binding_of(parameter)
                 if binding is not None:
-                    binding.place = place
+                    binding.place, binding.let_go = place, self.let_go
 
     def read(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -37,10 +36,6 @@ class Owner(Protocol):
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""
-
-    @property
-    def let_gradient_go(self) -> Callable[[Binding], None]:
-        """``.grad = None``, in a ``zero_grad``."""
 
     def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
         """Take over a value of which this rank has a slice. Returns whether it is one.
