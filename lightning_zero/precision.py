@@ -236,8 +236,12 @@ class ZeroPrecision(Precision):
             if self._on_skip is not None:
                 self._on_skip(optimizer)
         else:
-            with naming_closures(optimizer):
-                optimizer.step(**kwargs)
+            try:
+                with naming_closures(optimizer):
+                    optimizer.step(**kwargs)
+            except BaseException:  # torch calls no hook then, and the user may catch it
+                self._sharded(optimizer).abandon()
+                raise
         if self.scaler is not None and not nothing:
             self.scaler.update(overflow)
         return result

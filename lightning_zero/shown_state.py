@@ -40,9 +40,14 @@ class StateSlices:
         cut = (entry.layout.offsets[entry.position], entry.layout.shard_numel)
         return SlicedTensor(own, start, shard.spec.shape, shard.spec.name, alive, edited, self._device, meaning, cut)
 
-    def own(self, value: Tensor) -> Tensor | None:
-        """This rank's elements of it, if it is sliced."""
-        return value.own if isinstance(value, SlicedTensor) else None
+    def own(self, entry: OwnedParameter, value: Tensor) -> Tensor | None:
+        """This rank's elements of it, if it is sliced.
+
+        Raises:
+            ParameterAccessError: if it is cut at other places, or does not exist any more.
+        """
+        cut = (entry.layout.offsets[entry.position], entry.layout.shard_numel)
+        return value.elements(cut) if isinstance(value, SlicedTensor) else None
 
     def note(self, entry: OwnedParameter, key: str, value: Any) -> None:
         """Note what was put into the state."""

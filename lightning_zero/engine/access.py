@@ -13,6 +13,7 @@ from lightning_zero.engine.binding import Binding, get_data, is_absent
 from lightning_zero.engine.build import copy_slice
 from lightning_zero.engine.gradients import UserGradients
 from lightning_zero.engine.replicated import ReplicatedUnit
+from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.engine.sliced_values import values_of
 from lightning_zero.engine.unit import Unit
@@ -110,7 +111,10 @@ class ParameterAccess:
         if target is None:
             value.refuse(f"assigning it to '{binding.name}', which is not in slices now,")
         if value.lent is None:
+            binding.handed.part()
             target.copy_(value)
+            value.be(target)  # the tensor that was assigned is the parameter's memory
+            binding.handed.note(value)
         elif value.lent != target.lent:  # it is not what ``parameter.data *= x`` assigns, and is there already
             raise ParameterAccessError(
                 f"'{binding.name}' was assigned memory of the {value.lent}, so that one would follow the other. Copy "
@@ -122,7 +126,15 @@ class ParameterAccess:
         """This rank's slice of an absent parameter, to be edited between steps; ``None`` where that cannot be."""
         unit, engine, parameter = self._units[binding.parameter], self._engine, binding.parameter
         shard = engine.shards[binding.name]
-        if isinstance(unit, ReplicatedUnit) or engine.computes or shard.data.dtype != parameter.dtype:
+
+        def editable() -> bool:
+            """Whether nobody gathers the values, or has saved any, or shows them."""
+            assert isinstance(unit, ShardedUnit)
+            if engine.computes and (engine.in_backward or engine._residency.gathered or unit.resident):
+                return False
+            return not (binding.held or unit.outstanding)
+
+        if not isinstance(unit, ShardedUnit) or shard.data.dtype != parameter.dtype or not editable():
             return None
         if engine.plan.offload is not None:
             engine.homes.settle()  # what is about to be written may still be read
@@ -131,11 +143,14 @@ class ParameterAccess:
             self.writes.note(f"'{binding.name}'", digest)
             unit.void(parameter)
             self._edited[unit] = None
+            if engine.computes:
+                self._bring_edits_home()
 
         start = shard.start if shard.data.numel() else 0
         meaning = values_of(binding.name)
         cut = unit.cut_of(parameter)
-        return SlicedTensor(shard.data, start, parameter.shape, binding.name, None, edited, engine.device, meaning, cut)
+        shape, device = parameter.shape, engine.device
+        return SlicedTensor(shard.data, start, shape, binding.name, editable, edited, device, meaning, cut)
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""
@@ -168,12 +183,7 @@ class ParameterAccess:
             OffloadError: if a disk failed.
         """
         engine = self._engine
-        if self._edited:
-            units, self._edited = list(self._edited), {}
-            for unit in units:
-                for flat in unit.flats:
-                    flat.refresh()
-            engine.masters_were_written([unit.index for unit in units])
+        self._bring_edits_home()
         if not self._assigned:
             return
         mine = [b for b in self._assigned if b.external and (plain or self._units[b.parameter] not in self._plain)]
@@ -193,12 +203,21 @@ class ParameterAccess:
                     unit.bring_home()
                     continue
                 engine.weights.settle([unit])
+            binding.handed.part()
             value, shard = get_data(binding.parameter), engine.shards[binding.name]
             copy_slice(value, shard.start, shard.data)
             binding.hide()
             unit.overwrite(binding.parameter, value)
         if mine:
             engine.masters_were_written()
+
+    def _bring_edits_home(self) -> None:
+        if self._edited:
+            units, self._edited = list(self._edited), {}
+            for unit in units:
+                for flat in unit.flats:
+                    flat.refresh()
+            self._engine.masters_were_written([unit.index for unit in units])
 
     def _check_kind(self, binding: Binding, value: Tensor) -> None:
         parameter = binding.placeholder

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import ZERO_GRADS, describes_tensors, storage_key, untracked
+from lightning_zero.engine.handed import HandedOut
 from lightning_zero.engine.owner import Owner
 from lightning_zero.engine.questions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
 
@@ -76,9 +77,9 @@ class Binding:
         """Whether the parameter is an ordinary tensor at the moment, whose values are to be taken over."""
         self.held = False
         """Whether it shows full values in the user's hands (``full_parameters``): it may be pointed anywhere."""
+        self.handed = HandedOut()
         self.place: Any = None
-        self.let_go: Callable[[Any], None] | None = None
-        """Where its gradient is collected, and what ``zero_grad`` calls; ``engine/gradients.py``'s."""
+        self.let_go: Callable[[Any], None] | None = None  # where its gradient is collected, and what `zero_grad` calls
         self.last_hook: int | None = None
         """Id of the engine's post-accumulate hook, which runs after the user's."""
         key = id(parameter)
@@ -117,6 +118,7 @@ class Binding:
         if value is parameter or _same_memory(value, get_data(parameter)):
             return  # ``module.to(...)`` that changes nothing
         if owner.assigned(self, value):
+            self.handed.part()
             with untracked():
                 get_data(parameter).copy_(value)
             return
@@ -189,9 +191,10 @@ class _Shown:
             if is_absent(self) and not _bring([binding]):
                 if (sliced := _sliced(binding)) is None:
                     raise refusal([binding.name], "data")
-                return sliced
+                return binding.handed.note(sliced)
             if not binding.held and (owner := binding.owner) is not None:
                 owner.handed_out(binding)
+                return binding.handed.note(get_data(self))
         return get_data(self)
 
     @data.setter
@@ -209,11 +212,8 @@ class _Shown:
         if let_go is not None and id(caller.f_code) in ZERO_GRADS and caller.f_locals["set_to_none"]:
             let_go(binding)  # it only asks whether there is one: none is made to be shown
             return None
-        owner = None if binding is None else binding.owner
-        if binding is None or owner is None:
-            return get_gradient(self)
-        local = get_gradient(self)
-        if describes_tensors(caller):
+        owner, local = None if binding is None else binding.owner, get_gradient(self)
+        if binding is None or owner is None or describes_tensors(caller):
             return local
         return owner.read_gradient(binding, local)
 

@@ -108,7 +108,7 @@ class UserGradients:
                 self._writes.note(f"{what} (None)", 0)
             place.shard.grad = None
             return
-        if value is whole or value is self._current(parameter, place):
+        if value is whole or (place.shard.grad is not None and value is self._current(parameter, place)):
             return  # what ``p.grad += x`` assigns
         if value.shape != parameter.shape or value.dtype != parameter.dtype:
             raise ParameterAccessError(
@@ -119,8 +119,9 @@ class UserGradients:
             if whole is not None:
                 whole.copy_(value)
             elif isinstance(value, SlicedTensor):
+                own = value.elements(place.bucket.flat.cut_of(place.position)).clone()
                 self._writes.note(what, value.history)
-                self._replace(place, value.own)
+                self._replace(place, own)
             else:
                 self._writes.note(what, value)
                 self.keep(parameter, value)
@@ -137,7 +138,8 @@ class UserGradients:
         shard = bucket.flat.shards[position].parameter
         if shard is not None and shard.grad is not None:
             if not bucket.local[position]:
-                self._writes.cleared += 1
+                # Whatever the order: a number for which ones.
+                self._writes.cleared += (bucket.index * 1000003 + position + 1) ** 3
             shard.grad = None
 
     def keep(self, parameter: nn.Parameter, whole: Tensor) -> None:
@@ -152,8 +154,8 @@ class UserGradients:
         bucket, position = place
         view = bucket.shard_views[position]
         view.copy_(own)
-        if place.shard is not None and place.shard.grad is None:
-            bucket.numbers[position] += 1
+        bucket.numbers[position] += 1
+        if place.shard is not None:
             place.shard.grad = view
 
     def _accumulated(self, binding: Binding, place: _Place, local: Tensor) -> Tensor:

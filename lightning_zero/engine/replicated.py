@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, Pending
-from lightning_zero.engine.binding import get_data, set_data
+from lightning_zero.engine.binding import binding_of, get_data, set_data
 from lightning_zero.engine.flat import FlatParameters
 from lightning_zero.engine.unit import Unit
 from lightning_zero.plan import UnitPlan
@@ -65,8 +65,11 @@ class ReplicatedUnit(Unit):
                     f"{list(view.shape)} and {view.dtype}. A sharded parameter cannot change its shape or dtype."
                 )
             if data.numel() and (data.data_ptr() != view.data_ptr() or data.stride() != view.stride()):
+                value = data.clone()  # it may be another view of the same memory
+                if (binding := binding_of(parameter)) is not None:
+                    binding.handed.part()
                 with untracked():
-                    view.copy_(data.clone())  # which may be another view of the same memory
+                    view.copy_(value)
                 set_data(parameter, view)
                 self.void(parameter)
 

@@ -78,7 +78,8 @@ class Residency:
         self._masters: Event = None
         self.sharded = tuple(unit for unit in units if isinstance(unit, ShardedUnit))
         self.root = next((unit for unit in self.sharded if unit.index == plan.root), None)
-        self._gathered = False  # something beside the root, in the running phase
+        self.gathered = False
+        """Whether something beside the root was gathered in the running phase."""
         self._amid = False
         self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
         self.guard = SavedTensorGuard(restore, self.was_read)
@@ -121,7 +122,7 @@ class Residency:
         """
         if self.sharded:
             self._order.open(name, place)
-            self._gathered, self._amid = False, amid
+            self.gathered, self._amid = False, amid
             if self._whole and self._order.recording:
                 for unit in self._whole:
                     if not unit.pins:
@@ -265,8 +266,8 @@ class Residency:
 
     def _issue(self, index: int) -> None:
         unit = self._at[index]
-        if unit is not self.root and not self._gathered:  # what was written since the phase began counts
-            self._gathered = True
+        if unit is not self.root and not self.gathered:  # what was written since the phase began counts
+            self.gathered = True
             self._collectives.shards_changed(within=True)
         self._collectives.asks = self._amid and unit is self.root
         in_place = not self._order.recording

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -88,6 +89,28 @@ class SlicedTensor(Tensor):
     def history(self) -> int:
         """A number for how these values came about, the same on every rank that did the same."""
         return self._slice.trace.history
+
+    def elements(self, cut: tuple[int, ...]) -> Tensor:
+        """``own``, for something of the same shape that is cut so.
+
+        Raises:
+            ParameterAccessError: if it is cut at other places, or does not exist any more.
+        """
+        self._slice.trace.check_alive("an assignment")
+        if self._slice.key not in ((*cut, *self.shape), (self.parameter_name,)):
+            self.refuse("assigning it to something that is cut at other places")
+        return self._slice.own
+
+    def be(self, other: SlicedTensor) -> None:
+        """Share the memory of another, and what happens to it."""
+        self._slice = other._slice
+
+    def let_go(self) -> None:
+        """Keep the values that are there now, in memory of its own."""
+        values = self._slice
+        if not values.trace.own:
+            trace = replace(values.trace, alive=None, edited=None, own=True)
+            self._slice = replace(values, memory=values.memory.clone(), trace=trace)
 
     @property
     def lent(self) -> str | None:

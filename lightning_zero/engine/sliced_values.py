@@ -49,7 +49,7 @@ def values_of(name: str) -> Meaning:
     """A parameter's values."""
     return Meaning(
         f"parameter '{name}'",
-        "Read `.data` anew.",
+        "Read `.data` anew, between steps.",
         "To read it whole, or to write what needs it whole: `with lightning_zero.full_parameters(module):`, on every "
         "rank. Elementwise edits work as they are, for example `parameter.data.mul_(0.9)`.",
     )

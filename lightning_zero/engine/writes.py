@@ -26,7 +26,7 @@ class Writes:
     def __init__(self) -> None:
         self._digest = 0
         self.cleared = 0
-        """How many averaged gradients ``zero_grad`` has cleared: counted, because that is done in every step."""
+        """A number for the averaged gradients that ``zero_grad`` has cleared: not noted, since every step does so."""
         self._notes: list[tuple[str, int]] = []
 
     @property
@@ -68,8 +68,8 @@ class Writes:
         if digests.count(digests[0]) < len(digests):
             notes = control.gather_objects([*self._notes])
             if all(note == notes[0] for note in notes):
-                counts = control.gather_objects(self.cleared)
-                notes = [[("None to this many gradients (zero_grad)", count)] for count in counts]
+                numbers = control.gather_objects(self.cleared)
+                notes = [[("None to gradients, in zero_grad", number)] for number in numbers]
             self.forget()
             raise DivergenceError(_difference(notes, digests))
         self.forget()

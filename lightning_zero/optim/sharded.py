@@ -189,6 +189,9 @@ class ShardedOptimizer:
             )
         if not self._steps.begins(sys._getframe(1)):
             return
+        self._leave()  # of a step that raised
+        self._take_over()
+        self._view.note_numbers()
         self._before_step(self.label, [self._fingerprint.take(self._members.names())], self._fingerprint.compare)
         self._adopt()
         self._view.enter()
@@ -231,7 +234,7 @@ class ShardedOptimizer:
 
     def _adopt(self) -> None:
         """Take over what is new in groups and state: at set-up, or put there later. Between steps."""
-        self._leave()  # a step has raised, and nobody has said so
+        self._leave()  # of a step that raised
         members = self._members.current()
         if members is self._view.members and not self._view.replaced:
             return

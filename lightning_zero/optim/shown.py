@@ -17,11 +17,12 @@ from copy import deepcopy
 from typing import Any, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.owned import OwnedParameter
-from lightning_zero.optim.slices import covers
+from lightning_zero.optim.slices import copied, covers
 
 __all__ = ["ParameterState", "ShownState", "Slices"]
 
@@ -32,8 +33,12 @@ class Slices(Protocol):
     def show(self, entry: OwnedParameter, key: str, own: Tensor, alive: Callable[[], bool]) -> Tensor:
         """A tensor of the parameter's shape for this rank's elements ``own``, 1-D, as long as they are ``alive``."""
 
-    def own(self, value: Tensor) -> Tensor | None:
-        """This rank's elements, 1-D, of what ``show`` gave, or was made from it; ``None`` for any other tensor."""
+    def own(self, entry: OwnedParameter, value: Tensor) -> Tensor | None:
+        """This rank's elements, 1-D, of what ``show`` gave, or was made from it; ``None`` for any other tensor.
+
+        Raises:
+            ParameterAccessError: if they are not those that this rank has of the entry's parameter.
+        """
 
     def note(self, entry: OwnedParameter, key: str, value: Any) -> None:
         """Note what user code put into the state, so that the ranks find out whether all did."""
@@ -62,13 +67,14 @@ class ShownState(MutableMapping[Any, Any]):
     ) -> None:
         self._label = label
         self._state = state
-        self._owned = owned
-        self._target = target
+        self.owned = self._owned = owned
+        self.target = self._target = target
         self._adopt = adopt
         self._slices = slices
         self._users: dict[nn.Parameter, nn.Parameter] = {}
         # What is in the user's hands stays the same object, as long as anybody holds it.
         self._handed: WeakValueDictionary[nn.Parameter, ParameterState] = WeakValueDictionary()
+        self._recent: list[ParameterState] = []  # since the last step
 
     def know(self, members: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Note which parameters of the user's the optimizer steps on by others: pairs of both."""
@@ -76,8 +82,19 @@ class ShownState(MutableMapping[Any, Any]):
 
     def refresh(self) -> None:
         """Show what a step, or a checkpoint, has put into the state, also in what was handed out before."""
+        self._recent.clear()
         for entry in list(self._handed.values()):
             entry.refresh()
+
+    def note_numbers(self) -> None:
+        """Note step counters and the like that user code has changed in place."""
+        for entry in {id(state): state for state in [*self._recent, *self._handed.values()]}.values():
+            entry.note_numbers()
+
+    @property
+    def state(self) -> MutableMapping[Any, dict[str, Any]]:
+        """What it shows."""
+        return self._state
 
     def __getitem__(self, key: Any) -> Any:
         entry = self._entry(key)
@@ -89,6 +106,7 @@ class ShownState(MutableMapping[Any, Any]):
         if found is None or found.inner is not inner:
             self._users[self._target(entry)] = key
             found = self._handed[key] = ParameterState(entry, inner, self)
+            self._recent.append(found)
         return found
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -135,6 +153,10 @@ class ShownState(MutableMapping[Any, Any]):
         found = key in self
         return self[key] if found else default
 
+    def copy(self) -> dict[Any, Any]:
+        """Another dictionary of the same states."""
+        return dict(self.items())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return {deepcopy(key, memo): deepcopy(value, memo) for key, value in self.items()}
 
@@ -161,9 +183,9 @@ class ShownState(MutableMapping[Any, Any]):
         self._check().note(entry, key, value)
         return self._adopt(entry, {key: value})[key]
 
-    def note(self, entry: OwnedParameter, key: str) -> None:
-        """Note that user code took a value out."""
-        self._check().note(entry, key, None)
+    def note(self, entry: OwnedParameter, key: str, value: Any = None) -> None:
+        """Note that user code took a value out, or changed it."""
+        self._check().note(entry, key, value)
 
     def _entry(self, key: object) -> OwnedParameter | None:
         return self._owned.get(key) if isinstance(key, nn.Parameter) else None
@@ -184,7 +206,7 @@ class _Life:
 
 
 class ParameterState(dict[str, Any]):
-    """The state of one parameter: what is set in it counts.
+    """The state of one parameter: what is set in it counts. Made of another dictionary, it is an ordinary one.
 
     Args:
         entry: the parameter.
@@ -192,18 +214,36 @@ class ParameterState(dict[str, Any]):
         shown: whose it is.
     """
 
+    def __new__(cls, *args: Any) -> Any:
+        """See the class."""
+        return super().__new__(cls) if len(args) == 3 else dict(*args)
+
     def __init__(self, entry: OwnedParameter, inner: dict[str, Any], shown: ShownState) -> None:
         super().__init__()
         self.inner = inner
         self._entry = entry
         self._shown = shown
         self._lives: dict[str, _Life] = {}
+        self._numbers: dict[str, Tensor] = {}  # as they were when they were shown
         self.refresh()
 
     def refresh(self) -> None:
         """Be what ``inner`` is now."""
         super().clear()
         super().update({key: self._shown.shown(self._entry, key, self.inner, self._lives) for key in self.inner})
+        self._numbers = {key: copied(value) for key, value in self.items() if self._is_number(value)}
+
+    def note_numbers(self) -> None:
+        """Note those that have changed in place."""
+        for key, before in self._numbers.items():
+            value = self.get(key)
+            if isinstance(value, Tensor) and not torch.equal(value, before):
+                self._shown.note(self._entry, key, value)
+                self._numbers[key] = copied(value)
+
+    @staticmethod
+    def _is_number(value: Any) -> bool:
+        return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self and self[key] is value:

@@ -5,6 +5,7 @@ See [Note: the user's view of an optimizer].
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -53,11 +54,20 @@ class OptimizerView:
         """The shard that stands for a parameter in a step."""
         self.state: MutableMapping[Any, dict[str, Any]] = optimizer.state
         """The state as the optimizer steps with it: this rank's slices, by what stands for the parameters."""
-        self._shown = ShownState(label, self.state, owned, self.target, self.cut, None if whole else slices)
+        # Of a wrapper, for example, that shows the state of what it wraps: there it is as it steps with it at any time.
+        state = getattr(type(optimizer), "state", None)
+        self._fixed = isinstance(state, property) and state.fset is None
+        self._taken = False
+        self._whole = whole
+        self._shown = self._show_of(self.state)
         self.members: list[list[OwnedParameter]] = []
         """The parameters of each group that ``enter`` puts there."""
         self._lists: list[list[nn.Parameter]] = []
         self._held: list[tuple[dict[str, Any], list[nn.Parameter]]] | None = None
+
+    def _show_of(self, state: MutableMapping[Any, dict[str, Any]]) -> ShownState:
+        slices = None if self._whole else self._slices
+        return ShownState(self._label, state, self._owned, self.target, self.cut, slices)
 
     def user(self, entry: OwnedParameter) -> nn.Parameter:
         """The user's parameter."""
@@ -72,7 +82,7 @@ class OptimizerView:
     def replaced(self) -> bool:
         """Whether user code, or a constructor, has put a state of its own into the optimizer."""
         state: Any = self._optimizer.state
-        return state is not self._shown and not self.entered
+        return not self.entered and (not self._taken if self._fixed else state is not self._shown)
 
     def step_on(self, members: list[list[OwnedParameter]], lists: list[list[nn.Parameter]]) -> None:
         """Say what groups hold in a step from now on.
@@ -82,7 +92,10 @@ class OptimizerView:
             lists: what the optimizer steps on, of each group.
         """
         self.members, self._lists = members, lists
-        self._shown.know((self.user(entry), self.target(entry)) for group in members for entry in group)
+        self._know()
+
+    def _know(self) -> None:
+        self._shown.know((self.user(entry), self.target(entry)) for group in self.members for entry in group)
 
     def enter(self) -> None:
         """Put shards, and the state that goes by them, in the place of what the user sees."""
@@ -90,7 +103,7 @@ class OptimizerView:
         self._held = [(group, group["params"]) for group in groups]
         for group, parameters in zip(groups, self._lists, strict=True):
             group["params"] = parameters
-        self._optimizer.state = self.state  # type: ignore[assignment]
+        self._set_state(self.state)
 
     def leave(self) -> None:
         """Let the user see groups and state again. May be called again."""
@@ -103,13 +116,22 @@ class OptimizerView:
 
     def show(self) -> None:
         """Let the user see the state as it is now."""
-        self._optimizer.state = self._shown  # type: ignore[assignment]
+        self._set_state(self._shown)
         self._shown.refresh()
+
+    def note_numbers(self) -> None:
+        """Note what user code has changed in place that is no slice, before the ranks compare."""
+        if not self._whole:
+            self._shown.note_numbers()
 
     def let_go(self) -> None:
         """Give the optimizer back, without state."""
-        self._optimizer.state = self.state  # type: ignore[assignment]
+        self._set_state(self.state)
         self.state.clear()
+
+    def _set_state(self, state: Any) -> None:
+        if not self._fixed:
+            self._optimizer.state = state
 
     def take_over(self, put: Callable[[OwnedParameter, dict[str, Any]], None]) -> None:
         """Take over a state that is ``replaced``. Local.
@@ -121,19 +143,34 @@ class OptimizerView:
             UnsupportedOptimizerError: if it was rounded.
         """
         found: Any = self._optimizer.state
+        self._taken = True
+        if isinstance(found, ShownState) and found.owned is self._owned and found.target == self.target:
+            self.state, self._shown = found.state, found  # one that was there before
+            self._know()
+            self.show()
+            return
         if found is self.state:  # a constructor's: nothing is kept twice
             given: Iterable[tuple[Any, Any]] = [(key, found.pop(key)) for key in list(found)]
         else:
             for parameter, values in found.items():
                 self._check_rounded(parameter, values)
             given = list(found.items())
-            self.state.clear()
+            for first in self.members[0][:1] if self.members else ():
+                self._slices.note(first, "all", None)
+            # What was shown goes on being what it was, in the user's hands.
+            self.state = type(self.state)(*([dict] if isinstance(self.state, defaultdict) else []))
+            self._shown = self._show_of(self.state)
+            self._know()
+        constructed = found is self.state
         for key, values in given:
             entry = self._owned.get(key)
             if entry is None:
                 self.state[key] = values
             else:
-                put(entry, values if found is self.state else {k: _own_scalar(v) for k, v in values.items()})
+                if not constructed:
+                    for name, value in values.items():
+                        self._slices.note(entry, name, value)
+                put(entry, values if constructed else {k: _own_scalar(v) for k, v in values.items()})
         self.show()
 
     def cut(self, entry: OwnedParameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +182,7 @@ class OptimizerView:
         """
         keys, sliced = list(state), {}
         for key in keys:
-            own = self._slices.own(state[key]) if isinstance(state[key], Tensor) else None
+            own = self._slices.own(entry, state[key]) if isinstance(state[key], Tensor) else None
             if own is not None:
                 sliced[key] = own if isinstance(own, RestingTensor) else self._homes.put(entry, key, own.clone())
                 del state[key]

@@ -52,7 +52,7 @@ class PlainSlices:
         shard = entry.shard
         return SlicedTensor(own, shard.start if own.numel() else 0, shard.spec.shape, shard.spec.name, alive)
 
-    def own(self, value: Tensor) -> Tensor | None:
+    def own(self, entry: OwnedParameter, value: Tensor) -> Tensor | None:
         return value.own if isinstance(value, SlicedTensor) else None
 
     def note(self, entry: OwnedParameter, key: str, value: Any) -> None:

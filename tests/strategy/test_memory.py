@@ -135,7 +135,8 @@ def categories(strategy: Any, training: bool = True) -> dict[str, Storages]:
         return found
     reducer = engine._reducer
     moved = strategy.offload is not None and strategy.offload.optimizer
-    state = [value for o in strategy.optimizers for values in o.state.values() for value in values.values()]
+    states = [strategy.adapter(optimizer).state for optimizer in strategy.optimizers]
+    state = [value for found in states for values in found.values() for value in values.values()]
     shards = [] if moved else [bucket.shard for bucket in reducer.buckets]
     return {
         **found,
@@ -150,7 +151,8 @@ def on_host(strategy: Any) -> dict[str, Storages]:
     """What rests in host memory because it is offloaded. Blocks of host memory come in whole pages: see ``used``."""
     engine = strategy.engine
     flats = [flat for unit in engine.units for flat in unit.flats]
-    state = [value for o in strategy.optimizers for values in o.state.values() for value in values.values()]
+    states = [strategy.adapter(optimizer).state for optimizer in strategy.optimizers]
+    state = [value for found in states for values in found.values() for value in values.values()]
     store = engine.homes.store
     return {
         "weights": storages(flat.weights for flat in flats if flat.rest.weights is Tier.HOST),
@@ -179,7 +181,8 @@ class Rest(pl.Callback):
 def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
     """What the formula leaves out, and what belongs to the test: losses and data."""
     engine, optimizers = trainer.strategy.engine, trainer.strategy.optimizers
-    state = [value for o in optimizers for values in o.state.values() for value in values.values()]
+    states = [trainer.strategy.adapter(optimizer).state for optimizer in optimizers]
+    state = [value for found in states for values in found.values() for value in values.values()]
     return {
         "chunk to sum in": {} if keeps_receive_buffer(trainer.strategy) else storages(engine.collectives.buffers),
         "counters of bundles": storages(
@@ -273,8 +276,9 @@ def count_offloaded(rank: int, precision_name: str, stage: int, offload: HostOff
     store = engine.homes.store
     if store is not None:
         small["memory that checkpoints pass through"] = storages([store._staging._memory])  # the pool is gone by now
-        groups = [group for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups]
-        stand_ins = [p for group in groups for p in group["params"] if not any(p.stride())]
+        views = [trainer.strategy.adapter(optimizer)._view for optimizer in trainer.strategy.optimizers]
+        targets = [view.target(entry) for view in views for group in view.members for entry in group]
+        stand_ins = [target for target in targets if not any(target.stride())]
         small["stand-ins"] = storages(stand_ins)
     known = {**merged(found), **merged(host), **merged(small)}
     new = alive_beside(known)

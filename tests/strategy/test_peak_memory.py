@@ -220,8 +220,9 @@ def test_whole_parameters_rest_with_their_owner(stage: int) -> None:
         probe = Probe(wide(), lambda module: torch.optim.Adafactor(module.parameters(), lr=0.01))
         trainer = fit(probe, stage=stage, micro_steps=1)
         (optimizer,) = trainer.strategy.optimizers
-        owned = [p for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)]
-        state = [value for parameter in owned for value in optimizer.state[parameter].values()]
+        states = trainer.strategy.adapter(optimizer).state
+        owned = [parameter for parameter, state in states.items() if state]
+        state = [value for parameter in owned for value in states[parameter].values()]
         plan = trainer.strategy.engine.plan.expected_memory(rank=rank, optimizer=OptimizerCost.of(optimizer))
         return sum(storages([*owned, *state]).values()), plan.optimizer
 

@@ -17,7 +17,7 @@ from tests.strategy.runs import Net, fit, made, quiet, values_of, zero
 
 
 class Writes(Net):
-    """Writes to its shards, on one rank later than on the other."""
+    """Writes to its slices, on one rank later than on the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class SwapsForValidation(Writes):
     def swap(self) -> None:
         if self.trainer.sanity_checking:
             return
-        self.averages = self.averages or [torch.full_like(shard, 0.1) for shard in self.shards]
+        self.averages = self.averages or [shard.data.clone().fill_(0.1) for shard in self.shards]
         if dist.get_rank() == 1:
             time.sleep(0.05)
+        before = [shard.data.clone() for shard in self.shards]
         for shard, average in zip(self.shards, self.averages, strict=True):
-            before = shard.detach().clone()
             shard.data.copy_(average)
-            average.copy_(before)
+        self.averages = before
 
     on_validation_start = swap
     on_validation_end = swap
