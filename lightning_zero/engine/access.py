@@ -126,23 +126,25 @@ class ParameterAccess:
         """This rank's slice of an absent parameter, to be edited between steps; ``None`` where that cannot be."""
         unit, engine, parameter = self._units[binding.parameter], self._engine, binding.parameter
         shard = engine.shards[binding.name]
+        if not isinstance(unit, ShardedUnit) or shard.data.dtype != parameter.dtype:
+            return None
+        sharded = unit
 
         def editable() -> bool:
             """Whether nobody gathers the values, or has saved any, or shows them."""
-            assert isinstance(unit, ShardedUnit)
-            if engine.computes and (engine.in_backward or engine._residency.gathered or unit.resident):
+            if engine.computes and (engine.in_backward or engine._residency.gathered or sharded.resident):
                 return False
-            return not (binding.held or unit.outstanding)
+            return not (binding.held or sharded.outstanding)
 
-        if not isinstance(unit, ShardedUnit) or shard.data.dtype != parameter.dtype or not editable():
+        if not editable():
             return None
         if engine.plan.offload is not None:
             engine.homes.settle()  # what is about to be written may still be read
 
         def edited(digest: int) -> None:
             self.writes.note(f"'{binding.name}'", digest)
-            unit.void(parameter)
-            self._edited[unit] = None
+            sharded.void(parameter)
+            self._edited[sharded] = None
             if engine.computes:
                 self._bring_edits_home()
 

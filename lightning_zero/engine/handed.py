@@ -2,8 +2,8 @@
 
 [Note: weights that are put aside by reference]
 ``kept = parameter.data``, another tensor for ``parameter.data``, and ``parameter.data = kept`` later: so averaged
-weights are evaluated. Under plain torch ``kept`` has its memory for itself meanwhile. Here the other tensor is copied to where
-the parameter is at home, so what was handed out gets memory of its own right before.
+weights are evaluated. Under plain torch ``kept`` has its memory for itself meanwhile. Here the other tensor is copied
+to where the parameter is at home, so what was handed out gets memory of its own right before.
 """
 
 from __future__ import annotations
