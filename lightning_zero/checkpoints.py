@@ -274,7 +274,7 @@ class Checkpoints:
             CheckpointError: on every rank, if they do not.
         """
 
-        def check() -> str:
+        def check() -> tuple[str, int]:
             if engine.updating:
                 raise CheckpointError(
                     f"this rank is in {place}. Save from a hook outside of it; the last checkpoint is intact"
@@ -282,21 +282,23 @@ class Checkpoints:
             engine.take_over_shown()
             if self._control.rank == 0 and not is_remote(path):
                 local_path(path).parent.mkdir(parents=True, exist_ok=True)
-            return place
+            return place, engine.access.writes.digest
 
         try:
-            places = collect(self._control, what, check)
+            found = collect(self._control, what, check)
         except CommunicationError as error:
             raise CommunicationError(
                 f"Could not {what}: not every rank came to do so. Every rank holds a part of the weights, so "
                 f"`save_checkpoint` must be called on all of them, not on rank 0 alone. {error}"
             ) from error
+        places = [at for at, _ in found]
         if len(set(places)) > 1:
-            other = next(rank for rank, found in enumerate(places) if found != places[0])
+            other = next(rank for rank, at in enumerate(places) if at != places[0])
             raise CheckpointError(
                 f"Could not {what}: rank 0 is at {places[0]}, rank {other} at {places[other]}. Let all ranks save at "
                 "the same step."
             )
+        engine.access.writes.compare([digest for _, digest in found], engine.control)
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

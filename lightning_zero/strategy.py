@@ -401,6 +401,10 @@ class ZeroStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             self.checkpoints.random.go_on(self.lightning_module.trainer, self.root_device)
 
+    def on_train_end(self) -> None:
+        """See that all ranks end with the same weights. Collective: every rank."""
+        self.engine.access.compare("the end of training")
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``, with units gathered as they are called."""
         for adapter in self._adapters.values():
@@ -516,10 +520,7 @@ class ZeroStrategy(ParallelStrategy):
         """Wait for all ranks. Collective: every rank."""
         if not dist.is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give rank ``src``'s object to all ranks. Collective: every rank."""

@@ -213,6 +213,19 @@ class ParameterAccess:
         if mine:
             engine.masters_were_written()
 
+    def compare(self, place: str) -> None:
+        """Meet the other ranks, outside of a phase, and see that all have written the same since they last did.
+
+        Raises:
+            DivergenceError: on every rank, if not, or if the others are at another place.
+
+        Collective: every rank.
+        """
+        self.take_over()
+        self.note_written()
+        rows = self._engine.agree(place, [self.writes.digest])
+        self.writes.compare([row[0] for row in rows], self._engine.control)
+
     def _bring_edits_home(self) -> None:
         if self._edited:
             units, self._edited = list(self._edited), {}

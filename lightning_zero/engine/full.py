@@ -60,6 +60,7 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
     What an enclosing ``gathered`` shows already is left to that one.
 
     Raises:
+        DivergenceError: on every rank, if the ranks have written different things before.
         RuntimeError: on every rank, if the block raised on another one: nothing is kept then.
         ValueError: on every rank that has changed a parameter's shape.
 
@@ -73,9 +74,7 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
     what = f"full_parameters('{units[0].name}'{f' and {len(units) - 1} more units' if units[1:] else ''})"
     failure: Exception | None = None
     with engine.paused() as running:
-        engine.agree(f"the beginning of {what}")
-        engine.access.take_over()
-        engine.access.note_written()
+        engine.access.compare(f"the beginning of {what}")
         bindings = [engine.access.bindings[p] for u in units for f in u.flats for p in f.parameters]
         before = [(b, get_data(b.parameter), is_absent(b.parameter)) for b in bindings]
         changed: list[int] = []

@@ -327,8 +327,9 @@ def _names(text: str, module: Fuzzed | None) -> bool:
     if module is None:
         return False
     known = {name for name, _ in [*module.named_parameters(), *module.named_modules(), *module.named_buffers()] if name}
+    known = {name for name in known if len(name) > 3}
     known |= {type(optimizer).__name__ for optimizer in module.trainer.optimizers} if module._trainer else set()
-    return any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text) for name in known if len(name) > 3)
+    return any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text) for name in known)
 
 
 class Sliced(NamedTuple):
