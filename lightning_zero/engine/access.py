@@ -134,7 +134,7 @@ class ParameterAccess:
             """Whether nobody gathers the values, or has saved any, or shows them."""
             if engine.computes and (engine.in_backward or engine._residency.gathered or sharded.resident):
                 return False
-            return not (binding.held or sharded.outstanding)
+            return not (binding.held or sharded.outstanding or engine.updating)
 
         if not editable():
             return None
