@@ -401,10 +401,6 @@ class ZeroStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             self.checkpoints.random.go_on(self.lightning_module.trainer, self.root_device)
 
-    def on_train_end(self) -> None:
-        """See that all ranks end with the same weights. Collective: every rank."""
-        self.engine.access.compare("the end of training")
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``, with units gathered as they are called."""
         for adapter in self._adapters.values():

@@ -83,7 +83,8 @@ def _judge_errors(program: Program, stage: int, errors: Sequence[Error | None]) 
     actions = [load_vocabulary()[placed.action] for placed in blamed]
     if len(causes) < len(errors) and not (error.during is not None and error.during >= 0 and actions[0].alone):
         return Verdict("one rank only", text)
-    if error.during == -1:
+    last = any(placed.hook == "on_train_end" for placed in program.actions)  # then nothing follows that could notice
+    if error.during == -1 and not (last and error.type == "DivergenceError"):
         return Verdict("late error", text)
     if not all(cause.named for cause in causes):
         return Verdict("unnamed error", f"{text}\n{error.stack}")
