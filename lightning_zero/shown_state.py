@@ -37,7 +37,7 @@ class StateSlices:
 
         meaning = state_of(shard.spec.name, key)
         start = shard.start if own.numel() else 0
-        cut = (entry.layout.offsets[entry.position], entry.layout.shard_numel)
+        cut = entry.layout.cut_of(entry.position)
         return SlicedTensor(own, start, shard.spec.shape, shard.spec.name, alive, edited, self._device, meaning, cut)
 
     def own(self, entry: OwnedParameter, value: Tensor) -> Tensor | None:
@@ -46,8 +46,7 @@ class StateSlices:
         Raises:
             ParameterAccessError: if it is cut at other places, or does not exist any more.
         """
-        cut = (entry.layout.offsets[entry.position], entry.layout.shard_numel)
-        return value.elements(cut) if isinstance(value, SlicedTensor) else None
+        return value.elements(entry.layout.cut_of(entry.position)) if isinstance(value, SlicedTensor) else None
 
     def note(self, entry: OwnedParameter, key: str, value: Any) -> None:
         """Note what was put into the state."""

@@ -148,7 +148,7 @@ class ZeroEngine:
             self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.homes)
             self._reducer.spans = self.spans
             self._hooks.watch_gradients(self._reducer.buckets)
-            self.access.gradients.watch(self._reducer.buckets)
+            self.access.gradients.watch(self._reducer.buckets, self.access.bindings)
 
     # ----------------------------------------------------------------- forward
 
@@ -480,7 +480,7 @@ class ZeroEngine:
         """
         self.access.take_over()
         self.access.note_written()
-        for unit in self.units:
+        for unit in self.units if self.plan.offload is not None else ():
             for flat in unit.flats:
                 if on_disk or flat.rest.master is not Tier.DISK:
                     flat.take_over_shown()
@@ -502,8 +502,6 @@ class ZeroEngine:
     def masters_were_written(self, units: Sequence[int] = ()) -> None:
         """Tell optimizers that masters were not written by a step, and forget what was gathered of units. Local."""
         self._residency.void(units)
-        if self.plan.offload is not None:
-            self.homes.fetcher.forget()
         for listener in self.listeners:
             listener()
 

@@ -93,10 +93,6 @@ class FlatParameters:
             )
         )
 
-    def cut_of(self, position: int) -> tuple[int, ...]:
-        """Of a parameter of the layout: equal for others that are cut over the ranks at the same places."""
-        return self.layout.offsets[position], self.layout.shard_numel
-
     def refresh(self) -> None:
         """Make the weights what the master is, now."""
         if self.weights is not None:

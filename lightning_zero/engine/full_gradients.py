@@ -203,4 +203,4 @@ def _keep(engine: ZeroEngine, places: Sequence[_Place], left: Sequence[Tensor | 
         if gradient is None:
             place.shard.grad = None
         else:
-            engine.access.gradients.keep(place.parameter, gradient)
+            engine.access.gradients.keep(engine.access.bindings[place.parameter], gradient)

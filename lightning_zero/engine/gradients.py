@@ -10,14 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.engine.binding import Binding, binding_of, set_gradient
+from lightning_zero.engine.binding import Binding, set_gradient
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.ranges import flat_range
 from lightning_zero.engine.sliced_tensor import SlicedTensor
@@ -54,28 +54,25 @@ class UserGradients:
     """
 
     def __init__(self, writes: Writes, running: Callable[[], bool]) -> None:
-        self._places: dict[nn.Parameter, _Place] = {}
         self.whole: dict[nn.Parameter, Tensor | None] = {}
         """Averages in the user's hands (``full_gradients``), by parameter."""
         self._writes = writes
         self._running = running
         self._shown: dict[nn.Parameter, tuple[int, SlicedTensor]] = {}  # by the number of the gradient it is of
 
-    def watch(self, buckets: Iterable[GradientBucket]) -> None:
+    def watch(self, buckets: Iterable[GradientBucket], bindings: Mapping[nn.Parameter, Binding]) -> None:
         """Show what is collected and averaged in these from now on."""
         for bucket in buckets:
             for position, parameter in enumerate(bucket.flat.parameters):
-                place = self._places[parameter] = _Place(bucket, position)
-                binding = binding_of(parameter)
-                if binding is not None:
-                    binding.place, binding.let_go = place, self.let_go
+                binding = bindings[parameter]
+                binding.place, binding.let_go = _Place(bucket, position), self.let_go
 
     def read(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
         parameter = binding.parameter
         if parameter in self.whole:
             return self.whole[parameter]
-        place = self._places.get(parameter)
+        place: _Place | None = binding.place
         if place is None:
             return local
         if local is not None:
@@ -97,7 +94,7 @@ class UserGradients:
         if parameter in self.whole:
             self.whole[parameter] = value
             return
-        place = self._places.get(parameter)
+        place = binding.place
         if place is None or place.shard is None or self._running():
             set_gradient(parameter, value)
             return
@@ -119,12 +116,12 @@ class UserGradients:
             if whole is not None:
                 whole.copy_(value)
             elif isinstance(value, SlicedTensor):
-                own = value.elements(place.bucket.flat.cut_of(place.position)).clone()
+                own = value.elements(place.bucket.flat.layout.cut_of(place.position)).clone()
                 self._writes.note(what, value.history)
                 self._replace(place, own)
             else:
                 self._writes.note(what, value)
-                self.keep(parameter, value)
+                self.keep(binding, value)
 
     def let_go(self, binding: Binding) -> None:
         """``.grad = None`` in a ``zero_grad``, for which this is the quick way."""
@@ -142,9 +139,9 @@ class UserGradients:
                 self._writes.cleared += (bucket.index * 1000003 + position + 1) ** 3
             shard.grad = None
 
-    def keep(self, parameter: nn.Parameter, whole: Tensor) -> None:
+    def keep(self, binding: Binding, whole: Tensor) -> None:
         """Let a trainable parameter's average be ``whole``, full shape, of which this rank keeps its slice."""
-        place = self._places[parameter]
+        place = binding.place
         shard = place.bucket.flat.shards[place.position]
         with untracked():
             self._replace(place, flat_range(whole.detach(), shard.start, shard.data.numel()))
@@ -204,7 +201,7 @@ class UserGradients:
         def edited(digest: int) -> None:
             self._writes.note(f"the gradient of '{name}'", digest)
 
-        cut = bucket.flat.cut_of(position)
+        cut = bucket.flat.layout.cut_of(position)
         sliced = SlicedTensor(own, shard.start, parameter.shape, name, alive, edited, parameter.device, cut=cut)
         self._shown[parameter] = (number, sliced)
         return sliced

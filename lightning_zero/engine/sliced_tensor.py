@@ -97,7 +97,7 @@ class SlicedTensor(Tensor):
             ParameterAccessError: if it is cut at other places, or does not exist any more.
         """
         self._slice.trace.check_alive("an assignment")
-        if self._slice.key not in ((*cut, *self.shape), (self.parameter_name,)):
+        if self._slice.key != (*cut, *self.shape):
             self.refuse("assigning it to something that is cut at other places")
         return self._slice.own
 

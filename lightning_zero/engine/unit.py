@@ -37,7 +37,7 @@ class Unit:
         ]
         self._parameters = [parameter for parameter, _, _ in self._placeholders]
         self._versions = [parameter._version for parameter in self._parameters]
-        self._cuts = [flat.cut_of(place) for flat in flats for place in range(len(flat.parameters))]
+        self._cuts = [flat.layout.cut_of(place) for flat in flats for place in range(len(flat.parameters))]
         self._positions = {id(parameter): position for position, parameter in enumerate(self._parameters)}
         # Parameters of whose memory an alias is out, through which it may be written to unseen: what was there before.
         self._handed: dict[int, int] = {}
@@ -79,7 +79,7 @@ class Unit:
         self.void(parameter)
 
     def cut_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See ``FlatParameters.cut_of``."""
+        """See ``FlatLayout.cut_of``."""
         return self._cuts[self._positions[id(parameter)]]
 
     def void(self, parameter: nn.Parameter) -> None:

@@ -66,10 +66,10 @@ class Writes:
         if not any(digests):
             return
         if digests.count(digests[0]) < len(digests):
-            notes = control.gather_objects([*self._notes])
+            rows = control.gather_objects((self._notes, self.cleared))
+            notes = [row for row, _ in rows]
             if all(note == notes[0] for note in notes):
-                numbers = control.gather_objects(self.cleared)
-                notes = [[("None to gradients, in zero_grad", number)] for number in numbers]
+                notes = [[("None to gradients, in zero_grad", number)] for _, number in rows]
             self.forget()
             raise DivergenceError(_difference(notes, digests))
         self.forget()

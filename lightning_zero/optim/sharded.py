@@ -105,7 +105,7 @@ class ShardedOptimizer:
         together = offload is None and self.rule == "elementwise" and Bundles.serves(optimizer)
         self._bundles = Bundles(optimizer) if together else None
         self._view = OptimizerView(optimizer, label, owned, self.homes, slices, whole=self.rule == "whole")
-        self._adopt()
+        self.adopt_new_groups()
         if kept is not None:
             self.load_named_state(kept.state_for(owned, collectives), [{} for _ in optimizer.param_groups])
             kept.let_go()
@@ -146,16 +146,6 @@ class ShardedOptimizer:
                 found.append(parameter.grad)
         return found
 
-    def adopt_new_groups(self) -> None:
-        """Take over what the user did to param groups and state between steps, before anybody goes by them.
-
-        Raises:
-            UnsupportedOptimizerError: for new parameters, if the optimizer has whole parameters.
-
-        Collective: every rank, if there is something to take over.
-        """
-        self._adopt()
-
     def masters_changed(self) -> None:
         """Note that the masters were written by something other than this optimizer's step."""
         self._whole_is_stale = True
@@ -193,7 +183,7 @@ class ShardedOptimizer:
         self._take_over()
         self._view.note_numbers()
         self._before_step(self.label, [self._fingerprint.take(self._members.names())], self._fingerprint.compare)
-        self._adopt()
+        self.adopt_new_groups()
         self._view.enter()
         try:
             self._prepare()
@@ -232,8 +222,14 @@ class ShardedOptimizer:
 
     # -------------------------------------------------------------- adaptation
 
-    def _adopt(self) -> None:
-        """Take over what is new in groups and state: at set-up, or put there later. Between steps."""
+    def adopt_new_groups(self) -> None:
+        """Take over what is new in groups and state, at set-up or between steps, before anybody goes by them.
+
+        Raises:
+            UnsupportedOptimizerError: for new parameters, if the optimizer has whole parameters.
+
+        Collective: every rank, if there is something to take over.
+        """
         self._leave()  # of a step that raised
         members = self._members.current()
         if members is self._view.members and not self._view.replaced:

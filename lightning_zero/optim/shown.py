@@ -66,9 +66,9 @@ class ShownState(MutableMapping[Any, Any]):
         slices: Slices | None,
     ) -> None:
         self._label = label
-        self._state = state
-        self.owned = self._owned = owned
-        self.target = self._target = target
+        self.state = state
+        self.owned = owned
+        self.target = target
         self._adopt = adopt
         self._slices = slices
         self._users: dict[nn.Parameter, nn.Parameter] = {}
@@ -91,20 +91,15 @@ class ShownState(MutableMapping[Any, Any]):
         for entry in {id(state): state for state in [*self._recent, *self._handed.values()]}.values():
             entry.note_numbers()
 
-    @property
-    def state(self) -> MutableMapping[Any, dict[str, Any]]:
-        """What it shows."""
-        return self._state
-
     def __getitem__(self, key: Any) -> Any:
         entry = self._entry(key)
         if entry is None:
-            return self._state[key]
+            return self.state[key]
         self._check()
-        inner = self._state[self._target(entry)]
+        inner = self.state[self.target(entry)]
         found = self._handed.get(key)
         if found is None or found.inner is not inner:
-            self._users[self._target(entry)] = key
+            self._users[self.target(entry)] = key
             found = self._handed[key] = ParameterState(entry, inner, self)
             self._recent.append(found)
         return found
@@ -112,41 +107,41 @@ class ShownState(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         entry = self._entry(key)
         if entry is None:
-            self._state[key] = value
+            self.state[key] = value
             return
         slices = self._check()
         for name, part in value.items():
             slices.note(entry, name, part)
-        self._users[self._target(entry)] = key
-        self._state[self._target(entry)] = self._adopt(entry, dict(value))
+        self._users[self.target(entry)] = key
+        self.state[self.target(entry)] = self._adopt(entry, dict(value))
         self._handed.pop(key, None)
 
     def __delitem__(self, key: Any) -> None:
         entry = self._entry(key)
         if entry is None:
-            del self._state[key]
+            del self.state[key]
             return
         slices = self._check()
-        del self._state[self._target(entry)]
+        del self.state[self.target(entry)]
         slices.note(entry, "all", None)
         self._handed.pop(key, None)
 
     def __contains__(self, key: object) -> bool:
         entry = self._entry(key)
         if entry is None:
-            return key in self._state
+            return key in self.state
         self._check()
-        return self._target(entry) in self._state
+        return self.target(entry) in self.state
 
     def __iter__(self) -> Iterator[Any]:
         self._check()
         # The optimizer's own order depends on what this rank has of each parameter.
-        known = [user for target, user in self._users.items() if target in self._state]
-        return iter([*known, *(key for key in self._state if key not in self._users)])
+        known = [user for target, user in self._users.items() if target in self.state]
+        return iter([*known, *(key for key in self.state if key not in self._users)])
 
     def __len__(self) -> int:
         self._check()
-        return len(self._state)
+        return len(self.state)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of every dictionary: nothing is made."""
@@ -167,7 +162,7 @@ class ShownState(MutableMapping[Any, Any]):
         )
 
     def __repr__(self) -> str:
-        return f"State of {self._label}, sliced over ranks, of {len(self._state)} parameters"
+        return f"State of {self._label}, sliced over ranks, of {len(self.state)} parameters"
 
     def shown(self, entry: OwnedParameter, key: str, inner: Mapping[str, Any], lives: dict[str, _Life]) -> Any:
         """What the user sees of one value; how long it is that is noted in ``lives``."""
@@ -188,7 +183,7 @@ class ShownState(MutableMapping[Any, Any]):
         self._check().note(entry, key, value)
 
     def _entry(self, key: object) -> OwnedParameter | None:
-        return self._owned.get(key) if isinstance(key, nn.Parameter) else None
+        return self.owned.get(key) if isinstance(key, nn.Parameter) else None
 
     def _check(self) -> Slices:
         if self._slices is None:

@@ -6,7 +6,7 @@ See [Note: the user's view of an optimizer].
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -144,34 +144,38 @@ class OptimizerView:
         """
         found: Any = self._optimizer.state
         self._taken = True
-        if isinstance(found, ShownState) and found.owned is self._owned and found.target == self.target:
-            self.state, self._shown = found.state, found  # one that was there before
-            self._know()
+        if found is self.state:  # a constructor's: nothing is kept twice
+            for key in list(found):
+                self._take(key, found.pop(key), put)
             self.show()
             return
-        if found is self.state:  # a constructor's: nothing is kept twice
-            given: Iterable[tuple[Any, Any]] = [(key, found.pop(key)) for key in list(found)]
+        for first in self.members[0][:1] if self.members else ():
+            self._slices.note(first, "all", None)
+        if isinstance(found, ShownState) and found.owned is self._owned and found.target == self.target:
+            self.state, self._shown, given = found.state, found, []  # one that was there before
         else:
-            for parameter, values in found.items():
-                self._check_rounded(parameter, values)
             given = list(found.items())
-            for first in self.members[0][:1] if self.members else ():
-                self._slices.note(first, "all", None)
+            for parameter, values in given:
+                self._check_rounded(parameter, values)
             # What was shown goes on being what it was, in the user's hands.
             self.state = type(self.state)(*([dict] if isinstance(self.state, defaultdict) else []))
             self._shown = self._show_of(self.state)
-            self._know()
-        constructed = found is self.state
+        self._know()
         for key, values in given:
             entry = self._owned.get(key)
-            if entry is None:
-                self.state[key] = values
-            else:
-                if not constructed:
-                    for name, value in values.items():
-                        self._slices.note(entry, name, value)
-                put(entry, values if constructed else {k: _own_scalar(v) for k, v in values.items()})
+            if entry is not None:
+                for name, value in values.items():
+                    self._slices.note(entry, name, value)
+                values = {name: _own_scalar(value) for name, value in values.items()}
+            self._take(key, values, put)
         self.show()
+
+    def _take(self, key: Any, values: Any, put: Callable[[OwnedParameter, dict[str, Any]], None]) -> None:
+        entry = self._owned.get(key)
+        if entry is None:
+            self.state[key] = values
+        else:
+            put(entry, values)
 
     def cut(self, entry: OwnedParameter, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's slices of state of a parameter, in their places.

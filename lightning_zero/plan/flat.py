@@ -190,6 +190,10 @@ class FlatLayout:
             raise ValueError(f"There is no rank {rank} in a shard group of {self.world_size}.")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    def cut_of(self, position: int) -> tuple[int, ...]:
+        """Of a parameter: equal for others of the same shape that are cut over the ranks at the same places."""
+        return self.offsets[position], self.shard_numel
+
     def slices(self, rank: int) -> tuple[ShardSlice, ...]:
         """What the rank owns: exactly one slice per parameter, in buffer order; empty where it owns nothing.
 

@@ -371,7 +371,7 @@ READS: dict[str, Callable[[nn.Module], Tensor]] = {
     "sum": lambda block: block.up.weight.sum(),
     "clone": lambda block: block.up.weight.detach().clone(),
     "linear": lambda block: nn.functional.linear(torch.ones(2, WIDTH), block.up.weight, block.up.bias),
-    "data": lambda block: block.up.weight.data * 2,
+    "data": lambda block: (block.up.weight.data * 2).sum(),
     "tolist": lambda block: torch.tensor(block.norm.weight.tolist()),
     "copy_": lambda block: torch.zeros(28, WIDTH).copy_(block.up.weight.detach()),
     "stack": lambda block: torch.stack([block.norm.weight, block.norm.bias]),
@@ -398,9 +398,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "ones_": lambda weight: nn.init.ones_(weight),
     "normal_": lambda weight: nn.init.normal_(weight),
     "copy_": lambda weight: weight.copy_(torch.zeros(weight.shape)),
-    "mul_": lambda weight: weight.mul_(2),
     "index": lambda weight: weight.__setitem__(0, 1.0),
-    "data": lambda weight: weight.data.zero_(),
     "data_ptr": lambda weight: weight.data_ptr(),
     "numpy": lambda weight: weight.detach().numpy(),
     "broadcast": lambda weight: torch.distributed.broadcast(weight.detach(), 0),
@@ -424,6 +422,27 @@ def test_writing_to_a_placeholder_raises() -> None:
         assert not accepted
 
     _looks_inside(look)
+
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "mul_": lambda weight: weight.mul_(0.5),
+    "data": lambda weight: weight.data.clamp_(-0.1, 0.1),
+    "mask": lambda weight: weight.data.masked_fill_(torch.arange(weight.numel()).reshape(weight.shape) % 5 == 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_written_elementwise_between_a_step_and_a_forward_counts(
+    edit: Callable[[Tensor], object], stage: int
+) -> None:
+    def body(driver: Driver, step: int) -> None:
+        driver.backward(driver.loss(step))
+        driver.step()
+        with torch.no_grad():
+            edit(driver.model.layers[1].up.weight)
+
+    assert_plays_exactly(body, stage, steps=3)
 
 
 def test_load_state_dict_between_steps_is_refused() -> None:
