@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect, insort
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -36,6 +37,8 @@ class ParameterAccess:
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine: ZeroEngine = proxy(engine)
         self.writes = Writes()
+        self.stepping: Callable[[], bool] | None = None
+        """Tells whether an optimizer step is what called; ``None`` while there is none."""
         self.gradients = UserGradients(self.writes, lambda: self._engine.in_backward)
         self._edited: dict[Unit, None] = {}  # absent, and written to in slices
         self._assigned: dict[Binding, None] = {}  # in the order of their first assignment
@@ -71,6 +74,7 @@ class ParameterAccess:
             ParameterAccessError: if it cannot be taken over.
         """
         unit, parameter = self._units[binding.parameter], binding.parameter
+        self._check_not_stepping(binding)
         if value is not None:
             self._check_kind(binding, value)
             self._check_apart(binding, value)
@@ -97,6 +101,7 @@ class ParameterAccess:
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
+        self._check_not_stepping(binding)
         return self.gradients.read(binding, local)
 
     def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
@@ -125,6 +130,7 @@ class ParameterAccess:
     def sliced(self, binding: Binding) -> SlicedTensor | None:
         """This rank's slice of an absent parameter, to be edited between steps; ``None`` where that cannot be."""
         unit, engine, parameter = self._units[binding.parameter], self._engine, binding.parameter
+        self._check_not_stepping(binding)
         shard = engine.shards[binding.name]
         if not isinstance(unit, ShardedUnit) or shard.data.dtype != parameter.dtype:
             return None
@@ -170,6 +176,24 @@ class ParameterAccess:
             if unit.written and not unit.held:
                 unit.bring_home()
                 unit.note_written(self.writes)
+
+    def end_step(self) -> None:
+        """Look for writes to parameters that an optimizer step has made, and go on from them. Local.
+
+        Raises:
+            ParameterAccessError: if there are any: the step was taken on shards, which take the place of what is shown.
+        """
+        stepped, self.stepping = self.stepping is not None, None
+        for unit in self._plain if stepped else ():
+            if unit.written and not unit.held:
+                writes = Writes()
+                unit.note_written(writes)
+                for what in writes.noted:
+                    raise _in_step(what)
+
+    def _check_not_stepping(self, binding: Binding) -> None:
+        if self.stepping is not None and self.stepping():
+            raise _in_step(f"'{binding.name}'")
 
     def take_over(self, plain: bool = True) -> None:
         """Take values over that were assigned since the last time. Local: the ranks compare at their next agreement.
@@ -275,6 +299,14 @@ class ParameterAccess:
         self._assigned[binding] = None
         if value is not None and value.numel():
             insort(self._taken, (*_range(value), binding.name))
+
+
+def _in_step(what: str) -> ParameterAccessError:
+    return ParameterAccessError(
+        f"{what} was read or written by `optimizer.step()` through a parameter that the optimizer keeps outside of its "
+        "groups. While a step runs, this rank's shards of parameters and gradients are what counts, and they are in "
+        "`self.param_groups`. Go through these in `step()`, or do it after the step, in a hook."
+    )
 
 
 def _range(value: Tensor) -> tuple[int, int]:

@@ -51,6 +51,7 @@ from lightning_zero.plan import FETCH_UNITS, ZeroPlan, fetch_nbytes
 
 __all__ = ["ZeroEngine"]
 
+_Differ = Callable[[ControlGroup], None]
 _RESUME = "No rank goes on with half-updated weights. Resume from the last checkpoint, which is intact."
 _TORN = (
     "{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old and partly new. Resume "
@@ -192,10 +193,7 @@ class ZeroEngine:
             self._running["forward"] = self.spans.begin(Phase.FORWARD, name)
 
     def leave(self, failed: bool) -> None:
-        """End a scope.
-
-        ``failed``: by an exception; then nothing is agreed any more, because the others may not get here.
-        """
+        """End a scope. ``failed``: by an exception; nothing is agreed then, because the others may not get here."""
         if self._depth == 0:
             return
         self._depth -= 1
@@ -381,13 +379,14 @@ class ZeroEngine:
     # -------------------------------------------------------------------- step
 
     def before_optimizer_step(
-        self, label: str, values: Sequence[int] = (), differ: Callable[[ControlGroup], None] | None = None
+        self, label: str, values: Sequence[int] = (), differ: _Differ | None = None, running: Callable[[], bool] = bool
     ) -> None:
         """Agree with the other ranks that all are about to take the same optimizer step.
 
         Args:
             label: which optimizer, in words that mean the same on every rank.
             values: 64-bit numbers that have to be equal on all ranks; ``differ`` raises if something is not.
+            running: tells whether the step is what called.
 
         Collective: every rank.
         """
@@ -414,7 +413,7 @@ class ZeroEngine:
         self.access.writes.compare([row[0] for row in rows], self.control)
         if differ is not None and any(row != rows[0] for row in rows):
             differ(self.control)
-        self.updating = True
+        self.updating, self.access.stepping = True, running
         self._running["step"] = self.spans.begin(Phase.STEP, label)
 
     def after_optimizer_step(self, units: Sequence[int]) -> None:
@@ -425,6 +424,7 @@ class ZeroEngine:
 
         Collective: every rank.
         """
+        self.access.end_step()
         self._end_span("step")
         failure: OffloadError | None = None
         for index in units:

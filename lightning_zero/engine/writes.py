@@ -46,6 +46,11 @@ class Writes:
         if len(self._notes) < _REMEMBERED:
             self._notes.append((what, number))
 
+    @property
+    def noted(self) -> list[str]:
+        """What was written to, in order."""
+        return [what for what, _ in self._notes]
+
     def forget(self) -> None:
         """The ranks have compared, or the step was given up."""
         self._digest = self.cleared = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import FrameType
 
 __all__ = ["OutermostStep"]
@@ -42,6 +43,10 @@ class OutermostStep:
             return False
         self._wrapper = None
         return True
+
+    def running(self) -> bool:
+        """Whether the caller was called by an outermost step."""
+        return self._is_around(sys._getframe(1))
 
     def forget(self) -> None:
         """Let go of a step that raised, and of all that its frames hold."""

@@ -56,11 +56,16 @@ class BeforeStep(Protocol):
     """Lets all ranks agree that they are about to take the same step.
 
     ``values`` are 64-bit numbers that have to be equal on all of them; if they are not, ``differ`` is called on every
-    rank to find out, and raises if it matters. Collective: every rank.
+    rank to find out, and raises if it matters. ``running`` tells whether the step is what called.
+    Collective: every rank.
     """
 
     def __call__(
-        self, label: str, values: Sequence[int] = (), differ: Callable[[ControlGroup], None] | None = None
+        self,
+        label: str,
+        values: Sequence[int] = (),
+        differ: Callable[[ControlGroup], None] | None = None,
+        running: Callable[[], bool] = bool,
     ) -> None: ...
 
 

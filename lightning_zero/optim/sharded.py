@@ -182,7 +182,8 @@ class ShardedOptimizer:
         self._leave()  # of a step that raised
         self._take_over()
         self._view.note_numbers()
-        self._before_step(self.label, [self._fingerprint.take(self._members.names())], self._fingerprint.compare)
+        options = [self._fingerprint.take(self._members.names())]
+        self._before_step(self.label, options, self._fingerprint.compare, self._steps.running)
         self.adopt_new_groups()
         self._view.enter()
         try:

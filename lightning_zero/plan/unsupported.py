@@ -54,7 +54,7 @@ def _strange(tensor: Tensor) -> str:
 
 
 def refuse_modules(module: nn.Module, *, sharded: bool, copied: bool) -> None:
-    """Raise for modules whose parameters cannot be absent between their uses, or are changed by every forward.
+    """Raise for modules whose parameters cannot be absent between uses, change in a forward, or are a rank's own.
 
     Args:
         module: the root.
@@ -62,8 +62,16 @@ def refuse_modules(module: nn.Module, *, sharded: bool, copied: bool) -> None:
         copied: whether they are computed with as copies of another dtype, which are there only in a step.
 
     Raises:
-        ValueError: naming the module.
+        ValueError: naming the module or the parameter.
     """
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, parameter in module.named_parameters(remove_duplicate=False) if ignored else ():
+        if name in ignored and parameter.requires_grad:
+            raise ValueError(
+                f"'{name}' is named in _ddp_params_and_buffers_to_ignore: under DDP every rank trains a parameter of "
+                "its own there, with its own gradients. Here a parameter is one for all ranks. Take it off that list, "
+                "freeze it, or keep it and its optimizer in an attribute that is not registered in the module."
+            )
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) and (sharded or copied) and any(True for _ in child.parameters()):
             where = "With sharded parameters (stage 3)" if sharded else "With 16-bit copies of parameters"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -246,3 +247,13 @@ def test_a_plan_is_frozen_and_hashable() -> None:
 def test_a_weight_that_its_forward_changes_is_refused(kind: type[nn.Embedding], stage: int) -> None:
     with pytest.raises(ValueError, match=r"'0' is a Embedding.* with max_norm=1\.0.*drift apart.*full_parameters"):
         build_plan(nn.Sequential(kind(10, 4, max_norm=1.0)), stage=stage, world_size=2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_that_every_rank_of_ddp_trains_alone_is_refused(stage: int) -> None:
+    module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module._ddp_params_and_buffers_to_ignore = ["1.weight"]
+    with pytest.raises(ValueError, match=r"'1\.weight' is named in _ddp_params_and_buffers_to_ignore"):
+        build_plan(module, stage=stage, world_size=2)
+    module[1].requires_grad_(False)
+    build_plan(module, stage=stage, world_size=2)

@@ -10,7 +10,7 @@ import copy
 import io
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -440,9 +440,9 @@ READS = {
 CASES = {**WRITES, **SLICES, **OPTIMIZERS, **GRADIENTS, **READS}
 
 
-def play(strategy: Any, case: Case) -> Any:
+def play(strategy: Any, case: Case, kind: type[Net] = Net) -> Any:
     """Losses and whole parameters, or the error."""
-    net = Net(case.hook, case.act)
+    net = kind(case.hook, case.act)
     try:
         with quiet():
             trainer = make_trainer(strategy, **case.options)
@@ -478,6 +478,47 @@ def test_writing_in_place_needs_no_grad_as_ever(stage: int) -> None:
 
     for found in run_world(2, run):
         assert found == "RuntimeError: a leaf Variable that requires grad is being used in an in-place operation."
+
+
+class KeepsItsOwn(torch.optim.SGD):
+    """Goes through parameters outside of its groups in ``step``."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], act: Callable[[nn.Parameter], object]) -> None:
+        self.mine = list(parameters)
+        super().__init__(self.mine, lr=0.05)
+        self.act = act
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.mine:
+            self.act(parameter)
+        return loss
+
+
+IN_STEP: dict[str, Callable[[nn.Parameter], object]] = {
+    "gradients": lambda p: p.grad,
+    "in place": lambda p: p.mul_(0.9),
+    "through data": lambda p: p.data.clamp_(-0.1, 0.1),
+    "assigned": lambda p: setattr(p, "data", torch.ones(p.shape)),
+}
+
+
+@pytest.mark.parametrize("way", IN_STEP)
+def test_an_optimizer_that_goes_past_its_groups_is_told(way: str) -> None:
+    class Kept(Net):
+        def configure_optimizers(self) -> Any:
+            return KeepsItsOwn((p for p in self.parameters() if p.requires_grad), IN_STEP[way])
+
+    def run(rank: int) -> list[str]:
+        case = Case("on_fit_end", lambda net: None)
+        return [str(play(ZeroStrategy(**options), case, Kept)) for options in STRATEGIES.values()]
+
+    for found in run_world(2, run, timeout=60):
+        for result in found:
+            assert re.search(r"ParameterAccessError: '\w.\w+' was read or written by `optimizer.step\(\)`", result), (
+                result
+            )
 
 
 @pytest.mark.parametrize("name", CASES)
