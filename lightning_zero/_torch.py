@@ -208,7 +208,7 @@ def forbid_writes(tensor: Tensor) -> bool:
 
 def forward_hooks(module: torch.nn.Module) -> tuple[OrderedDict[int, Any], ...]:
     """Where a module keeps its forward hooks, by the ids of their handles: those before, those after, and which of
-    these run always. 2.11 to 2.13."""
+    these run always. 2.11 to 2.15."""
     before: Any = module._forward_pre_hooks  # ordered dictionaries, annotated as plain ones
     after: Any = module._forward_hooks
     always: Any = module._forward_hooks_always_called
@@ -216,12 +216,12 @@ def forward_hooks(module: torch.nn.Module) -> tuple[OrderedDict[int, Any], ...]:
 
 
 def in_function_transform() -> bool:
-    """Whether this runs inside of ``torch.func.grad``, ``vmap`` or another transform. 2.11 to 2.13."""
+    """Whether this runs inside of ``torch.func.grad``, ``vmap`` or another transform. 2.11 to 2.15."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` records this thread; 0.1 microseconds. 2.11 to 2.13."""
+"""Whether ``torch.jit.trace`` records this thread; 0.1 microseconds. 2.11 to 2.15."""
 
 
 def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,7 +272,7 @@ _set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "_
 
 
 def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Views of a 1-D tensor, one after the other, in the shapes of ``tensors``, in one call. 2.11 to 2.13."""
+    """Views of a 1-D tensor, one after the other, in the shapes of ``tensors``, in one call. 2.11 to 2.15."""
     return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))
 
 
@@ -308,7 +308,7 @@ class BroadcastVersions:
     """Leave the version counters of buffers that are sent inside as ``DistributedDataParallel`` does, on every rank.
 
     Since 2.13 it hides from autograd that it has written to them; before that, a graph that still needs their values
-    raises in its backward. 2.11 to 2.13.
+    raises in its backward. 2.11 to 2.15.
 
     Args:
         buffers: that are sent. Those made under ``inference_mode`` have no counter.

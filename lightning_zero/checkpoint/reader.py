@@ -228,7 +228,9 @@ def _decode(item: ValueItem) -> Any:
 
 def load_safely(archive: bytes) -> tuple[Any] | None:
     """What a ``torch.save`` archive holds, if loading it can run no code."""
-    with contextlib.suppress(Exception):  # any reason not to have it is the same reason to leave it out
+    # Any reason not to have it is the same reason to leave it out; but what torch warns of (sparse tensors) is none.
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return (torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True),)
     return None
 

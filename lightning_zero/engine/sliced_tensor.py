@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.13
+from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.15
 
 from lightning_zero._torch import untracked
 from lightning_zero.engine.binding import is_absent

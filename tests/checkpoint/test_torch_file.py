@@ -98,6 +98,7 @@ def test_offsets_can_be_computed_instead_of_looked_up(tmp_path: Path, monkeypatc
     assert same(loaded["five"], VALUES["five"])
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 def test_tensors_that_are_there_keep_what_torch_keeps(tmp_path: Path) -> None:
     base = torch.arange(12.0).view(3, 4)
     content = {

@@ -116,7 +116,7 @@ class Rig:
             "Adam",
             self.owned,
             LocalCollectives(),
-            before_step=lambda label, values=(), differ=None: None,
+            before_step=lambda label, values=(), differ=None, running=bool: None,
             after_step=lambda units: None,
             slices=PlainSlices(),
             offload=OffloadedSteps(

@@ -70,7 +70,7 @@ COMPILED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", COMPILED)
 def test_torchscript_needs_its_parameters_all_the_time(name: str) -> None:
     model = Stack()
@@ -83,7 +83,7 @@ def test_torchscript_needs_its_parameters_all_the_time(name: str) -> None:
         build_plan(model, stage=3, world_size=2)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_torchscript_without_parameters_is_like_any_module() -> None:
     model = Stack()
     model.layers[1] = torch.jit.script(nn.GELU())
