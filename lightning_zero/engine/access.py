@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -41,6 +41,7 @@ class ParameterAccess:
         """Tells whether an optimizer step is what called; ``None`` while there is none."""
         self.gradients = UserGradients(self.writes, lambda: self._engine.in_backward)
         self._edited: dict[Unit, None] = {}  # absent, and written to in slices
+        self._replaced: tuple[int, str] = (0, "")  # what got other values last, and after how many forwards
         self._assigned: dict[Binding, None] = {}  # in the order of their first assignment
         self._taken: list[tuple[int, int, str]] = []  # memory of these, sorted: first address, the one behind it, name
         self._units: dict[nn.Parameter, Unit] = {}
@@ -151,6 +152,7 @@ class ParameterAccess:
             self.writes.note(f"'{binding.name}'", digest)
             sharded.void(parameter)
             self._edited[sharded] = None
+            self.note_replaced(f"'{binding.name}'")
             if engine.computes:
                 self._bring_edits_home()
 
@@ -190,6 +192,28 @@ class ParameterAccess:
                 unit.note_written(writes)
                 for what in writes.noted:
                     raise _in_step(what)
+
+    def note_replaced(self, what: str) -> None:
+        """Note that parameters have other values than their units have gathered."""
+        self._replaced = self._engine._forwards, what
+
+    def note_units_replaced(self, units: Sequence[int]) -> None:
+        """The same of whole units."""
+        flats = [flat for index in units for flat in self._engine.units[index].flats[:1]]
+        self.note_replaced(", ".join(f"unit of '{spec.name}'" for flat in flats for spec in flat.layout.parameters[:1]))
+
+    def explain(self, error: BaseException) -> None:
+        """Say of which parameter torch complains in a backward.
+
+        Raises:
+            ParameterAccessError: if a parameter was written to after the forward.
+        """
+        forwards, what = self._replaced
+        if forwards == self._engine._forwards and isinstance(error, RuntimeError) and "inplace operation" in str(error):
+            raise ParameterAccessError(
+                f"{what}: other values were written between a forward and its backward, which needs those of the "
+                "forward. Write to parameters before the forward, or after the backward (`on_after_backward`)."
+            ) from error
 
     def _check_not_stepping(self, binding: Binding) -> None:
         if self.stepping is not None and self.stepping():
@@ -233,6 +257,7 @@ class ParameterAccess:
             value, shard = get_data(binding.parameter), engine.shards[binding.name]
             copy_slice(value, shard.start, shard.data)
             binding.hide()
+            self.note_replaced(f"'{binding.name}'")
             unit.overwrite(binding.parameter, value)
         if mine:
             engine.masters_were_written()

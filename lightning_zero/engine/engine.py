@@ -275,8 +275,9 @@ class ZeroEngine:
         self._explicit = True
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.abandon()
+            self.access.explain(error)
             raise
         finally:
             self._explicit = False
@@ -491,6 +492,7 @@ class ZeroEngine:
         Collective: every rank.
         """
         torn, self.updating = self.updating, False
+        self.access.note_units_replaced(units)
         self.weights.settle()
         if self.plan.offload is not None:
             self.homes.settle()

@@ -175,10 +175,10 @@ class UserGradients:
             return local
         if place.shard is not None and place.shard.grad is not None:
             raise ParameterAccessError(
-                f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation. In this stage the "
-                "gradients of earlier micro-steps are averaged and in slices already, so that their sum with this one "
-                "is not there. Use stage 1, a hook on the tensor (`parameter.register_hook`), which gets this "
-                "micro-step's gradient, or edit the sum in `on_before_optimizer_step`."
+                f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody clears "
+                "gradients (of a parameter in no optimizer, say). What came before is averaged and in slices already, "
+                "so that its sum with this gradient is not there. Use stage 1, a hook on the tensor "
+                "(`parameter.register_hook`), which gets this gradient, or edit the sum in `on_before_optimizer_step`."
             )
         return local
 

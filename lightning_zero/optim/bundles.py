@@ -274,7 +274,8 @@ class _Bundle:
         self._values = []
         for index, member in enumerate(self.members):
             values = [column[index] for column in columns]
-            self._optimizer.state[member] = dict(zip(found, values, strict=True))
+            if found:  # looking at the state of a parameter that has none would make one
+                self._optimizer.state[member] = dict(zip(found, values, strict=True))
             self._values += values
         self._ids = list(map(id, self._values))
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]

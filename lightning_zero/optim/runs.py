@@ -29,6 +29,8 @@ from lightning_zero.plan import ALIGNMENT
 
 __all__ = ["Run", "Runs"]
 
+_NONE: dict[str, Any] = {}
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -147,7 +149,7 @@ class Runs:
         run.kept.update(run.state)
         run.left.clear()
         for member in run.members:
-            state = self._optimizer.state[member.parameter]
+            state = self._optimizer.state.get(member.parameter, _NONE)  # looking must not make one
             scalars = (v for v in state.values() if isinstance(v, Tensor) and not covers(v, member.numel))
             run.left.append(_Left(state, tuple(state.values()), tuple(value._version for value in scalars)))
 
@@ -157,7 +159,7 @@ class Runs:
             return False
         for run in runs:
             for member, left in zip(run.members, run.left, strict=False):
-                state = self._optimizer.state.get(member.parameter)
+                state = self._optimizer.state.get(member.parameter, _NONE)
                 if state is not left.state or len(state) != len(left.values):
                     return False
                 if any(value is not other for value, other in zip(state.values(), left.values, strict=True)):

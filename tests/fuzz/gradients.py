@@ -236,10 +236,11 @@ def tensor_hook_on_one_rank(c: Context) -> Any:
 
 @action(EARLY, works="123")
 def hook_after_accumulation_scales(c: Context) -> Any:
-    """``register_post_accumulate_grad_hook`` that changes the gradient."""
+    """``register_post_accumulate_grad_hook`` that changes the gradient, but not one that nobody clears."""
+    name = c.name
 
     def scale(p: Tensor) -> None:
-        if p.grad is not None:
+        if name != c.module.left_out and p.grad is not None:
             p.grad.mul_(0.5)
 
     if c.call == 0:

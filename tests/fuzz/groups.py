@@ -292,7 +292,7 @@ def one_more_step(c: Context) -> Any:
     c.optimizer.step()
 
 
-@action(("on_train_start", "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end"))
+@action(("on_train_start", "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end"), ends=True)
 def new_optimizer(c: Context) -> Any:
     """Another optimizer from here on."""
     if c.call == 0:

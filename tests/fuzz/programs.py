@@ -95,10 +95,13 @@ def draw(seed: int) -> Program:
     chosen = [a for a in chosen if not a.models or model in a.models]
     accumulate = 1 if manual or rng.random() < 0.8 else 2
     actions = [_place(rng, a, manual, accumulate) for a in chosen]
+    optimizer = rng.choices(OPTIMIZERS, weights=(4, 6, 2, 2, 1, 1, 2, 1))[0]
+    if optimizer == "adafactor":
+        accumulate = 1  # sums are rounded otherwise, and it makes steps of gradients that are nothing but rounding
     return Program(
         seed=seed,
         model=model,
-        optimizer=rng.choices(OPTIMIZERS, weights=(4, 6, 2, 2, 1, 1, 2, 1))[0],
+        optimizer=optimizer,
         scheduler=None if manual else rng.choice((None, None, "step", "cosine")),
         accumulate=accumulate,
         clip=None if manual else rng.choice((None, None, None, "value", "norm")),

@@ -165,6 +165,7 @@ class Action:
         rounds: gradients of two backwards are added, which DDP does in another order.
         alone: only one rank does something, and may be the only one that is told.
         parts: under DDP the parameter is reduced no more, and every rank goes on with a model of its own.
+        ends: what was set up is replaced, so that errors by name are right from there on.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Action:
     rounds: bool = False
     alone: bool = False
     parts: bool = False
+    ends: bool = False
 
     def must_work(self, stage: int, hook: str) -> bool:
         """Whether an error, even by name, is a failure here."""

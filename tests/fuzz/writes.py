@@ -185,9 +185,10 @@ def swap_tensors(c: Context) -> None:
 
 @action(WRITES, parts=True)
 def set_weight(c: Context) -> None:
-    """``p.set_(tensor)``."""
-    with torch.no_grad():
-        c.p.set_(c.like(c.p))
+    """``p.set_(tensor)``. Once: a second one would hide that the ranks of DDP have parted in between."""
+    if c.call == 0:
+        with torch.no_grad():
+            c.p.set_(c.like(c.p))
 
 
 @action(WRITES)
@@ -328,7 +329,8 @@ def load_student_into_teacher(c: Context) -> None:
     c.model.teacher.load_state_dict(c.model.student.state_dict())
 
 
-@action(BETWEEN, works="123", models=("momentum",))
+# Not between a forward and its backward, in which units are needed as they were.
+@action(tuple(hook for hook in BETWEEN if hook != "on_before_zero_grad"), works="123", models=("momentum",))
 def move_teacher_in_full_parameters(c: Context) -> None:
     """The teacher follows in the documented way."""
     with lightning_zero.full_parameters(c.module), torch.no_grad():

@@ -162,6 +162,11 @@ WRITES = {
     "state of a submodule": Case("on_train_batch_end", at(1, lambda net: net.b.load_state_dict(WEIGHTS))),
     "pruning": Case("on_train_batch_end", at(1, prune_half), SHARDED),
     "clamp": Case("on_train_batch_end", clamp),
+    "before the backward": Case(
+        "on_before_backward",
+        lambda net: net.b.weight.data.mul_(0.9),
+        {"3": "'b.weight': other values were written between a forward and its backward", "3 units": "not in memory"},
+    ),
     "rows": Case("training_step", write_in_part, UNITS),
     "cast that changes nothing": Case("training_step", lambda net: net.to(torch.float32)),
     "copy": Case("on_train_batch_end", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10)))),
@@ -519,6 +524,24 @@ def test_an_optimizer_that_goes_past_its_groups_is_told(way: str) -> None:
             assert re.search(r"ParameterAccessError: '\w.\w+' was read or written by `optimizer.step\(\)`", result), (
                 result
             )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_without_state_has_none(fused: bool) -> None:
+    class Plain(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, fused=fused)
+
+    sizes: list[int] = []
+
+    def run(rank: int) -> list[int]:
+        case = Case("on_train_batch_end", lambda net: sizes.append(len(optimizer_of(net).state)))
+        for strategy in ("ddp", *(ZeroStrategy(**options) for options in STRATEGIES.values())):
+            assert not isinstance(play(strategy, case, Plain), str)
+        return sizes
+
+    for found in run_world(2, run, timeout=60):
+        assert found == [0] * 4 * (1 + len(STRATEGIES))
 
 
 @pytest.mark.parametrize("name", CASES)
