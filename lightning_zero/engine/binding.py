@@ -394,4 +394,4 @@ def _bring(bindings: Sequence[Binding]) -> bool:
 def _same_memory(value: Tensor, data: Tensor) -> bool:
     if value.shape != data.shape or value.dtype != data.dtype or storage_key(value) != storage_key(data):
         return False
-    return value.storage_offset() == data.storage_offset() and value.stride() == data.stride()
+    return bool(value.storage_offset() == data.storage_offset()) and value.stride() == data.stride()
