@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from operator import is_
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.optim.owned import OwnedParameter
 
-__all__ = ["ParamGroups"]
+__all__ = ["ParamGroups", "restore_options"]
 
 
 class ParamGroups:
@@ -92,3 +93,18 @@ class ParamGroups:
                 "that was replaced or created after the module was set up is not trained."
             )
         return owned
+
+
+def restore_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], own: Collection[str]) -> None:
+    """Give each param group the options that a checkpoint holds, as torch does: others that user code put there go.
+
+    Args:
+        optimizer: whose groups.
+        saved: options of each group; empty for one that the checkpoint does not know.
+        own: options that stay as they are.
+    """
+    stay = {"params", "param_names", *own, *optimizer.defaults}
+    for group, options in zip(optimizer.param_groups, saved, strict=True):
+        for key in [key for key in group if options and key not in options and key not in stay]:
+            del group[key]
+        group.update({key: value for key, value in options.items() if key not in own})

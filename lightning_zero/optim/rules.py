@@ -53,6 +53,11 @@ def optimizer_rule(optimizer: Optimizer) -> str:
         UnsupportedOptimizerError: for an optimizer neither way can serve, with the reason and an alternative.
     """
     cls = type(optimizer)
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        raise UnsupportedOptimizerError(
+            f"{cls.__name__} cannot be sharded: it has no step hooks, because its __init__ does not call "
+            "`super().__init__(params, defaults)`. Have it do so; a wrapper can pass the param_groups of what it wraps."
+        )
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused):
             raise UnsupportedOptimizerError(f"{cls.__name__} cannot be sharded: {reason}.")

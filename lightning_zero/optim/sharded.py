@@ -26,7 +26,7 @@ from lightning_zero.comm import Collectives
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.optim.bundles import Bundles
 from lightning_zero.optim.fingerprint import Fingerprint
-from lightning_zero.optim.groups import ParamGroups
+from lightning_zero.optim.groups import ParamGroups, restore_options
 from lightning_zero.optim.hidden import HiddenGradients
 from lightning_zero.optim.homes import StateHomes
 from lightning_zero.optim.innermost import InnermostHooks
@@ -38,6 +38,7 @@ from lightning_zero.optim.regions import StateRegions
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule
 from lightning_zero.optim.shown import Slices
 from lightning_zero.optim.slices import SCALARS, copied, covers
+from lightning_zero.optim.trial import try_in_parts
 from lightning_zero.optim.view import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
 
@@ -83,6 +84,8 @@ class ShardedOptimizer:
         self.label = label
         self.rule = optimizer_rule(optimizer)
         kept = kept_of(optimizer)
+        if self.rule == "whole" and kept is None:
+            try_in_parts(optimizer, label)
         self._places: dict[int, int] = {}
         self._collectives = collectives
         self._before_step = before_step
@@ -199,6 +202,9 @@ class ShardedOptimizer:
                 self._whole.load()
                 self._whole_is_stale = False
             self._whole.collect_gradients([_gradient(entry) for entry in self._dealt])
+            for index, entry in enumerate(self._dealt):
+                if (whole := self._whole.whole(index)) is not None:
+                    vars(whole).update(vars(self._view.user(entry)))  # marks that user code has left, as a factor
             self._hidden.hide((p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None)
         elif self._update is not None:
             self._update.run(self.groups)
@@ -358,8 +364,7 @@ class ShardedOptimizer:
                 f"{self.label} has {len(self.optimizer.param_groups)} param groups, the checkpoint has {len(groups)}. "
                 "Build the optimizer with the same groups as when the checkpoint was saved."
             )
-        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in self._own_options})
+        restore_options(self.optimizer, groups, self._own_options)
         self.state.clear()
         if self._bundles is not None:
             self._bundles.forget()

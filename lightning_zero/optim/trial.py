@@ -1,0 +1,125 @@
+"""Trying out, on tiny tensors, whether an optimizer nobody knows gives the same numbers when ranks share its work.
+
+[Note: optimizers that relate parameters to one another]
+An optimizer with a ``step`` of its own gets whole parameters, each at one rank. That is right as long as it treats each
+parameter on its own. One that takes a norm over all of them, counts them, goes by their places, or draws random
+numbers would train something else on every rank, and nobody would see it. So before the first step a copy of it steps
+on small tensors in place of the parameters: once with all of them, and once as each of two ranks would see them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero._torch import bare_step
+from lightning_zero.errors import UnsupportedOptimizerError
+
+__all__ = ["try_in_parts"]
+
+_LENGTH = 4  # of a stand-in, in each dimension at most
+_SCALES = (1e-3, 1.0, 1e3)  # of gradients: some clip only large ones, others raise small ones
+_STEPS = 2
+_WHY = (
+    "{label} cannot be sharded. Tried out on small tensors, its step() {found} when each rank steps on some of "
+    "the parameters only. So it takes a norm over all parameters, counts them or goes by their places, draws random "
+    "numbers, or uses parameters whose `grad` is None. Have step() treat each parameter on its own and pass over those "
+    "without `grad`, and do the rest outside: `Trainer(gradient_clip_val=...)` for a norm of gradients, "
+    "`full_gradients` in `on_before_optimizer_step`, options of param groups for what differs between parameters."
+)
+
+
+def try_in_parts(optimizer: Optimizer, label: str) -> None:
+    """Refuse an optimizer whose parameters cannot be dealt out to ranks. See the note of the file. Local.
+
+    An optimizer that does not step on small tensors at all, or cannot be copied, is let through with a warning.
+
+    Args:
+        optimizer: over the user's parameters, whose values need not be there; it is not changed.
+        label: how to name it.
+
+    Raises:
+        UnsupportedOptimizerError: if the numbers differ, or only a part of the parameters makes it raise.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return
+    python, found = random.getstate(), ""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for scale in _SCALES:
+                whole = _stepped(optimizer, scale, None)
+                try:
+                    parts = [_stepped(optimizer, scale, rank) for rank in (0, 1)]
+                except Exception as error:
+                    found = f"raises {type(error).__name__} ({error})"
+                    break
+                dealt = [parts[place % 2][place] for place in range(len(whole))]
+                if not all(torch.allclose(a, b, 1e-4, 0.0, equal_nan=True) for a, b in zip(whole, dealt, strict=True)):
+                    found = "gives other numbers"
+                    break
+        except Exception as error:
+            problem: Exception | None = error
+        else:
+            problem = None
+        finally:
+            random.setstate(python)
+    if found:
+        raise UnsupportedOptimizerError(_WHY.format(label=label, found=found))
+    if problem is not None:
+        warnings.warn(
+            f"{label} could not be tried out on small tensors ({type(problem).__name__}: {problem}). It gets "
+            "whole parameters, each at one rank, which is right if its step() treats every parameter on its own.",
+            stacklevel=2,
+        )
+
+
+def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> list[Tensor]:
+    """All stand-ins after some steps of a copy; ``rank``: which of two it is, ``None``: the only one."""
+    torch.manual_seed(0)
+    random.seed(0)
+    originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stand_ins = [_stand_in(parameter) for parameter in originals]
+    gradients = [[scale * torch.randn_like(s) for s in stand_ins] for _ in range(_STEPS)]
+    twin = _copied(optimizer, {id(p): s for p, s in zip(originals, stand_ins, strict=True)})
+    place = 0
+    for group, ours in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        places = range(place, place + len(group["params"]))
+        place = places.stop
+        if rank is None:
+            ours["params"] = [stand_ins[i] for i in places]
+        else:  # what it owns, and behind that its slices of all, some of which are empty
+            slices = [nn.Parameter(stand_ins[i].detach().flatten()[: 2 * ((i + rank) % 2)].clone()) for i in places]
+            ours["params"] = [*(stand_ins[i] for i in places if i % 2 == rank), *slices]
+    for step in gradients:
+        for i, (stand_in, gradient) in enumerate(zip(stand_ins, step, strict=True)):
+            stand_in.grad = gradient if stand_in.requires_grad and (rank is None or i % 2 == rank) else None
+        bare_step(twin)()
+    return [stand_in.detach() for stand_in in stand_ins]
+
+
+def _stand_in(parameter: Tensor) -> nn.Parameter:
+    shape = [min(length, _LENGTH) for length in parameter.shape]
+    values = torch.randn(shape, dtype=parameter.dtype)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def _copied(optimizer: Optimizer, stand_ins: dict[int, Any]) -> Optimizer:
+    """The same optimizer over other parameters, without hooks and schedulers, before its first step."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {**stand_ins, id(optimizer): twin}
+    for key, value in vars(optimizer).items():
+        if key == "state":
+            vars(twin)[key] = defaultdict(dict)
+        elif "hooks" in key:
+            vars(twin)[key] = OrderedDict()
+        elif key != "step":
+            vars(twin)[key] = copy.deepcopy(value, memo)
+    return twin

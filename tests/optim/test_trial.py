@@ -1,0 +1,142 @@
+"""Optimizers that nobody knows are tried out in parts: those that relate parameters to one another are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy, full_parameters
+from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.optim.trial import try_in_parts
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
+
+
+class Own(torch.optim.Optimizer):
+    """A ``step`` as people write it; ``before`` sees all parameters of a group, ``each`` one with its gradient."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], before: Callable[..., Any], each: Callable[..., Tensor]
+    ) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.before, self.each, self.steps = before, each, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.steps += 1
+        for group in self.param_groups:
+            found = self.before(group["params"])
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * self.each(parameter, self.state[parameter], found, place))
+        return loss
+
+
+def momentum(parameter: Tensor, state: dict[str, Tensor], found: Any = None, place: int = 0) -> Tensor:
+    if "average" not in state:
+        state["average"] = torch.zeros_like(parameter)
+    assert parameter.grad is not None
+    return state["average"].mul_(0.9).add_(parameter.grad)
+
+
+def norm(parameters: list[nn.Parameter]) -> Tensor:
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def alone(parameters: list[nn.Parameter]) -> None:
+    """What treats every parameter on its own does not look at them together."""
+
+
+FINE: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
+    "momentum": (alone, momentum),
+    "trust ratio": (alone, lambda p, s, f, i: momentum(p, s) * p.norm() / (p.grad.norm() + 1e-6)),
+    "rows": (alone, lambda p, s, f, i: p.grad - p.grad.mean(-1, keepdim=True)),
+    "a mark": (alone, lambda p, s, f, i: p.grad * getattr(p, "mark", 1.0)),
+}
+COUPLED: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], str]] = {
+    "norm of all": (norm, lambda p, s, f, i: p.grad / f, "gives other numbers"),
+    "clipping": (
+        lambda ps: nn.utils.clip_grad_norm_(ps, 1.0),
+        lambda p, s, f, i: p.grad,
+        "gives other numbers",
+    ),
+    "number of elements": (lambda ps: sum(p.numel() for p in ps), lambda p, s, f, i: p.grad * f, "gives other numbers"),
+    "place": (alone, lambda p, s, f, i: p.grad * 0.8**i, "gives other numbers"),
+    "random numbers": (alone, lambda p, s, f, i: p.grad + torch.randn_like(p), "gives other numbers"),
+    "first element": (lambda ps: [p.flatten()[0] for p in ps], lambda p, s, f, i: p.grad, r"raises IndexError"),
+    "no gradient": (lambda ps: [p.grad * 2 for p in ps], lambda p, s, f, i: p.grad, r"raises TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_parameters_that_are_related_are_refused(name: str) -> None:
+    before, each, found = COUPLED[name]
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    values = [p.detach().clone() for p in model.parameters()]
+    optimizer, random = Own(model.parameters(), before, each), torch.get_rng_state()
+    with pytest.raises(UnsupportedOptimizerError, match=f"Own cannot be sharded.*step\\(\\) {found}"):
+        try_in_parts(optimizer, "Own")
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+    assert (optimizer.steps, len(optimizer.state)) == (0, 0)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_what_cannot_be_tried_is_let_through_with_a_warning() -> None:
+    model = nn.Linear(6, 5)
+    optimizer = Own(model.parameters(), lambda ps: [p.reshape(-1, 5) @ torch.ones(5, 6) for p in ps], momentum)
+    with pytest.warns(UserWarning, match=r"Own could not be tried out on small tensors \(RuntimeError"):
+        try_in_parts(optimizer, "Own")
+
+
+class Net(pl.LightningModule):
+    def __init__(self, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.make = nn.Linear(6, 10), nn.Linear(10, 3), make
+        self.a.weight.mark = 0.25  # type: ignore[assignment]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        torch.manual_seed(int(batch) + 7 * self.global_rank)
+        return self.b(torch.tanh(self.a(torch.randn(4, 6)))).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def trained(strategy: Any, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> list[Tensor]:
+    net = Net(make)
+    with quiet():
+        make_trainer(strategy).fit(net, DataLoader(range(3), batch_size=None))
+    with full_parameters(net):
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_parameters_on_their_own_are_trained_as_under_ddp(name: str) -> None:
+    def run(rank: int) -> list[list[Tensor]]:
+        strategies = ["ddp", *(ZeroStrategy(stage=stage, units=["Linear"]) for stage in (1, 2, 3))]
+        return [trained(strategy, lambda parameters: Own(parameters, *FINE[name])) for strategy in strategies]
+
+    for expected, *others in run_world(2, run, timeout=60):
+        for found in others:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_without_hooks_it_is_refused() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
+
+    def run(rank: int) -> str:
+        with pytest.raises(UnsupportedOptimizerError) as caught:
+            trained(ZeroStrategy(stage=1), lambda parameters: Wrapper(torch.optim.SGD(parameters)))
+        return str(caught.value)
+
+    assert all("Wrapper cannot be sharded: it has no step hooks" in found for found in run_world(2, run))
