@@ -19,7 +19,7 @@ def test_options_are_restored_as_by_torch() -> None:
     theirs = torch.optim.AdamW(copy.deepcopy(ours.param_groups))
 
     theirs.load_state_dict(saved)
-    restore_options(ours, saved["param_groups"], ())
+    restore_options(ours, saved["param_groups"], ("params",))
     for own, other in zip(ours.param_groups, theirs.param_groups, strict=True):
         assert {**own, "params": None} == {**other, "params": None}
     assert [[id(p) for p in group["params"]] for group in ours.param_groups] == [[id(model.weight)], [id(model.bias)]]
