@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,8 +53,8 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return
-    python, found = random.getstate(), ""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    found, problem = "", None
+    with _own_random_numbers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             for scale in _SCALES:
@@ -66,11 +69,7 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
                     found = "gives other numbers"
                     break
         except Exception as error:
-            problem: Exception | None = error
-        else:
-            problem = None
-        finally:
-            random.setstate(python)
+            problem = error
     if found:
         raise UnsupportedOptimizerError(_WHY.format(label=label, found=found))
     if problem is not None:
@@ -79,6 +78,21 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
             "whole parameters, each at one rank, which is right if its step() treats every parameter on its own.",
             stacklevel=2,
         )
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Whatever is drawn or seeded inside, generators go on afterwards as if nothing had been."""
+    numpy: Any = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
 
 
 def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> list[Tensor]:
