@@ -390,7 +390,8 @@ class ZeroStrategy(ParallelStrategy):
         if id(optimizer) not in self._adapters:
             raise ValueError(
                 f"{type(optimizer).__name__} is not an optimizer of this run: only optimizers that "
-                "configure_optimizers returned are sharded."
+                "configure_optimizers returned are sharded. For another one in mid-fit, have configure_optimizers "
+                "return it and call `trainer.strategy.setup_optimizers(trainer)` on every rank."
             )
         return self._adapters[id(optimizer)]
 
