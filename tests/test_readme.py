@@ -94,7 +94,7 @@ def save_checkpoint(path: Path) -> None:
 @pytest.mark.parametrize("command", commands())
 def test_command_runs(tmp_path: Path, command: str) -> None:
     program, *arguments = shlex.split(command)
-    if command in ('pip install -e ".[dev]"', "pytest"):
+    if command in ('pip install -e ".[dev]"', "pytest -n 2"):
         return  # what `.ci/run` does, of which this is a part
     if "fine_tune.py" in command:
         return  # goes on from the checkpoint of the first command: tests/examples/test_fine_tune.py runs it on one
@@ -117,7 +117,7 @@ def test_the_two_commands_are_there() -> None:
 
     assert shown == [
         install + "python examples/language_model.py fit --config configs/zero3.yaml",
-        install + "pytest",
+        install + "pytest -n 2",
     ]
 
 

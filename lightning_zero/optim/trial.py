@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step
 from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.optim.closures import naming_closures
 
 __all__ = ["try_in_parts"]
 
@@ -49,7 +50,8 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
         label: how to name it.
 
     Raises:
-        UnsupportedOptimizerError: if the numbers differ, or only a part of the parameters makes it raise.
+        UnsupportedOptimizerError: if the numbers differ, only a part of the parameters makes it raise, or it asks for a
+            closure.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return
@@ -58,7 +60,8 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
         warnings.simplefilter("ignore")
         try:
             for scale in _SCALES:
-                whole = _stepped(optimizer, scale, None)
+                with naming_closures(optimizer):
+                    whole = _stepped(optimizer, scale, None)
                 try:
                     parts = [_stepped(optimizer, scale, rank) for rank in (0, 1)]
                 except Exception as error:
@@ -68,6 +71,8 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
                 if not all(torch.allclose(a, b, 1e-4, 0.0, equal_nan=True) for a, b in zip(whole, dealt, strict=True)):
                     found = "gives other numbers"
                     break
+        except UnsupportedOptimizerError:
+            raise
         except Exception as error:
             problem = error
     if found:

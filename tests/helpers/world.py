@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import os
 import random
 import select
@@ -273,7 +272,6 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def _child(rank: int, setting: _Setting, function: Callable[..., Any], args: Sequence[Any]) -> NoReturn:
     """Run the function and leave by ``os._exit``: nothing the parent registered for its own end may run here."""
-    gc.freeze()  # a collection would touch, and so copy, every page that is shared with the parent
     code = 1
     try:
         _redirect_output(setting.directory / f"{rank}.output")

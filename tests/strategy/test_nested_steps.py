@@ -46,6 +46,7 @@ def test_a_derived_optimizer_trains_as_under_ddp() -> None:
     assert_same(each_strategy(play))
 
 
+@pytest.mark.filterwarnings("ignore:.*could not be tried out")
 def test_a_step_that_raised_is_not_taken_for_the_outer_one_of_the_next() -> None:
     def play(strategy: Strategy) -> dict[str, Any]:
         module = Module()
