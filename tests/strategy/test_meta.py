@@ -396,6 +396,7 @@ class LiveBytes(TorchDispatchMode):
                 self.largest = max(self.largest, storage.nbytes())
         if self.alive() > self.peak:
             gc.collect()  # what is only held by a cycle does not count, whenever Python gets to it
+            time.sleep(0.005)  # nor what a thread of gloo, whose work is done, has yet to let go
             self.peak = max(self.peak, self.alive())
         return result
 
