@@ -180,18 +180,17 @@ class ParameterAccess:
                 unit.note_written(self.writes)
 
     def end_step(self) -> None:
-        """Look for writes to parameters that an optimizer step has made, and go on from them. Local.
+        """Note that an optimizer step is over, and see that it has not written to what parameters show. Local.
 
         Raises:
-            ParameterAccessError: if there are any: the step was taken on shards, which take the place of what is shown.
+            ParameterAccessError: if it has: it was taken on shards, which are about to take the place of what is shown.
         """
         stepped, self.stepping = self.stepping is not None, None
         for unit in self._plain if stepped else ():
             if unit.written and not unit.held:
                 writes = Writes()
-                unit.note_written(writes)
-                for what in writes.noted:
-                    raise _in_step(what)
+                if unit.note_written(writes):
+                    raise _in_step(writes.first)
 
     def note_replaced(self, what: str) -> None:
         """Note that parameters have other values than their units have gathered."""

@@ -47,9 +47,9 @@ class Writes:
             self._notes.append((what, number))
 
     @property
-    def noted(self) -> list[str]:
-        """What was written to, in order."""
-        return [what for what, _ in self._notes]
+    def first(self) -> str:
+        """What was written to first; something was."""
+        return self._notes[0][0]
 
     def forget(self) -> None:
         """The ranks have compared, or the step was given up."""

@@ -55,34 +55,33 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return
-    found, problem = "", None
-    with _own_random_numbers(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            for scale in _SCALES:
-                with naming_closures(optimizer):
-                    whole = _stepped(optimizer, scale, None)
-                try:
-                    parts = [_stepped(optimizer, scale, rank) for rank in (0, 1)]
-                except Exception as error:
-                    found = f"raises {type(error).__name__} ({error})"
-                    break
-                dealt = [parts[place % 2][place] for place in range(len(whole))]
-                if not all(torch.allclose(a, b, 1e-4, 0.0, equal_nan=True) for a, b in zip(whole, dealt, strict=True)):
-                    found = "gives other numbers"
-                    break
-        except UnsupportedOptimizerError:
-            raise
-        except Exception as error:
-            problem = error
-    if found:
-        raise UnsupportedOptimizerError(_WHY.format(label=label, found=found))
-    if problem is not None:
+    try:
+        with _own_random_numbers(), naming_closures(optimizer), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = next(filter(None, (_difference(optimizer, scale) for scale in _SCALES)), "")
+    except UnsupportedOptimizerError:
+        raise
+    except Exception as error:
         warnings.warn(
-            f"{label} could not be tried out on small tensors ({type(problem).__name__}: {problem}). It gets "
+            f"{label} could not be tried out on small tensors ({type(error).__name__}: {error}). It gets "
             "whole parameters, each at one rank, which is right if its step() treats every parameter on its own.",
             stacklevel=2,
         )
+        return
+    if found:
+        raise UnsupportedOptimizerError(_WHY.format(label=label, found=found))
+
+
+def _difference(optimizer: Optimizer, scale: float) -> str:
+    """What is different if two ranks step on half of the parameters each; empty if nothing is."""
+    whole = _stepped(optimizer, scale, None)
+    try:
+        parts = [_stepped(optimizer, scale, rank) for rank in (0, 1)]
+    except Exception as error:
+        return f"raises {type(error).__name__} ({error})"
+    dealt = [parts[place % 2][place] for place in range(len(whole))]
+    same = all(torch.allclose(a, b, 1e-4, 0.0, equal_nan=True) for a, b in zip(whole, dealt, strict=True))
+    return "" if same else "gives other numbers"
 
 
 @contextmanager
@@ -108,18 +107,14 @@ def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> list[Tenso
     stand_ins = [_stand_in(parameter) for parameter in originals]
     gradients = [[scale * torch.randn_like(s) for s in stand_ins] for _ in range(_STEPS)]
     twin = _copied(optimizer, {id(p): s for p, s in zip(originals, stand_ins, strict=True)})
-    place = 0
-    for group, ours in zip(optimizer.param_groups, twin.param_groups, strict=True):
-        places = range(place, place + len(group["params"]))
-        place = places.stop
-        if rank is None:
-            ours["params"] = [stand_ins[i] for i in places]
-        else:  # what it owns, and behind that its slices of all, some of which are empty
-            slices = [nn.Parameter(stand_ins[i].detach().flatten()[: 2 * ((i + rank) % 2)].clone()) for i in places]
-            ours["params"] = [*(stand_ins[i] for i in places if i % 2 == rank), *slices]
+    owned = set(stand_ins if rank is None else stand_ins[rank::2])
+    for group in twin.param_groups if rank is not None else ():  # what it owns, and behind that its slices of all
+        own = [parameter for parameter in group["params"] if parameter in owned]
+        slices = [p.detach().flatten()[: 0 if p in owned else 2].clone() for p in group["params"]]
+        group["params"] = [*own, *map(nn.Parameter, slices)]
     for step in gradients:
-        for i, (stand_in, gradient) in enumerate(zip(stand_ins, step, strict=True)):
-            stand_in.grad = gradient if stand_in.requires_grad and (rank is None or i % 2 == rank) else None
+        for stand_in, gradient in zip(stand_ins, step, strict=True):
+            stand_in.grad = gradient if stand_in.requires_grad and stand_in in owned else None
         bare_step(twin)()
     return [stand_in.detach() for stand_in in stand_ins]
 

@@ -425,8 +425,9 @@ def test_writing_to_a_placeholder_raises() -> None:
 
 
 EDITS: dict[str, Callable[[Tensor], object]] = {
-    "mul_": lambda weight: weight.mul_(0.5),
-    "data": lambda weight: weight.data.clamp_(-0.1, 0.1),
+    "mul_": lambda weight: weight.mul_(2),
+    "data": lambda weight: weight.data.zero_(),
+    "clamp_": lambda weight: weight.data.clamp_(-0.1, 0.1),
     "mask": lambda weight: weight.data.masked_fill_(torch.arange(weight.numel()).reshape(weight.shape) % 5 == 0, 0.0),
 }
 
