@@ -7,17 +7,20 @@ documentation shows; what belongs to Lightning runs in a ``Trainer``, whose own 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from offload_training import GPT, VOCABULARY
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -248,12 +251,34 @@ class Engine:
         return importlib.util.find_spec(self.package) is not None
 
 
+def earlier_strategy(folder: str, stage: int) -> Any:
+    """The strategy as a checkout of an earlier commit has it: this forked rank imports the package anew, from there."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_zero"]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    for name in [
+        name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith("lightning_zero")
+    ]:
+        StrategyRegistry.remove(name)
+    package = importlib.import_module("lightning_zero")
+    if not str(package.__file__).startswith(folder):
+        raise RuntimeError(f"lightning_zero came from {package.__file__}, not from {folder}")
+    return package.ZeroStrategy(stage, units=["Block"])
+
+
 _GLOO = (("LIGHTNING_ZERO_SHARED_MEMORY", "0"),)
 
 
 def _zero(stage: int, label: str, environment: tuple[tuple[str, str], ...] = ()) -> Engine:
     train = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"]))
     return Engine(label, stage, train, 14.0, 19.0, ours=True, environment=environment)
+
+
+def earlier(stage: int, folder: Path) -> Engine:
+    """One of ours as a checkout of another commit has it, for what changed between them."""
+    now = ENGINES[f"zero{stage}"]
+    strategy = partial(earlier_strategy, str(folder.resolve()), stage)
+    return replace(now, label=f"zero{stage}, {folder.name}", train=partial(lightning, strategy=strategy))
 
 
 def _deepspeed(stage: int) -> Engine:

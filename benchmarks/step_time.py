@@ -34,7 +34,7 @@ from typing import Any
 
 import results
 import torch
-from engines import ENGINES, SIZES, Task
+from engines import ENGINES, SIZES, Task, earlier
 from offload_training import numel_of
 from worlds import Report, World, WorldFailed, restart_with
 
@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4], help="numbers of ranks")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="only these, beside DDP")
+    parser.add_argument("--earlier", type=Path, help="a checkout of another commit, whose stages take turns with these")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each engine (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps in a turn (default: %(default)s)")
     parser.add_argument("--tokens", type=int, nargs=2, default=(2, 64), help="a rank's sequences and their length")
@@ -247,6 +248,10 @@ def main() -> None:
     torch.set_num_threads(1)  # what is forked must not have started more
     missing = {ENGINES[name].package for name in options.engines if not ENGINES[name].installed}
     names = [name for name in options.engines if name != "ddp" and ENGINES[name].installed]
+    if options.earlier:
+        before = {f"zero{stage}-earlier": earlier(stage, options.earlier) for stage in (1, 2, 3)}
+        ENGINES.update(before)
+        names += [name for name in before if name.removesuffix("-earlier") in names]
     found = results.circumstances()
     print(results.headline(found))
     for package in sorted(missing):
