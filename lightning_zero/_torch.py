@@ -163,6 +163,12 @@ def storage_key(tensor: Tensor) -> int:
         return 0
 
 
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors hold the memory behind ``tensor``, itself included. 2.11 to 2.15."""
+    storage: Any = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object ``storage`` holds it too
+
+
 class WeakStorage:
     """The memory behind a tensor, without keeping it. 2.11 to 2.15.
 

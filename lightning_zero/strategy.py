@@ -55,7 +55,7 @@ from lightning_zero.offloading import make_homes, offloaded_steps
 from lightning_zero.optim.allocation import ConstantState
 from lightning_zero.optim.set_up import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory
+from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory, warn_of_views
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.refusals import refuse_callbacks
 from lightning_zero.shown_state import StateSlices
@@ -306,6 +306,7 @@ class ZeroStrategy(ParallelStrategy):
         collectives = choose_collectives(groups, streams, self.root_device)
         plan = self._plan(module)
         refuse_shared_memory(module, self.root_device)
+        warn_of_views(module, self.root_device)
         homes = make_homes(self.offload, plan, groups.control, self.root_device, streams, self.local_rank)
         try:
             self._engine = ZeroEngine(module, plan, collectives, groups.control, homes, self._recorder.record)

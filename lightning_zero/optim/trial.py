@@ -16,11 +16,13 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves  # private: 2.11 to 2.15
 
 from lightning_zero._torch import bare_step
 from lightning_zero.errors import UnsupportedOptimizerError
@@ -34,9 +36,10 @@ _STEPS = 2
 _WHY = (
     "{label} cannot be sharded. Tried out on small tensors, its step() {found} when each rank steps on some of "
     "the parameters only. So it takes a norm over all parameters, counts them or goes by their places, draws random "
-    "numbers, or uses parameters whose `grad` is None. Have step() treat each parameter on its own and pass over those "
-    "without `grad`, and do the rest outside: `Trainer(gradient_clip_val=...)` for a norm of gradients, "
-    "`full_gradients` in `on_before_optimizer_step`, options of param groups for what differs between parameters."
+    "numbers, uses parameters whose `grad` is None, or keeps parameters beside `self.param_groups`. Have step() treat "
+    "each parameter on its own, pass over those without `grad`, keep what belongs to one in `self.state[parameter]`, "
+    "and do the rest outside: `Trainer(gradient_clip_val=...)` for a norm of gradients, `full_gradients` in "
+    "`on_before_optimizer_step`, options of param groups for what differs between parameters."
 )
 
 
@@ -78,7 +81,7 @@ def _difference(optimizer: Optimizer, scale: float) -> str:
     try:
         parts = [_stepped(optimizer, scale, rank) for rank in (0, 1)]
     except Exception as error:
-        return f"raises {type(error).__name__} ({error})"
+        return f"raises {type(error).__name__} ({shorten(str(error), 120)})"
     dealt = [parts[place % 2][place] for place in range(len(whole))]
     same = all(torch.allclose(a, b, 1e-4, 0.0, equal_nan=True) for a, b in zip(whole, dealt, strict=True))
     return "" if same else "gives other numbers"
@@ -107,14 +110,16 @@ def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> list[Tenso
     stand_ins = [_stand_in(parameter) for parameter in originals]
     gradients = [[scale * torch.randn_like(s) for s in stand_ins] for _ in range(_STEPS)]
     twin = _copied(optimizer, {id(p): s for p, s in zip(originals, stand_ins, strict=True)})
-    owned = set(stand_ins if rank is None else stand_ins[rank::2])
-    for group in twin.param_groups if rank is not None else ():  # what it owns, and behind that its slices of all
-        own = [parameter for parameter in group["params"] if parameter in owned]
-        slices = [p.detach().flatten()[: 0 if p in owned else 2].clone() for p in group["params"]]
-        group["params"] = [*own, *map(nn.Parameter, slices)]
+    stepped = list(stand_ins)
+    if rank is not None:  # what it owns, as parameters that the optimizer has not seen, and behind that slices of all
+        owned = {s: nn.Parameter(s.detach(), s.requires_grad) for s in stand_ins[rank::2]}
+        stepped = [owned.get(s, s) for s in stand_ins]
+        for group in twin.param_groups:
+            slices = [p.detach().flatten()[: 0 if p in owned else 2].clone() for p in group["params"]]
+            group["params"] = [*(owned[p] for p in group["params"] if p in owned), *map(nn.Parameter, slices)]
     for step in gradients:
-        for stand_in, gradient in zip(stand_ins, step, strict=True):
-            stand_in.grad = gradient if stand_in.requires_grad and stand_in in owned else None
+        for place, (parameter, gradient) in enumerate(zip(stepped, step, strict=True)):
+            parameter.grad = gradient if parameter.requires_grad and rank in (None, place % 2) else None
         bare_step(twin)()
     return [stand_in.detach() for stand_in in stand_ins]
 
@@ -125,10 +130,19 @@ def _stand_in(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
+def _cut(state: Tensor) -> Tensor:
+    """What goes with a parameter in an attribute of the optimizer (``self.bufs``), as small as its stand-in."""
+    return state.detach()[tuple(slice(_LENGTH) for _ in state.shape)].to("cpu", copy=True)
+
+
 def _copied(optimizer: Optimizer, stand_ins: dict[int, Any]) -> Optimizer:
     """The same optimizer over other parameters, without hooks and schedulers, before its first step."""
     twin: Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = {**stand_ins, id(optimizer): twin}
+    shapes = {parameter.shape for group in optimizer.param_groups for parameter in group["params"]}
+    for value in tree_leaves(vars(optimizer)):
+        if isinstance(value, Tensor) and value.shape in shapes and id(value) not in memo:
+            memo[id(value)] = _cut(value)
     for key, value in vars(optimizer).items():
         if key == "state":
             vars(twin)[key] = defaultdict(dict)

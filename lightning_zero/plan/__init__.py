@@ -25,7 +25,7 @@ from lightning_zero.plan.slots import SlotPlan
 from lightning_zero.plan.traffic import CollectiveTraffic, Traffic, gather_order
 from lightning_zero.plan.unit_plan import UnitPlan
 from lightning_zero.plan.units import UnitSpec, find_units
-from lightning_zero.plan.unsupported import refuse_shared_memory
+from lightning_zero.plan.unsupported import refuse_shared_memory, warn_of_views
 
 __all__ = [
     "ADAM",
@@ -60,6 +60,7 @@ __all__ = [
     "make_buckets",
     "make_pieces",
     "refuse_shared_memory",
+    "warn_of_views",
     "rest_of",
     "sent_buffers",
     "staging_nbytes",

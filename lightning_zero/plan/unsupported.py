@@ -1,17 +1,19 @@
-"""What cannot be laid out in flat buffers, refused by name before anything is allocated.
+"""What cannot be laid out in flat buffers, refused by name (or warned of) before anything is allocated.
 
 All of it is read from the module alone, which is the same on every rank: so every rank refuses, or none.
 """
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_zero._torch import storage_key
+from lightning_zero._torch import storage_key, storage_users
 
-__all__ = ["refuse_modules", "refuse_shared_memory", "refuse_tensor"]
+__all__ = ["refuse_modules", "refuse_shared_memory", "refuse_tensor", "warn_of_views"]
 
 
 def refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
@@ -102,13 +104,9 @@ def refuse_shared_memory(module: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: naming both.
     """
-    groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.numel() and tensor.device == device:
-            groups.setdefault(storage_key(tensor), {}).setdefault(id(tensor), (name, tensor))
-    for group in groups.values():
+    for group in _by_memory(module, device):
         near: list[tuple[str, Tensor]] = []  # those before that reach to this one or further
-        for name, tensor in sorted(group.values(), key=lambda named: _extent(named[1])):
+        for name, tensor in sorted(group, key=lambda named: _extent(named[1])):
             near = [other for other in near if _extent(other[1])[1] > _extent(tensor)[0]]
             for other_name, other in near:
                 if (tensor.requires_grad or other.requires_grad) and _overlap(tensor, other):
@@ -118,6 +116,42 @@ def refuse_shared_memory(module: nn.Module, device: torch.device) -> None:
                         "one object under both names (`b.weight = a.weight`, not `.data`); or `clone()` one."
                     )
             near.append((name, tensor))
+
+
+def warn_of_views(module: nn.Module, device: torch.device) -> None:
+    """Warn of trainable parameters whose memory other tensors keep, which are not in the module.
+
+    They do not follow the parameter, that gets memory of its own.
+
+    Args:
+        module: the root.
+        device: where it computes. What has to be moved there leaves them behind in any trainer.
+    """
+    kept = [
+        name
+        for group in _by_memory(module, device)
+        if storage_users(group[0][1]) > len(group)
+        for name, tensor in group
+        if tensor.requires_grad
+    ]
+    if kept:
+        more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
+        warnings.warn(
+            f"Tensors outside of the module share the memory of {', '.join(map(repr, kept[:3]))}{more}: what "
+            "`.detach()`, `.data`, a view or `state_dict()` gave before, and something still holds. They keep that "
+            "memory and the values of now: they will not follow the training, as they would on a CPU under DDP. Where "
+            "they are read later, read the parameter instead; else let them go.",
+            stacklevel=2,
+        )
+
+
+def _by_memory(module: nn.Module, device: torch.device) -> list[list[tuple[str, Tensor]]]:
+    """Parameters and buffers on ``device`` by the memory they are in, each object once under its first name."""
+    groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.numel() and tensor.device == device and tensor.layout is torch.strided:
+            groups.setdefault(storage_key(tensor), {}).setdefault(id(tensor), (name, tensor))
+    return [list(group.values()) for group in groups.values()]
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -103,6 +103,40 @@ def test_what_cannot_be_tried_is_let_through_with_a_warning() -> None:
         try_in_parts(optimizer, "Own")
 
 
+class Beside(torch.optim.Optimizer):
+    """Keeps momentum in an attribute: by place, by parameter, or together with the parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], way: str) -> None:
+        mine = list(parameters)
+        super().__init__(mine, {"lr": 0.1})
+        self.mine, self.way = mine, way
+        self.momenta: Any = (
+            {p: torch.zeros_like(p) for p in mine} if way == "parameter" else [*map(torch.zeros_like, mine)]
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = self.mine if self.way == "both" else self.param_groups[0]["params"]
+        for place, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                momentum = self.momenta[parameter if self.way == "parameter" else place]
+                parameter.sub_(0.1 * momentum.mul_(0.9).add_(parameter.grad))
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [("place", "raises RuntimeError"), ("parameter", "raises KeyError"), ("both", "gives other numbers")],
+)
+def test_what_is_kept_beside_groups_and_state_is_refused(way: str, reason: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    optimizer = Beside(model.parameters(), way)
+    with pytest.raises(UnsupportedOptimizerError, match=rf"{reason}.*self.state\[parameter\]") as caught:
+        try_in_parts(optimizer, "Beside")
+    assert "\n" not in str(caught.value)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(m.any() for m in (optimizer.momenta.values() if way == "parameter" else optimizer.momenta))
+
+
 class Net(pl.LightningModule):
     def __init__(self, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zero import build_plan
-from lightning_zero.plan import refuse_shared_memory
+from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from tests.helpers.cases import Stack
 
 CPU = torch.device("cpu")
@@ -153,6 +154,10 @@ def test_memory_that_only_looks_shared() -> None:
     model.layers[0].up.weight = model.layers[1].up.weight  # one object
     frozen = torch.zeros(3)
     model.a, model.b = (nn.Parameter(frozen, requires_grad=False) for _ in range(2))
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch: compressed rows are in beta
+        model.register_buffer("rows", torch.eye(3).to_sparse_csr())
     model.empty, model.none = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(2, 0))
     refuse_shared_memory(model, CPU)
     flat = torch.zeros(100 * 7)
@@ -160,3 +165,27 @@ def test_memory_that_only_looks_shared() -> None:
     tied = Stack()
     _same(tied)
     refuse_shared_memory(tied, torch.device("cuda"))  # on its way there each gets memory of its own, as under DDP
+
+
+def test_memory_that_something_outside_of_the_module_keeps() -> None:
+    model = Stack()
+    tied = nn.ModuleList([model, nn.Linear(20, 20)])
+    tied[1].weight = model.stem.weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_views(tied, CPU)
+        model.register_buffer("frozen", torch.ones(3))
+        kept = model.frozen.view(-1)  # nobody trains it
+        warn_of_views(tied, CPU)
+    kept = [layer.up.weight.detach() for layer in model.layers]
+    with pytest.warns(UserWarning, match=r"the memory of '0\.layers\.0\.up\.weight', '0\.layers\.1\.up\.weight'"):
+        warn_of_views(tied, CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_views(tied, torch.device("cuda"))
+        del kept
+        warn_of_views(tied, CPU)
+    state = tied.state_dict()
+    with pytest.warns(UserWarning, match=r"and \d+ more"):
+        warn_of_views(tied, CPU)
+    assert state

@@ -485,6 +485,18 @@ def test_writing_in_place_needs_no_grad_as_ever(stage: int) -> None:
         assert found == "RuntimeError: a leaf Variable that requires grad is being used in an in-place operation."
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_view_that_is_kept_from_before_the_fit_is_warned_of(stage: int) -> None:
+    def run(rank: int) -> bool:
+        net = Net("on_fit_end", lambda net: None)
+        kept = net.b.weight.detach()
+        with pytest.warns(UserWarning, match=r"outside of the module share the memory of 'b\.weight': "), quiet():
+            make_trainer(ZeroStrategy(stage=stage)).fit(net, DataLoader(range(1), batch_size=None))
+        return torch.equal(kept, Net("on_fit_end", lambda net: None).b.weight)
+
+    assert run_world(2, run) == [True, True]
+
+
 class KeepsItsOwn(torch.optim.SGD):
     """Goes through parameters outside of its groups in ``step``."""
 
