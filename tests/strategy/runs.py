@@ -243,7 +243,8 @@ def _tensor_difference(left: Tensor, right: Tensor, bound: float, at: str) -> li
         return [f"{at}: {left.dtype} {(*left.shape,)} and {right.dtype} {(*right.shape,)}"]
     if torch.equal(left, right):
         return []
-    error = (left.double() - right.double()).abs().max().item() / max(left.abs().max().item(), 1e-3)
+    exact = torch.promote_types(left.dtype, torch.float64)  # or a complex type
+    error = (left.to(exact) - right.to(exact)).abs().max().item() / max(left.abs().max().item(), 1e-3)
     return [] if error <= bound else [f"{at}: relative difference {error:.3g}"]
 
 
