@@ -85,7 +85,7 @@ class Peak(pl.Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         gc.collect()  # what an earlier step has left in a cycle would be counted as given back by this one
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._profile.__enter__()
 
     def on_train_batch_end(self, *_: Any) -> None:
