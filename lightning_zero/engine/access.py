@@ -39,6 +39,8 @@ class ParameterAccess:
         self.writes = Writes()
         self.stepping: Callable[[], bool] | None = None
         """Tells whether an optimizer step is what called; ``None`` while there is none."""
+        self.check_trainer: Callable[[nn.Module], object] = bool
+        """Raises if somebody else trains the module now."""
         self.gradients = UserGradients(self.writes, lambda: self._engine.in_backward)
         self._edited: dict[Unit, None] = {}  # absent, and written to in slices
         self._replaced: tuple[int, str] = (0, "")  # what got other values last, and after how many forwards

@@ -100,11 +100,8 @@ class ZeroEngine:
         self.units: list[Unit] = UnitBuilder(module, plan, collectives, control, homes, placeholders, record).build()
         place_buffers(module, homes.device, record)
         flats = [flat for unit in self.units for flat in unit.flats]
-        self.names: dict[nn.Parameter, str] = {
-            parameter: shard.spec.name
-            for flat in flats
-            for parameter, shard in zip(flat.parameters, flat.shards, strict=True)
-        }
+        pairs = [pair for flat in flats for pair in zip(flat.parameters, flat.shards, strict=True)]
+        self.names: dict[nn.Parameter, str] = {parameter: shard.spec.name for parameter, shard in pairs}
         self.shards: dict[str, ParameterShard] = {shard.spec.name: shard for flat in flats for shard in flat.shards}
         self.reduce_gradients = True
         self._always_reduces = plan.placement.shards_gradients
@@ -121,9 +118,7 @@ class ZeroEngine:
         self._stepped: Unit | None = None  # whose masters are on their way back from the host
         self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
         self._running: dict[str, Span | None] = {}  # stretches of time that begin and end in different calls
-        self._depth = 0
-        self._scope = ""
-        self._segment = 0
+        self._depth, self._scope, self._segment = 0, "", 0
         self._forwards, self._backwards, self._steps = 0, 0, 0
         self.in_backward = False  # a backward runs
         self._explicit = False
@@ -176,8 +171,8 @@ class ZeroEngine:
             self.abandon()
             raise
 
-    def enter(self, name: str) -> None:
-        """Begin a scope in which units may be needed; scopes nest."""
+    def enter(self, name: str, called: bool = False) -> None:
+        """Begin a scope in which units may be needed; scopes nest. ``called``: by the call of a module."""
         self._recover()
         if self._depth == 0 and not self.in_backward:
             self.access.take_over()
@@ -185,10 +180,11 @@ class ZeroEngine:
         if self._depth > 1 or self.in_backward:
             return
         self.collectives.settle()
-        self._scope = name
-        self._segment = 0
+        self._scope, self._segment = name, 0
         self.weights.bind(name)
         self._open_forward()
+        if called:
+            self._residency.guard_root()
         if not self._sharded:
             self._running["forward"] = self.spans.begin(Phase.FORWARD, name)
 
@@ -197,6 +193,8 @@ class ZeroEngine:
         if self._depth == 0:
             return
         self._depth -= 1
+        if self._depth == 0:
+            self._residency.unguard_root()
         if failed:
             # An inner scope's exception may still be caught by the user's code; the outermost one ends the step.
             if self._depth == 0 and not self.in_backward:
@@ -287,6 +285,7 @@ class ZeroEngine:
         """Note that a backward runs. Called by whatever is seen of it first."""
         if self.in_backward:
             return
+        self.access.check_trainer(self.module)
         if self._depth > 0:
             self._close_forward()
         else:

@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -87,7 +88,7 @@ class EngineHooks:
         scope = f"forward of '{name}'"
 
         def before(module: nn.Module, args: Any) -> None:
-            engine.enter(scope)
+            engine.enter(scope, called=True)
             if units:
                 engine.weights.bring(units)
 
@@ -97,7 +98,12 @@ class EngineHooks:
         self._around(module, before, after)
 
     def watch_gradients(self, buckets: Sequence[GradientBucket]) -> None:
-        """Hand every finished gradient to the engine."""
+        """Hand every finished gradient to the engine, which the module keeps from here on.
+
+        Else it would go with the Trainer of its fit, at another moment on every rank, and gradients elsewhere with it.
+        """
+        module = self._engine.module
+        self._handles.append(module.register_state_dict_pre_hook(_Attached(partial(_keep, self._engine), module)))
         for bucket in buckets:
             for position, parameter in enumerate(bucket.flat.parameters):
                 self._watch_gradient(parameter, bucket, position)
@@ -226,6 +232,10 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
             for earlier in reversed(order[: order.index(key) + 1]):
                 if earlier in table:
                     table.move_to_end(earlier, last=False)
+
+
+def _keep(engine: ZeroEngine, *args: Any) -> None:
+    """A hook that does nothing but hold the engine."""
 
 
 def _enclosing(name: str) -> list[str]:

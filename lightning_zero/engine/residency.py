@@ -9,8 +9,8 @@ very first step, instead of quietly reading another unit's weights in a later on
 One rank's shard is the whole unit, so nothing has to be gathered: once an order is known, a unit computes in its shard
 as it lies there. Probation still happens in a slot, because a shard cannot be filled with NaN. All units do so or none:
 what is left in a slot since probation, such as a view that a user's own saved-tensor hooks kept, has to stay NaN. The
-root never leaves its slot: no guard is around what uses it, so what autograd saved of it in a forward with a known
-order has to be valid in a backward without one, and the other way round.
+root never leaves its slot: in a step no guard is around what uses it, so what autograd saved of it in a forward with a
+known order has to be valid in a backward without one, and the other way round.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_zero.comm import Collectives, Streams
@@ -83,6 +84,7 @@ class Residency:
         self._amid = False
         self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
         self.guard = SavedTensorGuard(restore, self.was_read)
+        self._root_is_guarded = False
         for unit in self.sharded:
             self.guard.know(unit.home)
         self._at = {unit.index: unit for unit in self.sharded}
@@ -133,6 +135,18 @@ class Residency:
             self._collectives.shards_changed()
             if self.root is not None:
                 self.acquire(self.root)
+
+    def guard_root(self) -> None:
+        """Have what is saved of the root gathered again, where no step method tells when its backward comes. Local."""
+        if self.root is not None and torch.is_grad_enabled():
+            self.guard.push()
+            self._root_is_guarded = True
+
+    def unguard_root(self) -> None:
+        """Undo ``guard_root``, if it did something."""
+        if self._root_is_guarded:
+            self.guard.pop()
+            self._root_is_guarded = False
 
     def close(self, values: Sequence[int] = ()) -> list[list[int]]:
         """End the phase.
@@ -232,6 +246,7 @@ class Residency:
         """Forget every claim after an error in the middle of a step."""
         while self.guard.depth:
             self.guard.pop()
+        self._root_is_guarded = False
         for unit in self.sharded:
             self._collectives.abandon(unit.pending)
             unit.abandon()

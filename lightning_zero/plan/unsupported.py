@@ -6,10 +6,12 @@ All of it is read from the module alone, which is the same on every rank: so eve
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_zero._torch import storage_key, storage_users
 
@@ -127,10 +129,11 @@ def warn_of_views(module: nn.Module, device: torch.device) -> None:
         module: the root.
         device: where it computes. What has to be moved there leaves them behind in any trainer.
     """
+    known = Counter(map(storage_key, _weights_of_spectral_norm(module)))
     kept = [
         name
         for group in _by_memory(module, device)
-        if storage_users(group[0][1]) > len(group)
+        if storage_users(group[0][1]) > len(group) + known[storage_key(group[0][1])]
         for name, tensor in group
         if tensor.requires_grad
     ]
@@ -143,6 +146,16 @@ def warn_of_views(module: nn.Module, device: torch.device) -> None:
             "they are read later, read the parameter instead; else let them go.",
             stacklevel=2,
         )
+
+
+def _weights_of_spectral_norm(module: nn.Module) -> list[Tensor]:
+    """Torch's older ``spectral_norm`` leaves a view of the weight that its first forward takes the place of."""
+    return [
+        vars(child)[hook.name]
+        for child in module.modules()
+        for hook in child._forward_pre_hooks.values()
+        if isinstance(hook, SpectralNorm) and isinstance(vars(child).get(hook.name), Tensor)
+    ]
 
 
 def _by_memory(module: nn.Module, device: torch.device) -> list[list[tuple[str, Tensor]]]:

@@ -1,0 +1,184 @@
+"""What user code does with a model outside of steps and after a fit: gradients, other Trainers, parts that go on."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy, full_gradients, full_parameters
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
+
+STRATEGIES: list[Callable[[], Any]] = [
+    lambda: "ddp",
+    lambda: ZeroStrategy(stage=1),
+    lambda: ZeroStrategy(stage=2),
+    lambda: ZeroStrategy(stage=3),
+    lambda: ZeroStrategy(stage=3, units=["Linear"]),
+    lambda: ZeroStrategy(stage=3, units=["Tanh", "Sequential"]),  # the rest stays in the root
+]
+
+
+class Net(pl.LightningModule):
+    def __init__(self, outer: int = 10) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.c = nn.Linear(6, 10), nn.Sequential(nn.Linear(10, outer), nn.Tanh()), nn.Linear(outer, 3)
+        self.found: list[Tensor] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.c(self.b(torch.tanh(self.a(inputs))))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        torch.manual_seed(31 * int(batch) + self.global_rank)
+        return self(torch.randn(5, 6)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def look(self) -> None:
+        """What the input does to the output, as for saliency maps and adversarial examples."""
+        inputs = torch.ones(2, 6, requires_grad=True)
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(self(inputs).square().sum(), inputs)
+        self.found.append(gradient)
+
+
+def fit(net: pl.LightningModule, strategy: Any, **options: Any) -> None:
+    with quiet():
+        make_trainer(strategy, **options).fit(net, DataLoader(range(3), batch_size=None))
+
+
+def shown(net: pl.LightningModule) -> dict[str, Tensor]:
+    with full_parameters(net):
+        return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+def same_as_under_ddp(play: Callable[[Callable[[], Any]], Any]) -> None:
+    """Whether what ``play`` returns is the same under every strategy, bit for bit, on every rank."""
+
+    def run(rank: int) -> list[Any]:
+        return [play(strategy) for strategy in STRATEGIES]
+
+    for expected, *others in run_world(2, run, timeout=90):
+        for found in others:
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["on_train_start", "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step", "on_train_epoch_end"],
+)
+def test_gradients_of_inputs_outside_of_a_step(hook: str) -> None:
+    def play(strategy: Callable[[], Any]) -> Any:
+        net = Net()
+        setattr(net, hook, lambda *args: net.look())
+        fit(net, strategy(), max_epochs=2)
+        net.look()
+        return net.found, shown(net)
+
+    same_as_under_ddp(play)
+
+
+def test_gradients_of_parameters_after_a_fit() -> None:
+    def run(rank: int) -> None:
+        expected = Net()
+        fit(expected, "ddp")
+        for parameter in expected.parameters():
+            parameter.grad = None
+        expected(torch.ones(2, 6)).square().sum().backward()
+        for strategy in STRATEGIES[1:]:
+            net = Net()
+            fit(net, strategy())
+            for parameter in net.parameters():
+                parameter.grad = None
+            net(torch.ones(2, 6)).square().sum().backward()
+            with full_gradients(net):
+                for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+                    assert torch.equal(ours.grad, theirs.grad)
+
+    run_world(2, run, timeout=60)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_another_strategy_is_refused_after_a_fit(stage: int) -> None:
+    def run(rank: int) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+        net, plain = Net(), Net()
+        fit(net, ZeroStrategy(stage=stage))
+        with full_parameters(net):
+            ordinary = copy.deepcopy(net)
+        with pytest.raises(Exception, match=r"copy\.deepcopy\(module\)") as caught:
+            fit(net, "ddp")
+        fit(ordinary, "ddp")
+        fit(plain, "ddp")
+        fit(plain, "ddp")
+        return type(caught.value).__name__, shown(ordinary), shown(plain)
+
+    for kind, found, expected in run_world(2, run, timeout=60):
+        assert kind == "ParameterAccessError"
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _replaced(net: Net) -> Net:
+    torch.manual_seed(5)
+    net.c = nn.Linear(10, 3)
+    return net
+
+
+def _replaced_by_another_shape(net: Net) -> Net:
+    torch.manual_seed(5)
+    net.b, net.c = nn.Sequential(nn.Linear(10, 7), nn.Tanh()), nn.Linear(7, 3)
+    return net
+
+
+def _moved(net: Net) -> Net:
+    other = Net()
+    other.a, other.b = net.a, net.b
+    return other
+
+
+def _swapped(net: Net) -> Net:
+    other = Net()
+    other.b[0] = net.b[0]
+    net.b[0] = Net().b[0]
+    return other
+
+
+@pytest.mark.parametrize("change", [_replaced, _replaced_by_another_shape, _moved, _swapped])
+def test_layers_of_a_trained_model_go_on_in_another(change: Callable[[Net], Net]) -> None:
+    def play(strategy: Callable[[], Any]) -> Any:
+        first = Net()
+        fit(first, strategy())
+        second = change(first)
+        fit(second, strategy())
+        with full_parameters(second):  # which has what they share
+            return shown(second), shown(first)
+
+    same_as_under_ddp(play)
+
+
+def test_shards_that_went_with_their_module_are_named() -> None:
+    def run(rank: int) -> str:
+        net, other = Net(), Net()
+        fit(net, ZeroStrategy(stage=3, units=["Sequential"]))
+        other.b[0] = net.b[0]  # a part of a unit
+        del net
+        gc.collect()
+        try:
+            fit(other, ZeroStrategy(stage=3))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "trained"
+
+    for found in run_world(2, run):
+        assert found.startswith(
+            "ParameterAccessError: 'b.0.weight' was sharded in a module that does not exist any more"
+        ), found
