@@ -1,38 +1,14 @@
-"""What of Lightning sharded parameters cannot serve, callbacks and strategies, refused by name before it does harm."""
+"""Lightning's own callbacks that sharded parameters cannot serve, refused by name before they do harm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerStatus
-from torch import nn
 
 from lightning_zero.errors import ParameterAccessError
 
-__all__ = ["refuse_callbacks", "refuse_other_strategies"]
-
-
-def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
-    """Raise if a Trainer with a strategy of another kind trains a module that was laid out by an earlier fit.
-
-    Its gradients would go to the shards, and its optimizer would find none.
-
-    Args:
-        kind: of the strategies that know the layout.
-        module: the root.
-
-    Raises:
-        ParameterAccessError: naming the module and both strategies.
-    """
-    trainer = getattr(module, "_trainer", None)
-    if trainer is not None and trainer.state.status == TrainerStatus.RUNNING and not isinstance(trainer.strategy, kind):
-        raise ParameterAccessError(
-            f"{type(module).__name__} was trained with {kind.__name__}, and its gradients still go to what that has "
-            f"laid out: {type(trainer.strategy).__name__} would train nothing. Give its Trainer an ordinary copy, made "
-            "on every rank: `with lightning_zero.full_parameters(module): module = copy.deepcopy(module)`."
-        )
+__all__ = ["refuse_callbacks"]
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], partial: bool) -> None:

@@ -48,16 +48,17 @@ from lightning_zero.config import (
     validate_units,
 )
 from lightning_zero.debug import note_optimizers
-from lightning_zero.engine import BufferBroadcast, InitRecorder, ZeroEngine, engine_of
+from lightning_zero.engine import BufferBroadcast, InitRecorder, ZeroEngine
 from lightning_zero.engine.activations import Activations
-from lightning_zero.engine.full import give_back, take_from_others
+from lightning_zero.engine.full import give_back
+from lightning_zero.handover import own_engine, refuse_other_strategies
 from lightning_zero.offloading import make_homes, offloaded_steps
 from lightning_zero.optim.allocation import ConstantState
 from lightning_zero.optim.set_up import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory, warn_of_views
 from lightning_zero.precision import ZeroPrecision
-from lightning_zero.refusals import refuse_callbacks, refuse_other_strategies
+from lightning_zero.refusals import refuse_callbacks
 from lightning_zero.shown_state import StateSlices
 from lightning_zero.state import ModuleState, OptimizerState
 
@@ -289,8 +290,7 @@ class ZeroStrategy(ParallelStrategy):
         groups = Groups.create(self._backend, self._timeout)
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self._policy, groups)
-        existing, torn = engine_of(module), False
-        take_from_others(module, existing)
+        existing, torn = own_engine(module), False
         if existing is not None:
             fits = existing.device == self.root_device and not self.precision_plugin.would_cast(module)
             fits = fits and self.offload == existing.plan.offload and existing.names.keys() >= {*module.parameters()}

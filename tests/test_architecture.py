@@ -36,6 +36,7 @@ LAYERS = {
     "loading": "top",
     "offloading": "top",
     "refusals": "top",
+    "handover": "top",
     "cli": "top",
     "planning": "top",
     "hugging_face": "top",

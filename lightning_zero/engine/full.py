@@ -14,13 +14,12 @@ from lightning_zero.engine.binding import Binding, get_data, is_absent
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.flat import FlatParameters, views_of
 from lightning_zero.engine.hooks import unhooked
-from lightning_zero.engine.registry import engine_of
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.unit import Unit
-from lightning_zero.errors import OffloadError, ParameterAccessError
+from lightning_zero.errors import OffloadError
 from lightning_zero.offload.resting import RestingTensor, fill_from
 
-__all__ = ["gather_layout", "gathered", "give_back", "left_with_error", "take_from_others"]
+__all__ = ["gather_layout", "gathered", "give_back", "left_with_error"]
 
 
 def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what: str) -> Tensor:
@@ -110,31 +109,6 @@ def left_with_error(rank: int, what: str) -> RuntimeError:
     return RuntimeError(
         f"Rank {rank} left {what} with an error, so no rank keeps what was written there. Its own log says more."
     )
-
-
-def take_from_others(module: nn.Module, own: ZeroEngine | None) -> None:
-    """End the engines of other modules that parts of ``module`` were trained in: an encoder that was pretrained, say.
-
-    Args:
-        module: the root.
-        own: the engine of an earlier fit of ``module`` itself, which stays.
-
-    Raises:
-        ParameterAccessError: for a parameter whose shards have gone with the module it was sharded in.
-
-    Collective: every rank.
-    """
-    for child in module.modules():
-        other = engine_of(child)
-        if other is not None and other is not own:
-            give_back(other)
-    for name, parameter in module.named_parameters():
-        if is_absent(parameter) and (own is None or parameter not in own.names):
-            raise ParameterAccessError(
-                f"'{name}' was sharded in a module that does not exist any more, and its values went with that. Keep "
-                "the module until the next fit has begun, or take a `copy.deepcopy` of the part before, inside `with "
-                "lightning_zero.full_parameters(module):`, on every rank."
-            )
 
 
 def give_back(engine: ZeroEngine) -> None:

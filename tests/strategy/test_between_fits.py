@@ -165,6 +165,41 @@ def test_layers_of_a_trained_model_go_on_in_another(change: Callable[[Net], Net]
     same_as_under_ddp(play)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_part_of_what_is_being_trained_is_named(stage: int) -> None:
+    """As who trains a small head on an encoder after each epoch, to see how good it is."""
+
+    class Probed(Net):
+        def __init__(self, copied: bool) -> None:
+            super().__init__()
+            self.copied = copied
+
+        def on_train_epoch_end(self) -> None:
+            head = Net()
+            head.a = self.a
+            if self.copied:
+                with full_parameters(self):
+                    head.a = copy.deepcopy(self.a)
+            fit(head, "ddp" if self.strategy == "ddp" else ZeroStrategy(stage=stage))
+            self.found += shown(head).values()
+
+    def run(rank: int) -> list[Any]:
+        results: list[Any] = []
+        for strategy, copied in (("ddp", True), ("zero", True), ("zero", False)):
+            net = Probed(copied)
+            net.strategy = strategy
+            try:
+                fit(net, "ddp" if strategy == "ddp" else ZeroStrategy(stage=stage), max_epochs=2)
+                results.append((net.found, shown(net)))
+            except Exception as error:
+                results.append(f"{type(error).__name__}: {error}")
+        return results
+
+    for expected, copied, moved in run_world(2, run, timeout=60):
+        torch.testing.assert_close(copied, expected, rtol=0, atol=0)
+        assert moved.startswith("ParameterAccessError: 'a' is a part of Probed, which another Trainer runs"), moved
+
+
 def test_shards_that_went_with_their_module_are_named() -> None:
     def run(rank: int) -> str:
         net, other = Net(), Net()
