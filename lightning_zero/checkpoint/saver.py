@@ -66,6 +66,7 @@ class Saver:
         self._in_flight = False
         self._thread: threading.Thread | None = None
         self._outcome = _Outcome()
+        self._found: list[str] = []  # warnings of the save in flight: its thread's alone until that has been waited for
         self._removals: list[str | os.PathLike[str]] = []
         weakref.finalize(self, _report_unseen, self._outcome)
 
@@ -174,6 +175,8 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._outcome.kept += self._found
+        self._found = []
 
     def _failures(self, own: BaseException | None) -> dict[int, str]:
         """Why the save in flight failed, by rank. Collective."""
@@ -210,8 +213,8 @@ class Saver:
         def run() -> None:
             begun.set()
             try:
-                self._outcome.kept += self._remove_all(removals)
-                self._outcome.kept += write(snapshot, self._control) or ()
+                self._found += self._remove_all(removals)
+                self._found += write(snapshot, self._control) or ()
             except BaseException as error:
                 self._outcome.failure = error
 
