@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 from lightning_zero.errors import ParameterAccessError
 
@@ -12,7 +19,7 @@ __all__ = ["refuse_callbacks"]
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], partial: bool) -> None:
-    """Name callbacks that handle parameters in a way sharding cannot serve.
+    """Name callbacks that handle parameters in a way sharding cannot serve, and warn of what differs from DDP.
 
     Args:
         callbacks: the Trainer's.
@@ -28,6 +35,13 @@ def refuse_callbacks(callbacks: Iterable[Callback], partial: bool) -> None:
                 f"{name} unfreezes parameters and adds them to the optimizer during training, but gradient memory "
                 "is laid out at set-up. Leave them trainable from the start in a param group whose rate is "
                 "0 until they are to move, or start a new fit after unfreezing."
+            )
+        if isinstance(callback, ModelPruning) and callback._use_lottery_ticket_hypothesis:  # 2.6
+            warnings.warn(
+                f"{name}(use_lottery_ticket_hypothesis=True) makes the weights it remembers the parameters' memory. "
+                "Under DDP they are trained along, so that what is given back are weights of the last epoch. Here they "
+                "keep the values of the beginning, and results differ from DDP's. With False they are the same.",
+                stacklevel=2,
             )
         if partial and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ParameterAccessError(

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -198,6 +199,22 @@ def test_a_part_of_what_is_being_trained_is_named(stage: int) -> None:
     for expected, copied, moved in run_world(2, run, timeout=60):
         torch.testing.assert_close(copied, expected, rtol=0, atol=0)
         assert moved.startswith("ParameterAccessError: 'a' is a part of Probed, which another Trainer runs"), moved
+
+
+def test_pruning_that_goes_back_to_the_beginning_is_warned_of() -> None:
+    def run(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        results = []
+        for strategy in (lambda: "ddp", lambda: ZeroStrategy(stage=1)):
+            net = Net()
+            pruning = ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
+            fit(net, strategy(), max_epochs=3, callbacks=[pruning])
+            results.append(shown(net))
+        with pytest.warns(UserWarning, match=r"ModelPruning\(use_lottery_ticket_hypothesis=True\)"):
+            fit(Net(), ZeroStrategy(stage=1), callbacks=[ModelPruning("l1_unstructured", amount=0.3)])
+        return results[0], results[1]
+
+    for expected, found in run_world(2, run, timeout=60):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_shards_that_went_with_their_module_are_named() -> None:
