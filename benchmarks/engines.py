@@ -256,10 +256,9 @@ def earlier_strategy(folder: str, stage: int) -> Any:
     for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_zero"]:
         del sys.modules[name]
     sys.path.insert(0, folder)
-    for name in [
-        name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith("lightning_zero")
-    ]:
-        StrategyRegistry.remove(name)
+    for name, entry in list(StrategyRegistry.items()):
+        if entry["strategy"].__module__.startswith("lightning_zero"):
+            StrategyRegistry.remove(name)
     package = importlib.import_module("lightning_zero")
     if not str(package.__file__).startswith(folder):
         raise RuntimeError(f"lightning_zero came from {package.__file__}, not from {folder}")

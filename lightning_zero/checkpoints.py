@@ -25,7 +25,7 @@ from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.comm import Groups
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.errors import CheckpointError, CommunicationError
+from lightning_zero.errors import CheckpointError, CommunicationError, some
 from lightning_zero.loading import load_initial_weights
 from lightning_zero.random_state import RandomState
 from lightning_zero.state import ModuleState
@@ -261,7 +261,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"Rank {self._control.rank} could not {what}, which it was asked to after a "
                 f"{type(sys.exc_info()[1]).__name__}: the other ranks did not come within {_ATTENDANCE_SECONDS:.0f} "
-                f"seconds (missing: {_some(missing)}). Every rank holds a part of the weights, so all must save "
+                f"seconds (missing: {some(missing)}). Every rank holds a part of the weights, so all must save "
                 "together. Checkpoints that were saved before are intact; the error that started this is above."
             )
 
@@ -315,7 +315,3 @@ def _summary(engine: ZeroEngine) -> dict[str, Any]:
         "optimizer": plan.placement.optimizer.value,
         "fingerprint": plan.fingerprint(),
     }
-
-
-def _some(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")

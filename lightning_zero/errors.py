@@ -1,9 +1,11 @@
-"""The few exceptions a caller may want to catch.
+"""The few exceptions a caller may want to catch, and how messages list what they are about.
 
 Everything else is ``ValueError`` (settings) or ``RuntimeError`` (order).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 __all__ = [
     "CheckpointError",
@@ -14,7 +16,15 @@ __all__ = [
     "ParameterAccessError",
     "UnsupportedOptimizerError",
     "ZeroError",
+    "some",
 ]
+
+
+def some(names: Iterable[object], limit: int = 4) -> str:
+    """The first ``limit`` names, and how many there are beyond them."""
+    every = [str(name) for name in names]
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + more
 
 
 class ZeroError(RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
@@ -31,7 +32,7 @@ def own_engine(module: nn.Module) -> ZeroEngine | None:
         other = engine_of(child)
         if other is None or other is own:
             continue
-        if _is_running(other.module):
+        if _running_trainer(other.module) is not None:
             raise ParameterAccessError(
                 f"'{name}' is a part of {type(other.module).__name__}, which another Trainer runs at this moment with "
                 "sharded parameters. Put a copy there, made on every rank: `with lightning_zero.full_parameters"
@@ -60,8 +61,8 @@ def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
     Raises:
         ParameterAccessError: naming the module and both strategies.
     """
-    trainer = getattr(module, "_trainer", None)
-    if _is_running(module) and trainer is not None and not isinstance(trainer.strategy, kind):
+    trainer = _running_trainer(module)
+    if trainer is not None and not isinstance(trainer.strategy, kind):
         raise ParameterAccessError(
             f"{type(module).__name__} was trained with {kind.__name__}, and its gradients still go to what that has "
             f"laid out: {type(trainer.strategy).__name__} would train nothing. Give its Trainer an ordinary copy, made "
@@ -69,6 +70,6 @@ def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
         )
 
 
-def _is_running(module: nn.Module) -> bool:
-    trainer = getattr(module, "_trainer", None)
-    return trainer is not None and bool(trainer.state.status == TrainerStatus.RUNNING)
+def _running_trainer(module: nn.Module) -> Trainer | None:
+    trainer: Trainer | None = getattr(module, "_trainer", None)
+    return trainer if trainer is not None and trainer.state.status == TrainerStatus.RUNNING else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import FlatShard, StoredTensor
 from lightning_zero.checkpoint.agreement import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
-from lightning_zero.errors import CheckpointError
+from lightning_zero.errors import CheckpointError, some
 from lightning_zero.loading.copies import NotedCopies
 from lightning_zero.loading.names import unwrapped
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
@@ -23,7 +23,6 @@ from lightning_zero.optim.whole import WholeState
 
 __all__ = ["ModuleState", "OptimizerState"]
 
-_SHOWN_NAMES = 5
 _SAME_GROUPS = "Build the optimizer with the same groups as when the checkpoint was saved, or load the weights only."
 
 
@@ -115,7 +114,7 @@ class ModuleState:
         if kept and self._engine.control.rank == 0:
             warnings.warn(
                 f"The checkpoint was saved without its frozen parameters: {len(kept)} keep the values that the module "
-                f"was built with or has loaded before ({_listed(kept)}).",
+                f"was built with or has loaded before ({some(map(repr, kept))}).",
                 stacklevel=2,
             )
 
@@ -230,7 +229,7 @@ class OptimizerState:
                 left_out.append(f"'{rename(key)}' (not in the optimizer)")
         if left_out and strict:
             raise ValueError(
-                f"The checkpoint holds optimizer state that does not fit {label}: {_listed(left_out, quote=False)}. "
+                f"The checkpoint holds optimizer state that does not fit {label}: {some(left_out)}. "
                 "Build the optimizer over the same parameters as when the checkpoint was saved, rename them in "
                 "`on_load_checkpoint`, or set `strict_loading = False` in the module to go on without that state."
             )
@@ -248,8 +247,8 @@ class OptimizerState:
         collect(self._engine.control, f"load the state of {label}", read)
         self._optimizer.load_named_state(state, options)
         if (left_out or fresh) and self._engine.control.rank == 0:
-            parts = [f"state was left out for {_listed(left_out, quote=False)}"] if left_out else []
-            parts += [f"{len(fresh)} parameters that it does not know start fresh ({_listed(fresh)})"] if fresh else []
+            new = f"{len(fresh)} parameters that it does not know start fresh ({some(map(repr, fresh))})"
+            parts = [f"state was left out for {some(left_out)}"] * bool(left_out) + [new] * bool(fresh)
             warnings.warn(f"{label} does not fit the checkpoint everywhere: {'; '.join(parts)}.", stacklevel=2)
 
     def _renaming(
@@ -363,9 +362,3 @@ def _is_frozen(value: Any) -> bool:
 def _name(entry: OwnedParameter) -> str:
     """What a parameter of an optimizer is called in a checkpoint."""
     return str(unwrapped(entry.shard.spec.name))
-
-
-def _listed(names: Iterable[str], quote: bool = True) -> str:
-    shown = [f"'{name}'" if quote else name for name in names]
-    more = len(shown) - _SHOWN_NAMES
-    return ", ".join(shown[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -20,7 +20,7 @@ from lightning_zero.checkpoint.schema import RECORD_FILE
 from lightning_zero.checkpoint.typed_json import Decoder, Inexpressible, dtype_name
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
-from lightning_zero.errors import CheckpointError
+from lightning_zero.errors import CheckpointError, some
 
 __all__ = ["Inspection", "TensorGroup", "inspect_checkpoint", "readable_size"]
 
@@ -308,5 +308,4 @@ def _short(value: Any) -> str:
 
 def _some(names: Sequence[Any]) -> str:
     """The first few; of a callback's name, which may end with its settings, the class."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(str(name).partition("{")[0] for name in names[:5]) + more
+    return some(str(name).partition("{")[0] for name in names)

@@ -39,7 +39,7 @@ class ParameterAccess:
         self.writes = Writes()
         self.stepping: Callable[[], bool] | None = None
         """Tells whether an optimizer step is what called; ``None`` while there is none."""
-        self.check_trainer: Callable[[nn.Module], object] = bool
+        self.check_trainer: Callable[[nn.Module], object] = lambda module: None
         """Raises if somebody else trains the module now."""
         self.gradients = UserGradients(self.writes, lambda: self._engine.in_backward)
         self._edited: dict[Unit, None] = {}  # absent, and written to in slices

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-__all__ = ["some", "under_own_names", "unwrapped"]
+__all__ = ["under_own_names", "unwrapped"]
 
 # torch.compile, activation checkpointing and FSDP wrap a block in a module of this attribute; names in a checkpoint do
 # not depend on whether a block is wrapped.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-_NAMED = 4  # how many a message spells out
 
 
 def under_own_names(
@@ -91,10 +90,3 @@ def _rests(name: str) -> Iterator[str]:
     while "." in name:
         name = name.partition(".")[2]
         yield name
-
-
-def some(names: Iterable[str]) -> str:
-    """A few names, and how many there are beyond them."""
-    every = list(names)
-    more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
-    return ", ".join(every[:_NAMED]) + more

@@ -16,8 +16,8 @@ from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import Control, FlatShard, StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.flat_shard import memory_identity
 from lightning_zero.checkpoint.pieces import stored_identity
-from lightning_zero.errors import CheckpointError, ZeroError
-from lightning_zero.loading.names import some, under_own_names
+from lightning_zero.errors import CheckpointError, ZeroError, some
+from lightning_zero.loading.names import under_own_names
 from lightning_zero.loading.opened import left_out_of, open_here, weights_of
 
 if TYPE_CHECKING:  # which reads with what is here

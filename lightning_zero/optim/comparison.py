@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
-from lightning_zero.errors import DivergenceError
+from lightning_zero.errors import DivergenceError, some
 
 __all__ = ["NOT_OPTIONS", "Description", "agree_on_optimizers", "agree_on_step", "described", "number_of"]
 
@@ -241,8 +241,7 @@ def _by_rank(values: Sequence[Any]) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"ranks {', '.join(map(str, ranks[:_SHOWN]))}{more} have"
+    return f"ranks {some(ranks, _SHOWN)} have"
 
 
 def _listed(found: Sequence[str]) -> str:

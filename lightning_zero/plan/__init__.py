@@ -60,8 +60,8 @@ __all__ = [
     "make_buckets",
     "make_pieces",
     "refuse_shared_memory",
-    "warn_of_views",
     "rest_of",
     "sent_buffers",
     "staging_nbytes",
+    "warn_of_views",
 ]

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_zero._torch import storage_key, storage_users
+from lightning_zero.errors import some
 
 __all__ = ["refuse_modules", "refuse_shared_memory", "refuse_tensor", "warn_of_views"]
 
@@ -138,9 +139,8 @@ def warn_of_views(module: nn.Module, device: torch.device) -> None:
         if tensor.requires_grad
     ]
     if kept:
-        more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
         warnings.warn(
-            f"Tensors outside of the module share the memory of {', '.join(map(repr, kept[:3]))}{more}: what "
+            f"Tensors outside of the module share the memory of {some(map(repr, kept))}: what "
             "`.detach()`, `.data`, a view or `state_dict()` gave before, and something still holds. They keep that "
             "memory and the values of now: they will not follow the training, as they would on a CPU under DDP. Where "
             "they are read later, read the parameter instead; else let them go.",
