@@ -23,9 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_zero import ZeroPlan, build_plan
 from lightning_zero.comm import Collectives, ControlGroup, Groups, LocalCollectives, NativeCollectives, Streams
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.offload.homes import Homes
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.shown_state import StateSlices
+from lightning_zero.storage.tiers import MemoryTiers
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
 
@@ -201,7 +201,9 @@ class Zero(Way):
             group = dist.group.WORLD
             groups = Groups(gather=group, reduce=group, control=control, checkpoint=control)
             collectives = NativeCollectives(groups, streams)
-        self._engine = engine = ZeroEngine(self._model, self.plan, collectives, control, Homes(task.device, streams))
+        self._engine = engine = ZeroEngine(
+            self._model, self.plan, collectives, control, MemoryTiers(task.device, streams)
+        )
         engine.prepare_training()
         self._optimizer = task.optimizer(self._model)
         owned = {

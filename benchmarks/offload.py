@@ -42,13 +42,13 @@ from lightning_zero import HostOffload, NvmeOffload
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.offload.files import FileSystem
-from lightning_zero.offload.memory import host_memory, view_of
-from lightning_zero.offload.pipeline import Request
-from lightning_zero.offloading import make_homes, offloaded_steps
+from lightning_zero.offloading import make_tiers, offloaded_steps
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import build_plan
 from lightning_zero.shown_state import StateSlices
+from lightning_zero.storage.files import FileSystem
+from lightning_zero.storage.host import host_memory, view_of
+from lightning_zero.storage.pipeline import Request
 
 PARTS = ("files", "host", "training", "device")
 KINDS: dict[str, dict[str, bool]] = {
@@ -112,8 +112,8 @@ class Rig:
         placement = Placement.from_stage(stage)
         plan = build_plan(model, placement=placement, world_size=1, units=["Block"], offload=offload)
         control, collectives = ControlGroup(None), LocalCollectives()
-        self.homes = make_homes(offload, plan, control, torch.device("cpu"), system=system)
-        engine = ZeroEngine(model, plan, collectives, control, self.homes)
+        self.tiers = make_tiers(offload, plan, control, torch.device("cpu"), system=system)
+        engine = ZeroEngine(model, plan, collectives, control, self.tiers)
         engine.prepare_training()
         self.engine = engine
         self.numel = sum(flat.layout.shard_numel for unit in engine.units for flat in unit.flats)
@@ -166,7 +166,7 @@ class Raw:
     """
 
     def __init__(self, rig: Rig, threads: int) -> None:
-        store = rig.homes.store
+        store = rig.tiers.store
         (self._path,) = (path for path in Path(store.folder).iterdir() if path.stat().st_size >= store.nbytes_on_disk)
         self._flags = os.O_RDWR | (os.O_DIRECT if store.direct else 0)
         self.nbytes = store.nbytes_on_disk
@@ -235,7 +235,7 @@ def measure_files(setting: Setting) -> dict[str, Any]:
     offload = NvmeOffload(path=setting.folder, buffer_mib=setting.buffer_mib, io_threads=setting.io_threads)
     rig = Rig(setting, offload, system=system)
     rig.step()
-    pipeline = rig.homes.store.pipeline()
+    pipeline = rig.tiers.store.pipeline()
     with noted(pipeline) as windows:
         rig.step()
     busy: dict[str, list[float]] = {"reading": [], "writing": []}
@@ -289,7 +289,7 @@ def measure_files(setting: Setting) -> dict[str, Any]:
     disk = [max(row) for row in zip(found["computing alone"], found["raw read and write at once"], strict=True)]
     serial = [sum(row) for row in zip(found["raw read"], found["raw write"], strict=True)]
     result = {
-        "mode": "direct" if rig.homes.store.direct else "buffered",
+        "mode": "direct" if rig.tiers.store.direct else "buffered",
         "numel": rig.numel,
         "windows": len(windows),
         "seconds": {name: statistics.median(values) for name, values in found.items()},
@@ -302,7 +302,7 @@ def measure_files(setting: Setting) -> dict[str, Any]:
             [t * moved / 2 / raw.nbytes for t in found["raw read and write at once"]], found["step"]
         ),
     }
-    rig.homes.close()
+    rig.tiers.close()
     return result
 
 
@@ -364,7 +364,7 @@ def measure_host(setting: Setting) -> dict[str, Any]:
     ways |= {name: rig.step for name, rig in rigs.items()}
     found = in_turns(ways, setting.repeat)
     for rig in rigs.values():
-        rig.homes.close()
+        rig.tiers.close()
     base = found["flat, fused"]
     return {
         "numel": numel,

@@ -13,19 +13,19 @@ from lightning_zero.comm import ControlGroup, Streams
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.flat import FlatParameters
-from lightning_zero.offload.files import FileSystem
-from lightning_zero.offload.homes import Homes
-from lightning_zero.offload.nvme import NvmeStore
 from lightning_zero.optim.offloaded import OffloadedSteps
 from lightning_zero.optim.owned import Flat
 from lightning_zero.plan import ZeroPlan
+from lightning_zero.storage.files import FileSystem
+from lightning_zero.storage.nvme import NvmeStore
+from lightning_zero.storage.tiers import MemoryTiers
 
-__all__ = ["check_room", "make_homes", "offloaded_steps", "step_threads"]
+__all__ = ["check_room", "make_tiers", "offloaded_steps", "step_threads"]
 
 _MIB = 2**20
 
 
-def make_homes(
+def make_tiers(
     offload: Offload | None,
     plan: ZeroPlan,
     control: ControlGroup,
@@ -33,7 +33,7 @@ def make_homes(
     streams: Streams | None = None,
     local_rank: int = 0,
     system: FileSystem | None = None,
-) -> Homes:
+) -> MemoryTiers:
     """Memory for an engine, by tier.
 
     Args:
@@ -52,7 +52,7 @@ def make_homes(
     """
     if not isinstance(offload, NvmeOffload):
         pin = offload.pin_mib if isinstance(offload, HostOffload) else None
-        return Homes(device, streams, pin_nbytes=None if pin is None else int(pin * _MIB))
+        return MemoryTiers(device, streams, pin_nbytes=None if pin is None else int(pin * _MIB))
     store, failure = None, None
     try:
         store = NvmeStore(
@@ -74,7 +74,7 @@ def make_homes(
         if store is not None:
             store.close()
         raise
-    return Homes(device, streams, store=store)
+    return MemoryTiers(device, streams, store=store)
 
 
 def check_room(store: NvmeStore | None, nbytes: int, control: ControlGroup) -> None:
@@ -128,7 +128,7 @@ def offloaded_steps(engine: ZeroEngine, local_ranks: int) -> OffloadedSteps | No
         unit_stepped=engine.unit_stepped,
         window_stepped=window_stepped,
         agree=engine.agree_stepped,
-        check_room=lambda nbytes: check_room(engine.homes.store, nbytes, engine.control),
-        store=engine.homes.store,
+        check_room=lambda nbytes: check_room(engine.tiers.store, nbytes, engine.control),
+        store=engine.tiers.store,
         threads=step_threads(offload, local_ranks, engine.device),
     )

@@ -52,7 +52,7 @@ from lightning_zero.engine import BufferBroadcast, InitRecorder, ZeroEngine
 from lightning_zero.engine.activations import Activations
 from lightning_zero.engine.full import give_back
 from lightning_zero.handover import own_engine, refuse_other_strategies
-from lightning_zero.offloading import make_homes, offloaded_steps
+from lightning_zero.offloading import make_tiers, offloaded_steps
 from lightning_zero.optim.allocation import ConstantState
 from lightning_zero.optim.set_up import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
@@ -298,7 +298,7 @@ class ZeroStrategy(ParallelStrategy):
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
                 self._engine = existing  # sharded by an earlier fit, or by another Trainer, just as it is wanted now
                 existing.plan = plan  # buffers may have been added or replaced
-                existing.homes.wake()
+                existing.tiers.wake()
                 return
             torn = existing.updating
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
@@ -308,11 +308,11 @@ class ZeroStrategy(ParallelStrategy):
         plan = self._plan(module)
         refuse_shared_memory(module, self.root_device)
         warn_of_views(module, self.root_device)
-        homes = make_homes(self.offload, plan, groups.control, self.root_device, streams, self.local_rank)
+        tiers = make_tiers(self.offload, plan, groups.control, self.root_device, streams, self.local_rank)
         try:
-            self._engine = ZeroEngine(module, plan, collectives, groups.control, homes, self._recorder.record)
+            self._engine = ZeroEngine(module, plan, collectives, groups.control, tiers, self._recorder.record)
         except BaseException:
-            homes.close()
+            tiers.close()
             raise
         self._recorder = InitRecorder()
         self._engine.updating = torn
@@ -512,7 +512,7 @@ class ZeroStrategy(ParallelStrategy):
             self._activations = None
         if self._engine is not None:
             self._engine.weights.settle()
-            self._engine.homes.rest()
+            self._engine.tiers.rest()
 
     # -------------------------------------------------------------- collectives
 

@@ -45,7 +45,7 @@ ORDER = {
     "plan": {"plan"},
     "analysis": {"analysis"},
     "comm": {"comm"},
-    "storage": {"storage", "offload"},
+    "storage": {"storage"},
     "shards": {"shards"},
     "init": {"init"},
     "activations": {"activations"},

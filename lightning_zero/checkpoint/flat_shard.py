@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils.dlpack import from_dlpack
 
-from lightning_zero.offload.resting import RestingTensor
+from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["Box", "FlatShard", "boxes", "memory_identity"]
 
@@ -189,7 +189,7 @@ def memory_identity(tensor: Tensor) -> Hashable:
 
     For what rests in a file that is the place in it: the memory that it is read into is another one's soon.
     """
-    if isinstance(tensor, RestingTensor):
+    if isinstance(tensor, FileTensor):
         return tensor.identity
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
 
@@ -205,7 +205,7 @@ def _own_storage(view: Tensor) -> Tensor:
     writer therefore clones first, which was measured to double the memory of a save. A tensor made through DLPack has
     a storage of its own over the same bytes.
     """
-    if view.device.type != "cpu" or isinstance(view, RestingTensor):
+    if view.device.type != "cpu" or isinstance(view, FileTensor):
         return view
     try:
         exact: Tensor = from_dlpack(view)

@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.flat_shard import FlatShard
 from lightning_zero.checkpoint.writer import is_plain
-from lightning_zero.offload.memory import host_memory
-from lightning_zero.offload.resting import RestingTensor
+from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.storage.host import host_memory
 
 __all__ = ["Snapshots"]
 
@@ -75,7 +75,7 @@ class Snapshots:
         places = self._reserve(runs)
         devices = {run.source.device for run in runs if run.source.device.type != "cpu"}
         for run, place in zip(runs, places, strict=True):
-            if isinstance(run.source, RestingTensor):
+            if isinstance(run.source, FileTensor):
                 run.source.read_into(place.view(run.source.dtype))
             else:
                 place.copy_(run.source, non_blocking=True)
@@ -148,7 +148,7 @@ def _runs(sources: Mapping[int, tuple[Tensor, Tensor]]) -> list[_Run]:
     storages: dict[tuple[torch.device, int], tuple[Tensor, list[tuple[int, int, int]]]] = {}
     resting: dict[Hashable, _Run] = {}
     for identity, (_, source) in sources.items():
-        if isinstance(source, RestingTensor) and source.numel():
+        if isinstance(source, FileTensor) and source.numel():
             resting.setdefault(source.identity, _Run(source, 0, [])).members.append((identity, 0))
         elif source.numel():
             key = (source.device, source.untyped_storage().data_ptr())

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.schema import TensorItem
-from lightning_zero.offload.memory import host_memory
-from lightning_zero.offload.resting import RestingTensor
+from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.storage.host import host_memory
 
 __all__ = ["Source", "StoredTensor"]
 
@@ -107,12 +107,12 @@ class StoredTensor(Tensor):
         if self.memory is not None:
             with untracked():
                 destination.copy_(self.memory.reshape(-1)[start : start + destination.numel()])
-        elif isinstance(destination, RestingTensor):
+        elif isinstance(destination, FileTensor):
             self._read_to_file(destination, start)
         else:
             self._source.read_elements(self._key, self._item, destination, start)
 
-    def _read_to_file(self, destination: RestingTensor, start: int) -> None:
+    def _read_to_file(self, destination: FileTensor, start: int) -> None:
         """A piece at a time: sources write to memory of any stride, which a file has not."""
         step = max(1, PIECE_NBYTES // destination.dtype.itemsize)
         with untracked():

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.resting import RestingTensor
+from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["DTYPES", "Inexpressible", "Decoder", "Encoder", "check_stored", "dtype_name", "raw_memory", "type_name"]
 
@@ -88,7 +88,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def raw_memory(tensor: Tensor) -> memoryview:
     """The elements in order, in this machine's byte order; a copy only if they do not lie so in host memory."""
-    here = tensor.read() if isinstance(tensor, RestingTensor) else tensor.detach().cpu()
+    here = tensor.read() if isinstance(tensor, FileTensor) else tensor.detach().cpu()
     flat = here.resolve_conj().resolve_neg().contiguous().view(-1)
     flat = flat.as_strided(flat.shape, (1,))  # one element may come with any stride, and only 1 becomes bytes
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

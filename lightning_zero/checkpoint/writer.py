@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.items import Leaf
 from lightning_zero.checkpoint.schema import FileEntry
 from lightning_zero.errors import CheckpointError
-from lightning_zero.offload.resting import RestingTensor
+from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["LeafPlanner", "ShardWriter", "Written", "is_plain", "linear", "save_archive"]
 
@@ -225,7 +225,7 @@ def _identity(tensor: Tensor) -> Any:
 
 def _exact(tensor: Tensor) -> Tensor:
     """The tensor on the host, contiguous, with a storage of exactly its bytes: ``torch.save`` writes whole storages."""
-    if isinstance(tensor, RestingTensor):
+    if isinstance(tensor, FileTensor):
         return tensor.read()
     exact = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return exact if exact.untyped_storage().nbytes() == exact.nbytes else exact.clone()

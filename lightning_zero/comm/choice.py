@@ -43,7 +43,7 @@ def choose_collectives(groups: Groups, streams: Streams, device: torch.device) -
             _log.info("Ranks exchange weights and gradients over gloo: %s.", problem)
             groups.told = problem
         return GlooCollectives(groups, streams)
-    from lightning_zero.comm.shared_memory import SharedMemoryCollectives
+    from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 
     return SharedMemoryCollectives(groups, groups.transport)
 
@@ -60,8 +60,8 @@ def _without_shared_memory(groups: Groups) -> str:
         if foreign:
             return f"rank {rank} does not run on Linux"
     if groups.transport is None and not groups.problem:
-        from lightning_zero.comm.connect import connect
-        from lightning_zero.comm.transport import Transport
+        from lightning_zero.comm.shared_memory.connect import connect
+        from lightning_zero.comm.shared_memory.transport import Transport
 
         timeout = (groups.timeout or _TIMEOUT).total_seconds()
         connected = connect(groups.control, timeout)

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero._torch import new_group
-from lightning_zero.comm.attendance import attend
+from lightning_zero.comm.rendezvous import attend
 from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
 
 if TYPE_CHECKING:
     from lightning_zero.comm.collectives import Pending
-    from lightning_zero.comm.transport import Transport
+    from lightning_zero.comm.shared_memory.transport import Transport
 
 __all__ = ["ControlGroup", "Groups", "destroy_default_group_at_exit", "naming_failures"]
 
@@ -286,7 +286,7 @@ class Groups:
         """What the log says about it."""
         self._owner: int | None = None
         self._default: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self._attendances: Counter[str] = Counter()
+        self._meetings: Counter[str] = Counter()
         self._number = next(_NUMBERS)  # the store outlives the groups, so that its keys must not begin anew
 
     def attend(self, occasion: str, note: str, seconds: float) -> dict[int, str]:
@@ -294,8 +294,8 @@ class Groups:
 
         Not collective: a rank that does not come is what it finds out.
         """
-        self._attendances[occasion] += 1
-        key = f"lightning_zero/{self._number}/{occasion}/{self._attendances[occasion]}"
+        self._meetings[occasion] += 1
+        key = f"lightning_zero/{self._number}/{occasion}/{self._meetings[occasion]}"
         return attend(key, note, self.control.rank, self.control.world_size, seconds)
 
     def destroy(self) -> None:

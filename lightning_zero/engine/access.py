@@ -148,7 +148,7 @@ class ParameterAccess:
         if not editable():
             return None
         if engine.plan.offload is not None:
-            engine.homes.settle()  # what is about to be written may still be read
+            engine.tiers.settle()  # what is about to be written may still be read
 
         def edited(digest: int) -> None:
             self.writes.note(f"'{binding.name}'", digest)

@@ -22,8 +22,8 @@ from lightning_zero._torch import untracked, watched
 from lightning_zero.comm import Collectives, Pending
 from lightning_zero.engine.flat import FlatParameters, cut, views_of
 from lightning_zero.engine.unit import Unit
-from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.plan import FlatLayout
+from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["GradientBucket"]
 

@@ -24,8 +24,8 @@ from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.slots import Slot
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
-from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, UnitPlan, ZeroPlan, staging_nbytes
+from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["UnitBuilder", "as_bytes", "build_reducer", "check_materialisable", "copy_slice", "place_buffers"]
 
@@ -44,7 +44,7 @@ class UnitBuilder:
         plan: what to build.
         collectives: the wire, for rank 0's values.
         control: the ranks' hosts, for what goes wrong on one of them.
-        homes: memory by tier, and where the engine computes.
+        tiers: memory by tier, and where the engine computes.
         placeholders: what sharded parameters show.
         record: the recorded initialisation of a module on the meta device, if it was built under our eyes.
 
@@ -57,7 +57,7 @@ class UnitBuilder:
         plan: ZeroPlan,
         collectives: Collectives,
         control: ControlGroup,
-        homes: Homes,
+        tiers: MemoryTiers,
         placeholders: Placeholders,
         record: InitRecord | None,
     ) -> None:
@@ -65,8 +65,8 @@ class UnitBuilder:
         self._plan = plan
         self._collectives = collectives
         self._control = control
-        self._device = homes.device
-        self._homes = homes
+        self._device = tiers.device
+        self._tiers = tiers
         self._placeholders = placeholders
         self._record = record
         self._offloaded: dict[FlatLayout, tuple[Tensor, Tensor | None]] = {}
@@ -102,11 +102,11 @@ class UnitBuilder:
             for layout in unit.layouts:
                 rest, numel = self._plan.rest_of(layout), layout.shard_numel
                 if rest.offloaded:
-                    master = self._homes.allocate(rest.master, numel, layout.dtype, f"masters of '{name}'")
+                    master = self._tiers.allocate(rest.master, numel, layout.dtype, f"masters of '{name}'")
                     weights = None
                     if rest.weights is not None:
                         what = f"weights of '{name}'"
-                        weights = self._homes.allocate(rest.weights, numel, layout.compute_dtype, what)
+                        weights = self._tiers.allocate(rest.weights, numel, layout.compute_dtype, what)
                     self._offloaded[layout] = master, weights
 
     def _room(self, layout: FlatLayout) -> tuple[Tensor, Tensor | None]:
@@ -258,11 +258,11 @@ def place_buffers(module: nn.Module, device: torch.device, record: InitRecord | 
 
 
 def build_reducer(
-    plan: ZeroPlan, units: Sequence[Unit], collectives: Collectives, control: ControlGroup, homes: Homes
+    plan: ZeroPlan, units: Sequence[Unit], collectives: Collectives, control: ControlGroup, tiers: MemoryTiers
 ) -> GradientReducer:
     """Memory for gradients, as the plan says where they rest, and the reducer over it."""
-    device = homes.device
-    homes.transfers.reserve(STAGING_BUFFERS, *staging_nbytes(plan))
+    device = tiers.device
+    tiers.transfers.reserve(STAGING_BUFFERS, *staging_nbytes(plan))
     rings = [Slot(collectives.allocate(slot.nbytes, torch.uint8, device)) for slot in plan.gradient_slots]
     buckets: list[GradientBucket] = []
     slots: list[Slot | None] = []
@@ -278,9 +278,9 @@ def build_reducer(
             if resident is not None and layout.reduce_dtype == layout.dtype and not flat.rest.offloaded:
                 shard = collectives.own_range(resident)
             else:
-                shard = homes.allocate(flat.rest.gradients, layout.shard_numel, layout.dtype, name)
+                shard = tiers.allocate(flat.rest.gradients, layout.shard_numel, layout.dtype, name)
             collectives.reserve(layout.numel, layout.reduce_dtype, device)
-            transfers = homes.transfers if flat.rest.offloaded else None
+            transfers = tiers.transfers if flat.rest.offloaded else None
             buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers))
             ring = unit.plan.gradient_slot
             slots.append(rings[ring] if ring is not None and resident is None else None)

@@ -46,8 +46,8 @@ from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.watch import ParameterWatch
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import FETCH_UNITS, ZeroPlan, fetch_nbytes
+from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["ZeroEngine"]
 
@@ -67,7 +67,7 @@ class ZeroEngine:
         plan: who owns what.
         collectives: the wire.
         control: agreements between hosts.
-        homes: where shards rest, by tier; and where the module computes.
+        tiers: where shards rest, by tier; and where the module computes.
         record: how a module on the meta device was initialised.
 
     Raises:
@@ -82,7 +82,7 @@ class ZeroEngine:
         plan: ZeroPlan,
         collectives: Collectives,
         control: ControlGroup,
-        homes: Homes,
+        tiers: MemoryTiers,
         record: InitRecord | None = None,
     ) -> None:
         collectives.settle()  # what an engine before this one was doing when an error stopped it
@@ -92,13 +92,13 @@ class ZeroEngine:
         self.plan = plan
         self.collectives = collectives
         self.control = control
-        self.homes = homes
-        self.device = homes.device
-        self.streams = homes.streams
+        self.tiers = tiers
+        self.device = tiers.device
+        self.streams = tiers.streams
         self.spans = Spans()
         self.placeholders = placeholders = Placeholders()
-        self.units: list[Unit] = UnitBuilder(module, plan, collectives, control, homes, placeholders, record).build()
-        place_buffers(module, homes.device, record)
+        self.units: list[Unit] = UnitBuilder(module, plan, collectives, control, tiers, placeholders, record).build()
+        place_buffers(module, tiers.device, record)
         flats = [flat for unit in self.units for flat in unit.flats]
         pairs = [pair for flat in flats for pair in zip(flat.parameters, flat.shards, strict=True)]
         self.names: dict[nn.Parameter, str] = {parameter: shard.spec.name for parameter, shard in pairs}
@@ -141,7 +141,7 @@ class ZeroEngine:
         Once; a module that is only evaluated needs neither.
         """
         if self._reducer is None:
-            self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.homes)
+            self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.tiers)
             self._reducer.spans = self.spans
             self._hooks.watch_gradients(self._reducer.buckets)
             self.access.gradients.watch(self._reducer.buckets, self.access.bindings)
@@ -403,7 +403,7 @@ class ZeroEngine:
             self._close_forward()
         if self.plan.offload is not None:
             with self.spans.of(Phase.OFFLOAD, label):
-                self.homes.settle()  # copies of what is about to be written
+                self.tiers.settle()  # copies of what is about to be written
         self.weights.settle()  # other ranks may still be reading what is about to be written
         self._returned.clear()
         self.take_over_shown(on_disk=False)  # those are stepped on from what is shown
@@ -455,7 +455,7 @@ class ZeroEngine:
         """
         self._publish_stepped()
         self._stepped = self.units[index]
-        self._stepped.send_back(self.homes.transfers)
+        self._stepped.send_back(self.tiers.transfers)
         self._returned.add(index)
 
     def agree_stepped(self, failure: BaseException | None) -> None:
@@ -494,7 +494,7 @@ class ZeroEngine:
         self.access.note_units_replaced(units)
         self.weights.settle()
         if self.plan.offload is not None:
-            self.homes.settle()
+            self.tiers.settle()
             self._returned.clear()
         self.after_optimizer_step(units)
         self.updating = torn
@@ -519,7 +519,7 @@ class ZeroEngine:
         self._calls.clear()
         self._active.clear()
         self._residency.abandon()
-        self.homes.abandon()
+        self.tiers.abandon()
         if self._reducer is not None:
             self.collectives.abandon(self._reducer.abandon())
         self.weights.abandon()
@@ -542,7 +542,7 @@ class ZeroEngine:
     # ----------------------------------------------------------------- private
 
     def _make_residency(self) -> Residency:
-        self.homes.fetcher.reserve(FETCH_UNITS, fetch_nbytes(self.plan))
+        self.tiers.fetcher.reserve(FETCH_UNITS, fetch_nbytes(self.plan))
         return Residency(
             self.plan,
             self.units,
@@ -550,7 +550,7 @@ class ZeroEngine:
             self.streams,
             self._agreement,
             self._memory_for_backward,
-            self.homes.fetcher if self.plan.offload is not None else None,
+            self.tiers.fetcher if self.plan.offload is not None else None,
             self.spans,
             self.access.writes,
             self.masters_were_written,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import forbid_writes, untracked
-from lightning_zero.offload.resting import RestingTensor, fill_from
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, ShardSlice
+from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
 __all__ = ["FlatParameters", "ParameterShard", "cut", "views_of"]
 
@@ -25,7 +25,7 @@ class ParameterShard:
         spec: the whole parameter.
         start: where the part begins in the flattened parameter, in elements.
         data: 1-D part of the master shard, the parameter's own dtype; 0 elements where this rank owns nothing. On disk
-            a ``RestingTensor``.
+            a ``FileTensor``.
         parameter: the shard parameter that optimizers step on (shares ``data``; stands in for it if that is on disk),
             ``None`` for a frozen parameter.
     """
@@ -104,7 +104,7 @@ class FlatParameters:
         if self.shown is None:
             return
         with untracked():
-            if not isinstance(self.master, RestingTensor):
+            if not isinstance(self.master, FileTensor):
                 self.master.copy_(self.shown)
                 return
             for start in range(0, self.master.numel(), _PIECE_NUMEL):
@@ -133,7 +133,7 @@ def _shard_parameters(parts: Sequence[Tensor], layout: FlatLayout) -> list[nn.Pa
     if not layout.trainable:
         return [None] * len(parts)
     with torch.inference_mode(False):
-        if any(isinstance(part, RestingTensor) for part in parts):
+        if any(isinstance(part, FileTensor) for part in parts):
             sentinel = torch.full((), float("nan"), dtype=layout.dtype)
             forbid_writes(sentinel)
             parts = [sentinel.expand(part.numel()) for part in parts]

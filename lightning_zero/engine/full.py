@@ -17,7 +17,7 @@ from lightning_zero.engine.hooks import unhooked
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.resting import RestingTensor, fill_from
+from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
 __all__ = ["gather_layout", "gathered", "give_back", "left_with_error"]
 
@@ -47,7 +47,7 @@ def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what:
         except OffloadError as error:  # this rank's part of the gather must come all the same
             failure = error
         engine.collectives.all_gather(full, what).wait()
-    if isinstance(shard, RestingTensor):  # on all ranks or on none
+    if isinstance(shard, FileTensor):  # on all ranks or on none
         engine.control.raise_together(failure, f"read its part of {what}")
     return full
 
@@ -124,7 +124,7 @@ def give_back(engine: ZeroEngine) -> None:
     for parameter, data in full:
         parameter.data = data
         parameter.grad = None
-    engine.homes.close()
+    engine.tiers.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,7 @@ def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
 
 def _keep_own(part: _Shown, own: Tensor) -> bool:
     """Take this rank's shard over into the master. Returns whether anything is new in it."""
-    before = part.own.read() if isinstance(part.own, RestingTensor) else part.own
+    before = part.own.read() if isinstance(part.own, FileTensor) else part.own
     if torch.equal(own.view(torch.uint8), before.to(own.device).view(torch.uint8)):
         return False
     if part.flat.rest.offloaded or own.data_ptr() != part.flat.master.data_ptr():

@@ -17,7 +17,7 @@ from lightning_zero.config import Tier
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.offload import RestingTensor
+from lightning_zero.storage import FileTensor
 
 __all__ = ["Beside", "Claims", "Holdings", "holdings"]
 
@@ -67,7 +67,7 @@ class Claims:
         """Bytes of the storages that nobody has claimed before."""
         nbytes = 0
         for tensor in tensors:
-            if tensor is None or isinstance(tensor, RestingTensor) or tensor.layout is not torch.strided:
+            if tensor is None or isinstance(tensor, FileTensor) or tensor.layout is not torch.strided:
                 continue
             key = storage_key(tensor)
             if key not in self.seen and not tensor.is_meta:
@@ -101,12 +101,12 @@ def holdings(engine: ZeroEngine, optimizers: Iterable[Tensor] = (), claims: Clai
     if reducer is not None:
         device["gradient_slots"] = claims.claim(slot.buffer for slot in reducer._slots if slot is not None)
     device["transport"] = claims.claim(engine.collectives.buffers)
-    store = engine.homes.store
-    host["buffers"] = engine.homes.transfers.reserved_nbytes
+    store = engine.tiers.store
+    host["buffers"] = engine.tiers.transfers.reserved_nbytes
     if store is not None:  # what is read ahead goes through host memory
-        host["buffers"] += store.host_nbytes + engine.homes.fetcher.reserved_nbytes
+        host["buffers"] += store.host_nbytes + engine.tiers.fetcher.reserved_nbytes
     elif engine.device.type != "cpu":
-        device["slots"] += engine.homes.fetcher.reserved_nbytes
+        device["slots"] += engine.tiers.fetcher.reserved_nbytes
     return Holdings(
         device=device,
         host=host if offload is not None else {},

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_zero._torch import forbid_writes, storage_key, untracked
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.offload.resting import RestingTensor
+from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["Placeholders"]
 
@@ -47,7 +47,7 @@ class Placeholders:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a placeholder (or a view of one)."""
-        return not isinstance(tensor, RestingTensor) and storage_key(tensor) in self._keys
+        return not isinstance(tensor, FileTensor) and storage_key(tensor) in self._keys
 
     def check_intact(self) -> None:
         """Raise if something wrote through a placeholder; needed only where torch cannot refuse the write.

@@ -31,8 +31,8 @@ from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.fetch import Fetcher
 from lightning_zero.plan import ZeroPlan
+from lightning_zero.storage.fetch import Fetcher
 
 __all__ = ["Residency"]
 

@@ -42,8 +42,8 @@ from lightning_zero._torch import (
 )
 from lightning_zero.comm import Streams
 from lightning_zero.comm.streams import Event
-from lightning_zero.engine.host_buffers import HostBuffer, HostBuffers
 from lightning_zero.engine.version_check import check_version
+from lightning_zero.storage.host import HostBuffer, HostBuffers
 
 __all__ = ["SavedOnHost"]
 

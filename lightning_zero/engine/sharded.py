@@ -18,9 +18,9 @@ from lightning_zero.engine.states import UnitState, UnitStateMachine
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.fetch import Fetcher
-from lightning_zero.offload.resting import RestingTensor, fill_from
 from lightning_zero.plan import UnitPlan
+from lightning_zero.storage.fetch import Fetcher
+from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
 __all__ = ["ShardedUnit"]
 
@@ -74,7 +74,7 @@ class ShardedUnit(Unit):
     @property
     def fits_in_shard(self) -> bool:
         """Whether this rank's shard is what the slot would hold, and where autograd's views of both mean the same."""
-        if len(self.sources) != 1 or isinstance(self.sources[0], RestingTensor) or self.flats[0].rest.offloaded:
+        if len(self.sources) != 1 or isinstance(self.sources[0], FileTensor) or self.flats[0].rest.offloaded:
             return False
         source, buffer = self.sources[0], self._home_buffers[0]
         alike = (source.dtype, source.device, source.shape) == (buffer.dtype, buffer.device, buffer.shape)

@@ -14,8 +14,8 @@ from lightning_zero.engine.checksum import checksum
 from lightning_zero.engine.flat import FlatParameters, views_of
 from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.plan import UnitPlan
+from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["Unit"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.config import Tier
-from lightning_zero.offload.resting import RestingTensor, fill_from
 from lightning_zero.optim.owned import OwnedParameter
 from lightning_zero.optim.regions import Kind, StateRegions
 from lightning_zero.optim.slices import constant_of, cut_out, has_slices
+from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
 __all__ = ["StateHomes"]
 
@@ -36,7 +36,7 @@ class StateHomes:
         with untracked():
             return torch.empty(entry.slice.numel, dtype=dtype, device=entry.device)
 
-    def _region(self, entry: OwnedParameter, key: str, dtype: torch.dtype) -> RestingTensor | None:
+    def _region(self, entry: OwnedParameter, key: str, dtype: torch.dtype) -> FileTensor | None:
         if self._regions is None or entry.flat.rest.state is not Tier.DISK or not entry.slice.numel:
             return None
         return self._regions.part(entry, Kind(key, dtype))
@@ -45,7 +45,7 @@ class StateHomes:
         """A slice of state that was loaded, where it belongs; itself if it is there already."""
         place = self._region(entry, key, value.dtype)
         if place is None:
-            return value.read() if isinstance(value, RestingTensor) else value
+            return value.read() if isinstance(value, FileTensor) else value
         fill_from(place, value)
         return place
 
@@ -76,7 +76,7 @@ class StateHomes:
         constant = constant_of(value)
         if constant is None:
             fill_from(place, cut_out(value, entry))
-        elif isinstance(place, RestingTensor):
+        elif isinstance(place, FileTensor):
             place.fill(constant)
         else:
             place.fill_(constant)

@@ -32,7 +32,7 @@ class Shard(Protocol):
 class Flat(Protocol):
     """The parameters of one layout, as the engine keeps them.
 
-    ``master`` is 1-D, ``layout.shard_numel`` elements of ``layout.dtype``: in memory, or a ``RestingTensor``.
+    ``master`` is 1-D, ``layout.shard_numel`` elements of ``layout.dtype``: in memory, or a ``FileTensor``.
     ``slices`` and ``shards`` say what of it belongs to which parameter, in the layout's order. ``shown`` is 1-D, as
     long and of the same dtype, where the user can write to the values at any time: a step begins with what is there,
     not with what is in the master.

@@ -10,16 +10,16 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.config import Tier
-from lightning_zero.offload.memory import padded_nbytes
-from lightning_zero.offload.nvme import NvmeStore
-from lightning_zero.offload.resting import RestingTensor
 from lightning_zero.optim.owned import Flat, OwnedParameter
 from lightning_zero.optim.probe import probe_state
+from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.storage.host import padded_nbytes
+from lightning_zero.storage.nvme import NvmeStore
 
 __all__ = ["Kind", "StateRegions"]
 
 # Regions that an optimizer of an earlier fit has left in files which are still there.
-_FREE: weakref.WeakKeyDictionary[NvmeStore, list[RestingTensor]] = weakref.WeakKeyDictionary()
+_FREE: weakref.WeakKeyDictionary[NvmeStore, list[FileTensor]] = weakref.WeakKeyDictionary()
 
 
 class Kind(NamedTuple):
@@ -44,7 +44,7 @@ class StateRegions:
         self._label = label
         self._store = store
         self._check_room = check_room
-        self._regions: dict[tuple[int, Kind], RestingTensor] = {}
+        self._regions: dict[tuple[int, Kind], FileTensor] = {}
         self._flats: dict[int, Flat] = {}  # kept alive, because regions are found by their ``id``
         self._expected: dict[tuple[int, torch.dtype], list[Kind]] = {}
         # An optimizer that nobody holds any more has no use for its regions, whether anybody has said so or not.
@@ -93,7 +93,7 @@ class StateRegions:
         _give_back(weakref.ref(self._store), self._regions)
         self._flats.clear()
 
-    def of(self, flat: Flat, kind: Kind) -> RestingTensor:
+    def of(self, flat: Flat, kind: Kind) -> FileTensor:
         """1-D, as many elements as the shard; any content where nothing was written.
 
         Raises:
@@ -105,7 +105,7 @@ class StateRegions:
             self._flats[id(flat)] = flat
         return self._regions[place]
 
-    def _take(self, flat: Flat, kind: Kind) -> RestingTensor:
+    def _take(self, flat: Flat, kind: Kind) -> FileTensor:
         numel, free = flat.layout.shard_numel, _FREE.get(self._store, [])
         for index, region in enumerate(free):
             if region.numel() == numel and region.dtype == kind.dtype:
@@ -113,12 +113,12 @@ class StateRegions:
         what = f"'{kind.key}' of {self._label} for '{flat.layout.parameters[0].name}' and what lies with it"
         return self._store.allocate(numel, kind.dtype, what)
 
-    def part(self, entry: OwnedParameter, kind: Kind) -> RestingTensor:
+    def part(self, entry: OwnedParameter, kind: Kind) -> FileTensor:
         """1-D: the elements that belong to one parameter."""
         return self.of(entry.flat, kind).part(entry.slice.shard_start, entry.slice.numel)
 
 
-def _give_back(weak_store: weakref.ref[NvmeStore], regions: dict[tuple[int, Kind], RestingTensor]) -> None:
+def _give_back(weak_store: weakref.ref[NvmeStore], regions: dict[tuple[int, Kind], FileTensor]) -> None:
     store = weak_store()
     if store is not None and regions:
         _FREE.setdefault(store, []).extend(regions.values())

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_zero.offload.nvme import NvmeStore
-from lightning_zero.offload.pipeline import Waitable
 from lightning_zero.optim.owned import Flat
+from lightning_zero.storage.nvme import NvmeStore
+from lightning_zero.storage.pipeline import Waitable
 
 __all__ = ["PIECE_NUMEL", "OffloadedSteps"]
 

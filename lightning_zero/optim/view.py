@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import UnsupportedOptimizerError
-from lightning_zero.offload.resting import RestingTensor
 from lightning_zero.optim.homes import StateHomes
 from lightning_zero.optim.owned import OwnedParameter
 from lightning_zero.optim.shown import ShownState, Slices
 from lightning_zero.optim.slices import copied
 from lightning_zero.optim.targets import Targets
+from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["OptimizerView"]
 
@@ -188,7 +188,7 @@ class OptimizerView:
         for key in keys:
             own = self._slices.own(entry, state[key]) if isinstance(state[key], Tensor) else None
             if own is not None:
-                sliced[key] = own if isinstance(own, RestingTensor) else self._homes.put(entry, key, own.clone())
+                sliced[key] = own if isinstance(own, FileTensor) else self._homes.put(entry, key, own.clone())
                 del state[key]
         sliced |= self._homes.adopt(entry, state)
         return {key: sliced[key] for key in keys}

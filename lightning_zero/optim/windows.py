@@ -24,15 +24,15 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import untracked
 from lightning_zero.config import Tier
-from lightning_zero.offload.nvme import WINDOW_ALIGNMENT
-from lightning_zero.offload.pipeline import Request, Waitable
-from lightning_zero.offload.resting import RestingTensor
 from lightning_zero.optim.bare import BareStep
 from lightning_zero.optim.owned import Flat, OwnedParameter
 from lightning_zero.optim.pieces import Member, Piece, PieceByPiece, members_of
 from lightning_zero.optim.regions import Kind, StateRegions
 from lightning_zero.optim.slices import covers
 from lightning_zero.optim.steps import OffloadedSteps
+from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.storage.nvme import WINDOW_ALIGNMENT
+from lightning_zero.storage.pipeline import Request, Waitable
 
 __all__ = ["WindowedStep"]
 
@@ -111,7 +111,7 @@ class WindowedStep:
         Raises:
             ValueError: if two tensors of state are one in the files: they would part with the first step.
         """
-        moved: list[tuple[nn.Parameter, str, RestingTensor, Tensor]] = []
+        moved: list[tuple[nn.Parameter, str, FileTensor, Tensor]] = []
         seen: dict[tuple[Any, ...], str] = {}
         for entry in entries:
             parameter = entry.shard.parameter
@@ -122,7 +122,7 @@ class WindowedStep:
                     continue
                 part = self._regions.part(entry, Kind(key, value.dtype))
                 name = f"'{key}' of '{entry.shard.spec.name}'"
-                identity = value.identity if isinstance(value, RestingTensor) else None
+                identity = value.identity if isinstance(value, FileTensor) else None
                 if identity is not None and seen.setdefault(identity, name) != name:
                     raise ValueError(
                         f"{seen[identity]} and {name} are one tensor in the optimizer's state. State in files is a "
@@ -190,7 +190,7 @@ class WindowedStep:
         """What of a parameter's state is in files."""
         parameter = entry.shard.parameter
         state = {} if parameter is None else self._optimizer.state.get(parameter, {})
-        return {Kind(key, value.dtype) for key, value in state.items() if isinstance(value, RestingTensor)}
+        return {Kind(key, value.dtype) for key, value in state.items() if isinstance(value, FileTensor)}
 
     def _kinds(self, member: Member) -> list[Kind]:
         """What of a parameter's state is in files, or will be after its first step."""
@@ -205,7 +205,7 @@ class WindowedStep:
 
     def _request(self, window: _Window) -> Request:
         master = window.flat.master
-        if not isinstance(master, RestingTensor):
+        if not isinstance(master, FileTensor):
             raise RuntimeError("A master that rests in a file is in memory. This is an error in lightning_zero itself.")
         state = [
             (self._regions.of(window.flat, kind).part(window.start, window.numel), read, True)
@@ -232,7 +232,7 @@ class WindowedStep:
             self._pieces.run(pieces, (), groups, place)
 
     def _resting(self, entry: OwnedParameter, kind: Kind, held: Any) -> Tensor:
-        if isinstance(held, RestingTensor) and held.dtype == kind.dtype:
+        if isinstance(held, FileTensor) and held.dtype == kind.dtype:
             return held
         return self._regions.part(entry, kind)
 

@@ -26,9 +26,9 @@ from lightning_zero.checkpoint.flat_shard import memory_identity
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.checkpoint.snapshot import Snapshots
 from lightning_zero.errors import CheckpointError, OffloadError
-from lightning_zero.offload.files import FileSystem
-from lightning_zero.offload.nvme import NvmeStore
-from lightning_zero.offload.resting import RestingTensor
+from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.storage.files import FileSystem
+from lightning_zero.storage.nvme import NvmeStore
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, one_by_one, parameters, verify
 from tests.checkpoint.test_foreign import Boxed, grid
 from tests.checkpoint.test_sources import save_file
@@ -56,7 +56,7 @@ def store_in(folder: Path, system: FileSystem | None = None) -> Iterator[NvmeSto
         store.close()
 
 
-def rested(value: Any, store: NvmeStore, regions: dict[tuple[int, torch.dtype], RestingTensor] | None = None) -> Any:
+def rested(value: Any, store: NvmeStore, regions: dict[tuple[int, torch.dtype], FileTensor] | None = None) -> Any:
     """The same structure, with every shard's elements in a file: a region for each buffer, as the engine has them."""
     regions = {} if regions is None else regions
     if isinstance(value, FlatShard):
@@ -215,7 +215,7 @@ def test_what_cannot_be_read_fails_the_save_on_every_rank(tmp_path: Path, world_
 def test_a_snapshot_is_a_copy_with_the_same_ties(tmp_path: Path) -> None:
     with store_in(tmp_path) as store:
         whole = content()
-        regions: dict[tuple[int, torch.dtype], RestingTensor] = {}
+        regions: dict[tuple[int, torch.dtype], FileTensor] = {}
         resting = rested(whole, store, regions)
         snapshots = Snapshots()
         taken = snapshots.take(resting)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Streams, choose_collectives
-from lightning_zero.comm.shared_memory import SharedMemoryCollectives
+from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 from lightning_zero.errors import CommunicationError
 from tests.helpers.world import run_world
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
 from lightning_zero.comm.choice import SWITCH
-from lightning_zero.comm.heap import Heap
-from lightning_zero.comm.shared_memory import SharedMemoryCollectives
+from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
+from lightning_zero.comm.shared_memory.heap import Heap
 from lightning_zero.comm.sums import RankOrderSum
 from lightning_zero.errors import CommunicationError
 from tests.helpers.world import run_world

@@ -17,8 +17,8 @@ from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import build_plan
+from lightning_zero.storage.tiers import MemoryTiers
 
 CPU = torch.device("cpu")
 SIZE = 6
@@ -33,7 +33,9 @@ class World:
         self.values = [linear.weight.detach().clone() for linear in self.module]
         plan = build_plan(self.module, stage=3, world_size=1, units=["Linear"], prefetch=0)
         self.wire = LocalCollectives()
-        built = UnitBuilder(self.module, plan, self.wire, ControlGroup(None), Homes(CPU), Placeholders(), None).build()
+        built = UnitBuilder(
+            self.module, plan, self.wire, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None
+        ).build()
         self.units = [unit for unit in built if isinstance(unit, ShardedUnit) and unit.plan.module]
         assert [unit.home for unit in self.units] == [self.units[0].home] * 2, "the test wants one slot for both"
         self.restored: list[str] = []

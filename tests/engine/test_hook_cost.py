@@ -23,9 +23,9 @@ import lightning_zero
 from lightning_zero import ZeroStrategy, build_plan
 from lightning_zero.comm import Groups, Streams, choose_collectives
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.offload.homes import Homes
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.shown_state import StateSlices
+from lightning_zero.storage.tiers import MemoryTiers
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
@@ -123,7 +123,7 @@ def zero(stage: Any) -> Step:
     plan = build_plan(model, stage=stage, world_size=1, units=["Block"])
     groups = Groups.create("gloo", timedelta(seconds=60))
     collectives = choose_collectives(groups, Streams(cpu), cpu)
-    engine = ZeroEngine(model, plan, collectives, groups.control, Homes(cpu))
+    engine = ZeroEngine(model, plan, collectives, groups.control, MemoryTiers(cpu))
     engine.prepare_training()
     optimizer = torch.optim.AdamW(model.parameters())
     owned = {

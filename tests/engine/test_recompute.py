@@ -21,8 +21,8 @@ from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.activations import Activations
-from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import build_plan
+from lightning_zero.storage.tiers import MemoryTiers
 from tests.helpers.training import quiet
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ class Run:
         self.units = [name if name != "OptimizedModule" else type(self.module.layers[0]._orig_mod).__name__]
         plan = build_plan(self.module, stage=stage, world_size=1, units=self.units)
         self.control = Places()
-        self.engine = ZeroEngine(self.module, plan, LocalCollectives(), self.control, Homes(CPU))
+        self.engine = ZeroEngine(self.module, plan, LocalCollectives(), self.control, MemoryTiers(CPU))
         self.engine.prepare_training()
         self.activations = None
         if policy is not None:

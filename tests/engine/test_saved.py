@@ -15,8 +15,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero._torch import WeakStorage, storage_key, top_saved_tensor_hooks
-from lightning_zero.engine.host_buffers import HostBuffers
 from lightning_zero.engine.saved import SavedOnHost
+from lightning_zero.storage.host import HostBuffers
 
 CPU = torch.device("cpu")
 WIDTH = 64  # a row is 256 bytes

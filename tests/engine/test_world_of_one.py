@@ -10,8 +10,8 @@ from lightning_zero.comm.groups import ControlGroup
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.binding import is_absent
 from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.offload.homes import Homes
 from lightning_zero.plan import build_plan
+from lightning_zero.storage.tiers import MemoryTiers
 
 WIDTH = 8
 
@@ -36,7 +36,9 @@ class Run:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), Block())
         plan = build_plan(self.module, stage=3, world_size=1, units=["Block"])
-        self.engine = ZeroEngine(self.module, plan, LocalCollectives(), ControlGroup(None), Homes(torch.device("cpu")))
+        self.engine = ZeroEngine(
+            self.module, plan, LocalCollectives(), ControlGroup(None), MemoryTiers(torch.device("cpu"))
+        )
         self.engine.prepare_training()
         self.blocks = [unit for unit in self.engine.units if isinstance(unit, ShardedUnit) and unit.plan.module]
 

@@ -14,11 +14,11 @@ from lightning_zero.config import Tier
 from lightning_zero.engine.flat import FlatParameters
 from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.nvme import NvmeStore
-from lightning_zero.offload.resting import RestingTensor, fill_from
 from lightning_zero.optim.owned import Flat, OwnedParameter
 from lightning_zero.optim.sharded import OffloadedSteps, ShardedOptimizer
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
+from lightning_zero.storage.file_tensor import FileTensor, fill_from
+from lightning_zero.storage.nvme import NvmeStore
 
 # Two layouts in unit 0, one in each of the others; sizes around windows (4096 elements), shards and alignment.
 SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
@@ -172,7 +172,7 @@ class Rig:
     def masters(self) -> list[Tensor]:
         """This rank's slices of all parameters."""
         data = [entry.shard.data for entry in self.owned.values()]
-        return [tensor.read() if isinstance(tensor, RestingTensor) else tensor.clone() for tensor in data]
+        return [tensor.read() if isinstance(tensor, FileTensor) else tensor.clone() for tensor in data]
 
     def state(self) -> list[dict[str, Any]]:
         """The optimizer's state of all parameters, in memory."""
@@ -180,7 +180,7 @@ class Rig:
         for entry in self.owned.values():
             assert entry.shard.parameter is not None
             state = self.adapter.state.get(entry.shard.parameter, {})
-            found.append({k: v.read() if isinstance(v, RestingTensor) else v for k, v in state.items()})
+            found.append({k: v.read() if isinstance(v, FileTensor) else v for k, v in state.items()})
         return found
 
     def _unit_stepped(self, unit: int) -> None:

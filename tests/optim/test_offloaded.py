@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
-from lightning_zero.offload.nvme import NvmeStore
-from lightning_zero.offload.resting import RestingTensor, fill_from
 from lightning_zero.optim.rules import check_offloadable
+from lightning_zero.storage.file_tensor import FileTensor, fill_from
+from lightning_zero.storage.nvme import NvmeStore
 from tests.helpers.world import run_world
-from tests.offload.stores import Disk, fail
 from tests.optim.rig import SMALLEST, Rig, Whole
 from tests.optim.test_optimizers import ELEMENTWISE, FUSED
+from tests.storage.stores import Disk, fail
 
 optim = torch.optim
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -140,8 +140,8 @@ def test_state_rests_in_files_and_scalars_in_memory(rig_of: RigOf) -> None:
     }
     assert kinds == {
         ("step", Tensor, True),
-        ("exp_avg", RestingTensor, True),
-        ("exp_avg_sq", RestingTensor, True),
+        ("exp_avg", FileTensor, True),
+        ("exp_avg_sq", FileTensor, True),
         ("exp_avg", Tensor, False),  # of the empty parameter
         ("exp_avg_sq", Tensor, False),
     }
@@ -518,7 +518,7 @@ def test_state_goes_from_one_tier_to_the_other(tier: Tier, rig_of: RigOf) -> Non
     target.adapter.load_named_state(state, groups)
     assert whole.unlike(target) == []
     slices = [v for state in target.adapter.state.values() for v in state.values() if v.dim() and v.numel()]
-    assert {type(value) for value in slices} == {RestingTensor if tier is Tier.DISK else Tensor}
+    assert {type(value) for value in slices} == {FileTensor if tier is Tier.DISK else Tensor}
     for rig in (source, target):
         rig.step(2)
     whole.step(2)
@@ -556,7 +556,7 @@ def test_no_state_is_kept_while_other_state_is_read(tier: Tier, rig_of: RigOf) -
     for entry in rig.owned.values():
         place = rig.adapter.homes.slice_for(entry, "exp_avg", torch.float32)
         assert (place.shape, place.dtype) == ((entry.slice.numel,), torch.float32)
-        assert isinstance(place, RestingTensor) == (tier is Tier.DISK and entry.slice.numel > 0)
+        assert isinstance(place, FileTensor) == (tier is Tier.DISK and entry.slice.numel > 0)
     assert room == (rig.store.nbytes_on_disk if rig.store else 0)
 
 

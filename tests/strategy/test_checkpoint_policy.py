@@ -261,7 +261,7 @@ def test_a_second_try_inside_of_except_is_an_ordinary_run(tmp_path: Path) -> Non
             run_ = trainer(Save(), policy=CheckpointPolicy(async_save=True), max_epochs=1, limit_val_batches=0)
             with pytest.raises(CheckpointError) as caught:
                 run_.fit(Net(), batches(4), batches(1))
-        return str(caught.value), sum(run_.strategy.checkpoints._groups._attendances.values())
+        return str(caught.value), sum(run_.strategy.checkpoints._groups._meetings.values())
 
     for text, attendances in run_world(2, run):
         assert "is a directory that is not a checkpoint" in text

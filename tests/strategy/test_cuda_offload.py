@@ -84,19 +84,19 @@ for stage in (1, 2, 3):
                 callbacks=[seen], gradient_clip_val=1.0)
             trainer.fit(net, DataLoader(range(STEPS)))
             engine = trainer.strategy.engine
-            homes, flats = engine.homes, [flat for unit in engine.units for flat in unit.flats]
-            homes.wake()
+            tiers, flats = engine.tiers, [flat for unit in engine.units for flat in unit.flats]
+            tiers.wake()
             pinned = [flat.master.is_pinned() for flat in flats if flat.rest.master.value == "host"]
-            homes.rest()
+            tiers.rest()
             found[f"stage {stage}, {name}, {activations is not None}"] = {
                 "losses": [loss.item() for loss in net.losses],
                 "at rest": net.allocated - base,
                 "expected": engine.plan.expected_memory(accelerator=True, receive_buffer=False).total,
                 "pinned": pinned,
-                "locked at the end": homes.memory.locked_nbytes,
+                "locked at the end": tiers.memory.locked_nbytes,
                 "copies": overlapping(seen.profile.events()),
             }
-            del net, trainer, engine, homes, flats, strategy, seen
+            del net, trainer, engine, tiers, flats, strategy, seen
 print("FOUND" + json.dumps(found))
 """
 

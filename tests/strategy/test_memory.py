@@ -29,7 +29,7 @@ from lightning_zero.comm import GlooCollectives
 from lightning_zero.comm.choice import SWITCH
 from lightning_zero.config import Tier
 from lightning_zero.engine.sliced_tensor import SlicedTensor
-from lightning_zero.offload import RestingTensor
+from lightning_zero.storage import FileTensor
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
 from tests.helpers.models import ZOO, MixedDtypes, OddSizes
 from tests.helpers.probe import Probe, fit
@@ -76,7 +76,7 @@ def precision(name: str) -> Any:
 def storages(tensors: Iterable[Tensor | None]) -> Storages:
     found = {}
     for tensor in tensors:
-        if tensor is None or isinstance(tensor, RestingTensor):  # on disk
+        if tensor is None or isinstance(tensor, FileTensor):  # on disk
             continue
         with torch._C.DisableTorchFunctionSubclass():  # of absent parameters and gradients in slices, too
             if tensor.layout is torch.strided and not tensor.is_meta and not isinstance(tensor, SlicedTensor):
@@ -153,13 +153,13 @@ def on_host(strategy: Any) -> dict[str, Storages]:
     flats = [flat for unit in engine.units for flat in unit.flats]
     states = [strategy.adapter(optimizer).state for optimizer in strategy.optimizers]
     state = [value for found in states for values in found.values() for value in values.values()]
-    store = engine.homes.store
+    store = engine.tiers.store
     return {
         "weights": storages(flat.weights for flat in flats if flat.rest.weights is Tier.HOST),
         "masters": storages(flat.master for flat in flats if flat.rest.master is Tier.HOST),
         "gradients": storages(bucket.shard for bucket in engine._reducer.buckets),
         "optimizer": storages(value for value in state if value.dim()),
-        "buffers": {0: store.host_nbytes + engine.homes.fetcher.reserved_nbytes} if store is not None else {},
+        "buffers": {0: store.host_nbytes + engine.tiers.fetcher.reserved_nbytes} if store is not None else {},
     }
 
 
@@ -273,7 +273,7 @@ def count_offloaded(rank: int, precision_name: str, stage: int, offload: HostOff
     trainer = fit(probe, stage=stage, micro_steps=4, options=options, bucket_mib=0.004, offload=offload)
     engine = trainer.strategy.engine
     found, host, small = categories(trainer.strategy), on_host(trainer.strategy), small_things(trainer, probe)
-    store = engine.homes.store
+    store = engine.tiers.store
     if store is not None:
         small["memory that checkpoints pass through"] = storages([store._staging._memory])  # the pool is gone by now
         views = [trainer.strategy.adapter(optimizer)._view for optimizer in trainer.strategy.optimizers]

@@ -19,9 +19,9 @@ from lightning_zero.comm import GlooCollectives, Groups, Streams
 from lightning_zero.config import Offload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.files import FileSystem
-from lightning_zero.offloading import make_homes
+from lightning_zero.offloading import make_tiers
 from lightning_zero.plan import build_plan
+from lightning_zero.storage.files import FileSystem
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import Net, batches, quiet, values_of, zero
@@ -57,7 +57,7 @@ def break_disk(trainer: pl.Trainer, how: str) -> None:
     """Have this rank's disk fail from now on."""
     system = Failing()
     system.broken = how
-    trainer.strategy.engine.homes.store._file._system = system
+    trainer.strategy.engine.tiers.store._file._system = system
 
 
 class Breaking(pl.Callback):
@@ -135,7 +135,7 @@ def test_a_folder_that_vanishes_is_an_error_on_every_rank(tmp_path: Path) -> Non
     class Vanishing(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 1 and trainer.global_rank == 0:
-                folder = Path(trainer.strategy.engine.homes.store.folder)
+                folder = Path(trainer.strategy.engine.tiers.store.folder)
                 for file in folder.iterdir():
                     file.unlink()
                 folder.rmdir()
@@ -188,11 +188,11 @@ def test_a_disk_without_room_is_named_with_the_bytes_needed_and_found(tmp_path: 
         plan = build_plan(torch.nn.Linear(60, 60), stage=3, world_size=2, offload=offload)
         assert plan.expected_disk(rank=rank, optimizer_tensors=0).total == 8192  # 1920 elements in whole pages
         control = Groups.create().control
-        homes = make_homes(offload, plan, control, torch.device("cpu"), system=Small())  # 2 ranks x 8192: that fits
-        homes.close()
+        tiers = make_tiers(offload, plan, control, torch.device("cpu"), system=Small())  # 2 ranks x 8192: that fits
+        tiers.close()
         larger = build_plan(torch.nn.Linear(100, 60), stage=3, world_size=2, offload=offload)
         with pytest.raises(OffloadError) as caught:  # 2 ranks x 12288: each alone would fit
-            make_homes(offload, larger, control, torch.device("cpu"), system=Small())
+            make_tiers(offload, larger, control, torch.device("cpu"), system=Small())
         return str(caught.value)
 
     for message in run_world(2, run, timeout=60):
@@ -214,8 +214,8 @@ def test_room_for_optimizer_state_is_asked_for_before_training(tmp_path: Path) -
         def configure_optimizers(self) -> torch.optim.Optimizer:
             engine = self.trainer.strategy.engine
             self.needed = engine.plan.expected_disk(rank=self.global_rank).optimizer
-            engine.homes.store._system = Small()
-            engine.homes.store._system.free = self.free = self.needed * 3 // 2
+            engine.tiers.store._system = Small()
+            engine.tiers.store._system.free = self.free = self.needed * 3 // 2
             return super().configure_optimizers()
 
     @quiet()
@@ -286,9 +286,9 @@ def test_an_exception_and_a_second_fit_leave_nothing_and_train_as_without_offloa
                     again = make_trainer(zero(3, offload=offload), max_steps=3)
                     again.fit(module, batches(4))
                     results.append(ordered(module))
-                    homes = again.strategy.engine.homes
+                    tiers = again.strategy.engine.tiers
                     left += (threads(), [name for name in os.listdir(tmp_path) if name.endswith(f"rank{rank}")])
-                    left += (homes.memory.locked_nbytes,)
+                    left += (tiers.memory.locked_nbytes,)
                 same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
                 found[f"{place} {error.__name__}"] = (same, left)
         return found
@@ -343,10 +343,10 @@ def test_a_disk_that_is_full_when_masters_are_laid_out_is_an_error_on_every_rank
         module = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 60))
         plan = build_plan(module, stage=3, units=["Linear"], world_size=2, offload=offload)
         system = Full() if rank == 1 else None
-        homes = make_homes(offload, plan, groups.control, torch.device("cpu"), system=system)
+        tiers = make_tiers(offload, plan, groups.control, torch.device("cpu"), system=system)
         with pytest.raises(OffloadError) as caught:
-            ZeroEngine(module, plan, GlooCollectives(groups, Streams(homes.device)), groups.control, homes)
-        homes.close()
+            ZeroEngine(module, plan, GlooCollectives(groups, Streams(tiers.device)), groups.control, tiers)
+        tiers.close()
         return str(caught.value)
 
     for message in run_world(2, run, timeout=60):
@@ -373,10 +373,10 @@ def test_a_disk_that_fails_while_the_first_weights_are_put_there(tmp_path: Path)
         module = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(4)))
         plan = build_plan(module, stage=3, units=["Linear"], world_size=2, offload=offload)
         system = Worn() if rank == 1 else None
-        homes = make_homes(offload, plan, groups.control, torch.device("cpu"), system=system)
+        tiers = make_tiers(offload, plan, groups.control, torch.device("cpu"), system=system)
         with pytest.raises(OffloadError) as caught:
-            ZeroEngine(module, plan, GlooCollectives(groups, Streams(homes.device)), groups.control, homes)
-        homes.close()
+            ZeroEngine(module, plan, GlooCollectives(groups, Streams(tiers.device)), groups.control, tiers)
+        tiers.close()
         return str(caught.value)
 
     for message in run_world(2, run, timeout=60):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_zero import HostOffload, ZeroPrecision
-from lightning_zero.offload.transfers import Transfers
+from lightning_zero.storage.transfers import Transfers
 from tests.helpers.cases import Block, Case, Stack, case
 from tests.helpers.probe import Probe, fit, masters
 from tests.helpers.world import run_world
@@ -54,7 +54,7 @@ class MakeLate(pl.Callback):
     """Swaps the class of the object that everybody holds already."""
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.transfers = trainer.strategy.engine.homes.transfers
+        self.transfers = trainer.strategy.engine.tiers.transfers
         self.transfers.__class__ = LateTransfers
 
 

@@ -476,7 +476,7 @@ def test_state_in_files_stays_there_in_a_second_fit(tmp_path: Path) -> None:
             if isinstance(strategy, ZeroStrategy):
                 stage = STAGES[name_of(strategy)]
                 trainer = fit(zero(stage, offload=NvmeOffload(path=tmp_path, buffer_mib=4)), module)
-                used.append(trainer.strategy.engine.homes.store.nbytes_on_disk)  # type: ignore[union-attr,attr-defined]
+                used.append(trainer.strategy.engine.tiers.store.nbytes_on_disk)  # type: ignore[union-attr,attr-defined]
             else:
                 trainer = fit(again(strategy), module)
         assert len(set(used)) <= 1, used

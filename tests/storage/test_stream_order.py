@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lightning_zero.comm import LocalCollectives
-from lightning_zero.offload.fetch import Fetcher
-from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.transfers import Copy, Transfers
+from lightning_zero.storage.fetch import Fetcher
+from lightning_zero.storage.host import HostMemory
+from lightning_zero.storage.transfers import Copy, Transfers
 
 CPU = torch.device("cpu")
 CUDA: Any = types.SimpleNamespace(type="cuda")
@@ -161,7 +161,7 @@ def test_a_buffer_is_fetched_into_only_behind_its_last_use(streams: Any, monkeyp
 
 def test_results_of_all_jobs_are_looked_at() -> None:
     """A transfer of several tensors fails if any of them does."""
-    from lightning_zero.offload.transfers import Transfer
+    from lightning_zero.storage.transfers import Transfer
 
     good, bad = Future[Any](), Future[Any]()
     good.set_result(None)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload import RestingTensor
-from lightning_zero.offload.files import amount
+from lightning_zero.storage import FileTensor
+from lightning_zero.storage.files import amount
 from tests.helpers.world import run_world
-from tests.offload.stores import NAMES, Call, Disk, fail, store
+from tests.storage.stores import NAMES, Call, Disk, fail, store
 
 NUMEL = 5000  # 20,000 bytes: 4 pages and some
 
@@ -187,7 +187,7 @@ def test_a_closed_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_neither_uses_nor_removes_the_files(tmp_path: Path) -> None:
-    def child(rank: int, resting: RestingTensor) -> list[str]:
+    def child(rank: int, resting: FileTensor) -> list[str]:
         messages = []
         for use in (
             resting.read,

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.15
 
 from lightning_zero._torch import untracked
-from lightning_zero.offload.memory import host_memory
-from lightning_zero.offload.region import Region
+from lightning_zero.storage.host import host_memory
+from lightning_zero.storage.region import Region
 
-__all__ = ["RestingTensor", "fill_from"]
+__all__ = ["FileTensor", "fill_from"]
 
 _PIECE_NBYTES = 1 << 20  # what passes through memory at once between two files
 
 
-class RestingTensor(Tensor):
+class FileTensor(Tensor):
     """A tensor whose elements rest in a file.
 
     It has a shape and a dtype, and no memory. Views of it that are a range of its elements (slices of the first
@@ -41,9 +41,9 @@ class RestingTensor(Tensor):
     _start: int
 
     @staticmethod
-    def __new__(cls, region: Region, start: int, shape: torch.Size) -> RestingTensor:
+    def __new__(cls, region: Region, start: int, shape: torch.Size) -> FileTensor:
         """See the class."""
-        resting: RestingTensor = torch.Tensor._make_wrapper_subclass(
+        resting: FileTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=region.dtype, device=torch.device("cpu"), requires_grad=False
         )
         if start < 0 or start + resting.numel() > region.numel:
@@ -74,14 +74,14 @@ class RestingTensor(Tensor):
         where = (str(self._region.file.path), self._region.offset, self._start)
         return (*where, tuple(self.shape), self.dtype)
 
-    def part(self, start: int, numel: int) -> RestingTensor:
+    def part(self, start: int, numel: int) -> FileTensor:
         """A range of the flattened elements, 1-D.
 
         Raises:
             ValueError: if it is not inside.
         """
         self._check_range(start, numel)
-        return RestingTensor(self._region, self._start + start, torch.Size((numel,)))
+        return FileTensor(self._region, self._start + start, torch.Size((numel,)))
 
     def read(self) -> Tensor:
         """All elements, in host memory of their own.
@@ -107,7 +107,7 @@ class RestingTensor(Tensor):
         """
         self._check_flat(destination)
         self._check_range(start, destination.numel())
-        if isinstance(destination, RestingTensor):
+        if isinstance(destination, FileTensor):
             fill_from(destination, self.part(start, destination.numel()))
         else:
             self._region.read_into(destination.detach(), self._start + start)
@@ -125,7 +125,7 @@ class RestingTensor(Tensor):
         """
         self._check_flat(values)
         self._check_range(start, values.numel())
-        if isinstance(values, RestingTensor):
+        if isinstance(values, FileTensor):
             fill_from(self.part(start, values.numel()), values)
         else:
             self._region.write_from(values.detach(), self._start + start)
@@ -225,7 +225,7 @@ class RestingTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What rests where, without reading it."""
-        return f"RestingTensor({self.what}, elements {self._start} to {self._start + self.numel()}, {self.dtype})"
+        return f"FileTensor({self.what}, elements {self._start} to {self._start + self.numel()}, {self.dtype})"
 
 
 def fill_from(destination: Tensor, source: Tensor) -> None:
@@ -241,13 +241,13 @@ def fill_from(destination: Tensor, source: Tensor) -> None:
     """
     if destination.dim() != 1 or destination.shape != source.shape:
         raise ValueError(f"Shape {tuple(destination.shape)} cannot be filled from shape {tuple(source.shape)}.")
-    if not isinstance(source, RestingTensor):
-        if isinstance(destination, RestingTensor):
+    if not isinstance(source, FileTensor):
+        if isinstance(destination, FileTensor):
             destination.write(source)
         else:
             with untracked():
                 destination.copy_(source)
-    elif not isinstance(destination, RestingTensor):
+    elif not isinstance(destination, FileTensor):
         source.read_into(destination)
     elif destination.identity != source.identity:
         with untracked():
@@ -274,10 +274,10 @@ def _copy(target: Tensor, source: Tensor) -> Tensor:
     """``target.copy_(source)``: at least one of them rests."""
     if source.shape != target.shape:
         source = _elements(source).expand(target.shape)
-    if isinstance(target, RestingTensor):
-        flat = source.part(0, source.numel()) if isinstance(source, RestingTensor) else source.reshape(-1)
+    if isinstance(target, FileTensor):
+        flat = source.part(0, source.numel()) if isinstance(source, FileTensor) else source.reshape(-1)
         fill_from(target.part(0, target.numel()), flat)
-    elif target.is_contiguous() and isinstance(source, RestingTensor):
+    elif target.is_contiguous() and isinstance(source, FileTensor):
         fill_from(target.view(-1), source.part(0, source.numel()))
     else:
         with untracked():
@@ -285,28 +285,26 @@ def _copy(target: Tensor, source: Tensor) -> Tensor:
     return target
 
 
-def _aliased(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[RestingTensor], list[RestingTensor]]:
+def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[FileTensor], list[FileTensor]]:
     """The handles among an operator's arguments that it gives a view of, and those that it writes to."""
     arguments = func._schema.arguments
     values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    shown: list[RestingTensor] = []
-    written: list[RestingTensor] = []
+    shown: list[FileTensor] = []
+    written: list[FileTensor] = []
     for argument in arguments:
         if argument.alias_info is not None:
-            handles = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, RestingTensor)]
+            handles = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, FileTensor)]
             (written if argument.alias_info.is_write else shown).extend(handles)
     return shown, written
 
 
-def _view(func: Any, handle: RestingTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view(func: Any, handle: FileTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` shows of ``handle``, as handles: torch says which elements those are."""
     meta = torch.empty(handle.shape, dtype=handle.dtype, device="meta")
-    args, kwargs = tree_map_only(RestingTensor, lambda _: meta, (args, kwargs))
+    args, kwargs = tree_map_only(FileTensor, lambda _: meta, (args, kwargs))
     shown = func(*args, **kwargs)
 
-    def resting(view: Tensor) -> RestingTensor:
+    def resting(view: Tensor) -> FileTensor:
         if view.untyped_storage()._cdata != meta.untyped_storage()._cdata or view.dtype != handle.dtype:
             raise TypeError(f"{func}: {handle} cannot be shown like this. Use `read()` first.")
         if not view.is_contiguous():
@@ -314,22 +312,22 @@ def _view(func: Any, handle: RestingTensor, args: tuple[Any, ...], kwargs: dict[
                 f"{func}: {handle} can only be shown in ranges of its elements. Use `read()`, and `write()` to "
                 "change it."
             )
-        return RestingTensor(handle._region, handle._start + int(view.storage_offset()), view.shape)
+        return FileTensor(handle._region, handle._start + int(view.storage_offset()), view.shape)
 
     return tree_map_only(Tensor, resting, shown)
 
 
-def _compute(func: Any, written: list[RestingTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compute(func: Any, written: list[FileTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on the elements, and write those back that it changed."""
     # By identity of the elements: `x.add_(x.detach())` reads and writes the same ones.
     loaded: dict[tuple[Any, ...], Tensor] = {}
 
-    def elements(handle: RestingTensor) -> Tensor:
+    def elements(handle: FileTensor) -> Tensor:
         if handle.identity not in loaded:
             loaded[handle.identity] = handle.read()
         return loaded[handle.identity]
 
-    args, kwargs = tree_map_only(RestingTensor, elements, (args, kwargs))
+    args, kwargs = tree_map_only(FileTensor, elements, (args, kwargs))
     found = func(*args, **kwargs)
     owners = {id(elements(handle)): handle for handle in written}
     for handle in written:
@@ -341,8 +339,8 @@ def _compute(func: Any, written: list[RestingTensor], args: tuple[Any, ...], kwa
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    return tensor.read() if isinstance(tensor, RestingTensor) else tensor
+    return tensor.read() if isinstance(tensor, FileTensor) else tensor
 
 
-def _refuse(handle: RestingTensor, why: str, instead: str) -> NoReturn:
+def _refuse(handle: FileTensor, why: str, instead: str) -> NoReturn:
     raise TypeError(f"{handle} rests in a file and {why}. {instead}")

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.connect import Connections
-from lightning_zero.comm.links import LARGEST_PAYLOAD, Message
+from lightning_zero.comm.shared_memory.connect import Connections
+from lightning_zero.comm.shared_memory.links import LARGEST_PAYLOAD, Message
 
 __all__ = ["Channel", "Transfer", "Transport"]
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.memory import PAGE_NBYTES, padded_nbytes
-from lightning_zero.offload.pool import BufferPool
-from lightning_zero.offload.resting import RestingTensor
-from lightning_zero.offload.workers import Job, Meter, Workers
+from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.storage.host import PAGE_NBYTES, padded_nbytes
+from lightning_zero.storage.pool import BufferPool
+from lightning_zero.storage.workers import Job, Meter, Workers
 
 __all__ = ["Part", "Pipeline", "PipelineStats", "Request", "Waitable"]
 
@@ -40,7 +40,7 @@ class Part(NamedTuple):
         write: whether what ``work`` leaves in the buffer goes to the file.
     """
 
-    tensor: RestingTensor
+    tensor: FileTensor
     read: bool
     write: bool
 
@@ -56,7 +56,7 @@ class Request:
     """
 
     numel: int
-    regions: Sequence[Part | tuple[RestingTensor, bool, bool]]
+    regions: Sequence[Part | tuple[FileTensor, bool, bool]]
     tag: Any = None
 
 

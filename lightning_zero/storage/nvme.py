@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.files import DataFile, FileSystem
-from lightning_zero.offload.folder import DATA, RunFolder, check_space, find_leftovers
-from lightning_zero.offload.memory import PAGE_NBYTES, host_memory, padded_nbytes
-from lightning_zero.offload.pipeline import Pipeline
-from lightning_zero.offload.pool import BufferPool
-from lightning_zero.offload.region import Region, Staging
-from lightning_zero.offload.resting import RestingTensor
-from lightning_zero.offload.workers import Workers
+from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.storage.files import DataFile, FileSystem
+from lightning_zero.storage.folder import DATA, RunFolder, check_space, find_leftovers
+from lightning_zero.storage.host import PAGE_NBYTES, host_memory, padded_nbytes
+from lightning_zero.storage.pipeline import Pipeline
+from lightning_zero.storage.pool import BufferPool
+from lightning_zero.storage.region import Region, Staging
+from lightning_zero.storage.workers import Workers
 
 __all__ = ["WINDOW_ALIGNMENT", "NvmeStore", "windows"]
 
@@ -114,7 +114,7 @@ class NvmeStore:
         """
         check_space(self.path, nbytes, self._rank, self._system)
 
-    def allocate(self, numel: int, dtype: torch.dtype, what: str) -> RestingTensor:
+    def allocate(self, numel: int, dtype: torch.dtype, what: str) -> FileTensor:
         """Reserve room for elements on the disk.
 
         Args:
@@ -130,7 +130,7 @@ class NvmeStore:
         """
         offset = self._file.grow(padded_nbytes(numel * dtype.itemsize), what)
         region = Region(self._file, self._staging, offset, numel, dtype, what)
-        return RestingTensor(region, 0, torch.Size((numel,)))
+        return FileTensor(region, 0, torch.Size((numel,)))
 
     def pipeline(self) -> Pipeline:
         """What windows pass through; the same object every time. Ask for it before every run."""

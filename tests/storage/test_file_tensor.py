@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.offload import NvmeStore, RestingTensor, fill_from
-from lightning_zero.offload.memory import host_memory
-from tests.offload.stores import NAMES, Disk, store
+from lightning_zero.storage import FileTensor, NvmeStore, fill_from
+from lightning_zero.storage.host import host_memory
+from tests.storage.stores import NAMES, Disk, store
 
 NUMEL = 20_011  # 19 whole pages of float32 and some
 
@@ -38,7 +38,7 @@ def values(numel: int = NUMEL) -> Tensor:
 
 
 @pytest.fixture
-def resting(opened: NvmeStore) -> RestingTensor:
+def resting(opened: NvmeStore) -> FileTensor:
     """Filled with ``values()``, between two others."""
     before, found, after = (opened.allocate(NUMEL, torch.float32, f"tensor {i}") for i in range(3))
     before.fill(-1), after.fill(-2)
@@ -64,7 +64,7 @@ def test_every_dtype_and_size(opened: NvmeStore, dtype: torch.dtype, numel: int)
     assert torch.equal(resting.read(), expected)
 
 
-def test_ranges_like_an_ordinary_tensor(resting: RestingTensor) -> None:
+def test_ranges_like_an_ordinary_tensor(resting: FileTensor) -> None:
     """Random ranges, aligned and not, of other dtypes and strides, into and out of aligned and unaligned memory."""
     expected, choose = values(), random.Random(0)
     aligned = host_memory(NUMEL * 4, locked=False).view(torch.float32)
@@ -111,7 +111,7 @@ IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("change", IN_PLACE)
-def test_writes_in_place_reach_the_file(resting: RestingTensor, change: str) -> None:
+def test_writes_in_place_reach_the_file(resting: FileTensor, change: str) -> None:
     expected = values()
     IN_PLACE[change](expected)
     IN_PLACE[change](resting)
@@ -148,9 +148,9 @@ def _saved(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
-def test_computing_gives_ordinary_tensors(resting: RestingTensor, compute: str) -> None:
+def test_computing_gives_ordinary_tensors(resting: FileTensor, compute: str) -> None:
     expected, found = COMPUTE[compute](values()), COMPUTE[compute](resting)
-    assert not isinstance(found, RestingTensor)
+    assert not isinstance(found, FileTensor)
     assert torch.equal(found, expected)
     found.zero_()
     assert torch.equal(resting.read(), values()), "a result shares its elements with the file"
@@ -167,7 +167,7 @@ def test_computing_gives_ordinary_tensors(resting: RestingTensor, compute: str) 
     ],
     ids=["data_ptr", "untyped_storage", "numpy", "share_memory_", "dlpack"],
 )
-def test_what_needs_an_address_is_refused(resting: RestingTensor, look: Callable[[Tensor], Any]) -> None:
+def test_what_needs_an_address_is_refused(resting: FileTensor, look: Callable[[Tensor], Any]) -> None:
     with pytest.raises(TypeError, match=r"tensor 1.*rests in a file.*read\(\)"):
         look(resting)
 
@@ -189,7 +189,7 @@ def test_what_needs_an_address_is_refused(resting: RestingTensor, look: Callable
     ids=["stride", "transposed", "column", "dtype", "expand", "resize_", "unsqueeze_", "set_", "data", "out"],
 )
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_what_is_no_range_of_elements_is_refused(resting: RestingTensor, show: Callable[[Tensor], Any]) -> None:
+def test_what_is_no_range_of_elements_is_refused(resting: FileTensor, show: Callable[[Tensor], Any]) -> None:
     with pytest.raises(TypeError, match="tensor 1"):
         show(resting)
     assert torch.equal(resting.read(), values())
@@ -197,7 +197,7 @@ def test_what_is_no_range_of_elements_is_refused(resting: RestingTensor, show: C
 
 
 @pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, NUMEL + 1), (NUMEL, 1), (5, -1)])
-def test_ranges_outside_are_refused(resting: RestingTensor, start: int, numel: int) -> None:
+def test_ranges_outside_are_refused(resting: FileTensor, start: int, numel: int) -> None:
     with pytest.raises(ValueError, match="not inside"):
         resting.part(start, numel)
     if numel > 0:
@@ -208,20 +208,20 @@ def test_ranges_outside_are_refused(resting: RestingTensor, start: int, numel: i
     assert torch.equal(resting.read(), values())
 
 
-def test_only_flat_tensors_are_read_and_written(resting: RestingTensor) -> None:
+def test_only_flat_tensors_are_read_and_written(resting: FileTensor) -> None:
     with pytest.raises(ValueError, match=r"1-D.*\(2, 3\)"):
         resting.write(torch.ones(2, 3))
     with pytest.raises(ValueError, match="1-D"):
         resting.read_into(torch.ones(2, 3))
 
 
-def test_parts_of_parts(resting: RestingTensor) -> None:
+def test_parts_of_parts(resting: FileTensor) -> None:
     part = resting.part(1000, 5000).part(500, 100)
     assert torch.equal(part.read(), values()[1500:1600])
     assert part.identity == resting.part(1500, 100).identity == resting[1500:1600].identity
 
 
-def test_identity_is_that_of_the_elements(opened: NvmeStore, resting: RestingTensor) -> None:
+def test_identity_is_that_of_the_elements(opened: NvmeStore, resting: FileTensor) -> None:
     other = opened.allocate(NUMEL, torch.float32, "tensor 1")
     identities = [resting.identity, resting[1:].identity, resting[:-1].identity, resting.view(1, -1).identity]
     assert len({*identities, other.identity}) == 5
@@ -229,7 +229,7 @@ def test_identity_is_that_of_the_elements(opened: NvmeStore, resting: RestingTen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_filling_for_every_mix(opened: NvmeStore, resting: RestingTensor, dtype: torch.dtype) -> None:
+def test_filling_for_every_mix(opened: NvmeStore, resting: FileTensor, dtype: torch.dtype) -> None:
     other = opened.allocate(NUMEL, dtype, "other")
     memory = torch.zeros(NUMEL, dtype=dtype)
     plain = torch.zeros(NUMEL)
@@ -249,7 +249,7 @@ def test_filling_for_every_mix(opened: NvmeStore, resting: RestingTensor, dtype:
         fill_from(other, resting[1:])
 
 
-def test_a_copy_does_not_see_later_writes(resting: RestingTensor) -> None:
+def test_a_copy_does_not_see_later_writes(resting: FileTensor) -> None:
     copied = copy.deepcopy({"x": resting, "again": resting})
     assert copied["x"] is copied["again"]
     resting.zero_()
@@ -277,8 +277,8 @@ def test_large_tensors_move_in_pieces(tmp_path: Path, move: str) -> None:
         assert max(call.nbytes for call in disk.calls) <= (8192 if move in ("write", "read_into") else 1 << 20)
 
 
-def test_its_text_needs_no_file(opened: NvmeStore, resting: RestingTensor, disk: Disk) -> None:
+def test_its_text_needs_no_file(opened: NvmeStore, resting: FileTensor, disk: Disk) -> None:
     disk.calls.clear()
-    assert repr(resting[5:9]) == "RestingTensor(tensor 1, elements 5 to 9, torch.float32)"
-    assert str(resting.part(0, 3)) == "RestingTensor(tensor 1, elements 0 to 3, torch.float32)"
+    assert repr(resting[5:9]) == "FileTensor(tensor 1, elements 5 to 9, torch.float32)"
+    assert str(resting.part(0, 3)) == "FileTensor(tensor 1, elements 0 to 3, torch.float32)"
     assert not disk.calls

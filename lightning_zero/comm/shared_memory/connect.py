@@ -10,8 +10,8 @@ import struct
 from dataclasses import dataclass
 
 from lightning_zero.comm.groups import ControlGroup
-from lightning_zero.comm.heap import Heap, PeerHeap
-from lightning_zero.comm.links import Links, Pipe
+from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
+from lightning_zero.comm.shared_memory.links import Links, Pipe
 
 __all__ = ["Connections", "connect"]
 

@@ -10,17 +10,17 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import Tier
-from lightning_zero.offload.fetch import Fetcher
-from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.transfers import Transfers
+from lightning_zero.storage.fetch import Fetcher
+from lightning_zero.storage.host import HostMemory
+from lightning_zero.storage.transfers import Transfers
 
 if TYPE_CHECKING:
-    from lightning_zero.offload.nvme import NvmeStore
+    from lightning_zero.storage.nvme import NvmeStore
 
-__all__ = ["Homes"]
+__all__ = ["MemoryTiers"]
 
 
-class Homes:
+class MemoryTiers:
     """Memory by tier.
 
     Args:
@@ -54,7 +54,7 @@ class Homes:
             what: what it will hold, for messages.
 
         Returns:
-            1-D; a ``RestingTensor`` on disk.
+            1-D; a ``FileTensor`` on disk.
 
         Raises:
             OffloadError: if a disk has no room for it.

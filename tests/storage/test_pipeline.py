@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload import NvmeStore, Request, RestingTensor
-from lightning_zero.offload.memory import host_memory
-from lightning_zero.offload.nvme import WINDOW_ALIGNMENT, windows
-from lightning_zero.offload.pool import BufferPool
+from lightning_zero.storage import FileTensor, NvmeStore, Request
+from lightning_zero.storage.host import host_memory
+from lightning_zero.storage.nvme import WINDOW_ALIGNMENT, windows
+from lightning_zero.storage.pool import BufferPool
 from tests.helpers.world import run_world
-from tests.offload.stores import NAMES, Call, Disk, fail, io_threads, store
+from tests.storage.stores import NAMES, Call, Disk, fail, io_threads, store
 
 STEP = WINDOW_ALIGNMENT
 PATIENCE_SECONDS = 20.0
 
 
-def requests(numel: int, size: int, *tensors: RestingTensor, read: bool = True, write: bool = True) -> list[Request]:
+def requests(numel: int, size: int, *tensors: FileTensor, read: bool = True, write: bool = True) -> list[Request]:
     return [
         Request(length, [(tensor.part(start, length), read, write) for tensor in tensors], (start, length))
         for start, length in windows(numel, size)

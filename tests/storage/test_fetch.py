@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_zero import NvmeOffload
 from lightning_zero.comm import Streams
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload import HostMemory, NvmeStore, RestingTensor
-from lightning_zero.offload.fetch import Fetcher
+from lightning_zero.storage import FileTensor, HostMemory, NvmeStore
+from lightning_zero.storage.fetch import Fetcher
 from tests.helpers.probe import Probe, fit
 from tests.helpers.world import run_world
 from tests.strategy.test_offload_order import CASE
@@ -38,7 +38,7 @@ def fetcher() -> Iterator[Fetcher]:
     made.close()
 
 
-def resting(store: NvmeStore, *values: float) -> RestingTensor:
+def resting(store: NvmeStore, *values: float) -> FileTensor:
     made = store.allocate(len(values), torch.float32, "a shard")
     made.write(torch.tensor(values))
     return made
@@ -119,7 +119,7 @@ class Counting(Fetcher):
 class Count(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
         if index == 2:  # the orders of forward and backward are known by then
-            self.fetcher = trainer.strategy.engine.homes.fetcher
+            self.fetcher = trainer.strategy.engine.tiers.fetcher
             self.fetcher.__class__ = Counting
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.files import FileSystem, amount
+from lightning_zero.storage.files import FileSystem, amount
 
 try:
     import fcntl

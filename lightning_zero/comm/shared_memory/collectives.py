@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Pending
 from lightning_zero.comm.groups import Groups, naming_failures
+from lightning_zero.comm.shared_memory.transport import Channel, Transfer, Transport
 from lightning_zero.comm.streams import Event
 from lightning_zero.comm.sums import RankOrderSum
-from lightning_zero.comm.transport import Channel, Transfer, Transport
 
 __all__ = ["SharedMemoryCollectives"]
 

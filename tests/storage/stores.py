@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_zero.offload.files import FileSystem
-from lightning_zero.offload.nvme import NvmeStore
+from lightning_zero.storage.files import FileSystem
+from lightning_zero.storage.nvme import NvmeStore
 
 CPU = torch.device("cpu")
 NAMES = {"direct": True, "buffered": False}

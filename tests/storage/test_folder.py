@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload import NvmeStore
-from lightning_zero.offload import folder as folders
-from lightning_zero.offload.files import FileSystem
-from lightning_zero.offload.folder import RunFolder, check_space, find_leftovers
+from lightning_zero.storage import NvmeStore
+from lightning_zero.storage import folder as folders
+from lightning_zero.storage.files import FileSystem
+from lightning_zero.storage.folder import RunFolder, check_space, find_leftovers
 from tests.helpers.world import run_world, subprocess_env
-from tests.offload.stores import CPU, Disk, io_threads, store
+from tests.storage.stores import CPU, Disk, io_threads, store
 
 GIB = 1 << 30
 
@@ -189,7 +189,7 @@ def test_a_store_that_is_forgotten_is_closed(tmp_path: Path) -> None:
 
 
 def _request(resting: torch.Tensor) -> object:
-    from lightning_zero.offload import Request
+    from lightning_zero.storage import Request
 
     return Request(resting.numel(), [(resting, True, True)])
 
@@ -198,7 +198,7 @@ def test_a_process_that_ends_removes_its_files(tmp_path: Path) -> None:
     """However it ends, short of being killed. Each end has a process of its own, forked from one that has imported."""
     script = f"""
 import os, signal, sys, torch
-from lightning_zero.offload import NvmeStore, Request
+from lightning_zero.storage import NvmeStore, Request
 
 ENDS = {{"return": lambda: None, "raise": lambda: 1 / 0, "exit": lambda: sys.exit(3),
         "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT)}}

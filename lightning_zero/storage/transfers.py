@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.storage.host import HostMemory
 
 __all__ = ["Copy", "Transfer", "Transfers"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.memory import PAGE_NBYTES, host_memory, view_of
+from lightning_zero.storage.host import PAGE_NBYTES, host_memory, view_of
 
 __all__ = ["CURE", "DataFile", "FileSystem", "amount"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_zero.offload.memory import PAGE_NBYTES
+from lightning_zero.storage.host import PAGE_NBYTES
 
 __all__ = ["BufferPool"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.offload.memory import HostMemory, padded_nbytes
-from lightning_zero.offload.resting import RestingTensor, fill_from
+from lightning_zero.storage.file_tensor import FileTensor, fill_from
+from lightning_zero.storage.host import HostMemory, padded_nbytes
 
 __all__ = ["Fetcher"]
 
@@ -86,7 +86,7 @@ class Fetcher:
             buffer.places[id(source)] = buffer.memory[start : start + nbytes].view(source.dtype)
             start += padded_nbytes(nbytes)
         targets = [(source, buffer.places[id(source)]) for source in wanted]
-        if not isinstance(wanted[0], RestingTensor):
+        if not isinstance(wanted[0], FileTensor):
             with untracked(), self._streams.transferring(buffer.event):
                 for source, place in targets:
                     place.copy_(source, non_blocking=True)
@@ -118,7 +118,7 @@ class Fetcher:
         buffer = next((buffer for buffer in self._buffers if id(source) in buffer.places), None)
         with untracked():
             if buffer is None:
-                if isinstance(source, RestingTensor):
+                if isinstance(source, FileTensor):
                     fill_from(destination, source)
                 else:
                     destination.copy_(source, non_blocking=True)
@@ -156,7 +156,7 @@ class Fetcher:
             self._reader = None
 
     def _is_far(self, source: Tensor) -> bool:
-        return isinstance(source, RestingTensor) or source.device != self._device
+        return isinstance(source, FileTensor) or source.device != self._device
 
     def _free_buffer(self, wanted: Sequence[Tensor]) -> _Buffer | None:
         """One that nothing is in which somebody may still ask for; ``None`` if there is none, or it is too small."""
@@ -166,7 +166,7 @@ class Fetcher:
         buffer = next((buffer for buffer in self._buffers if not buffer.places), None)
         if buffer is None and len(self._buffers) < self._count:
             nbytes = padded_nbytes(self._nbytes)
-            if isinstance(wanted[0], RestingTensor):
+            if isinstance(wanted[0], FileTensor):
                 memory = self._memory.allocate(nbytes, torch.uint8)
             else:
                 with untracked():

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, dtype
 
 from lightning_zero._torch import untracked
-from lightning_zero.offload.files import DataFile
-from lightning_zero.offload.memory import PAGE_NBYTES, bytes_of, padded_nbytes
+from lightning_zero.storage.files import DataFile
+from lightning_zero.storage.host import PAGE_NBYTES, bytes_of, padded_nbytes
 
 __all__ = ["Region", "Staging"]
 
