@@ -48,10 +48,10 @@ from lightning_zero.config import (
     validate_units,
 )
 from lightning_zero.debug import note_optimizers
-from lightning_zero.engine import BufferBroadcast, InitRecorder, ZeroEngine
-from lightning_zero.engine.activations import Activations
+from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine
 from lightning_zero.engine.full import give_back
 from lightning_zero.handover import own_engine, refuse_other_strategies
+from lightning_zero.init import InitRecorder
 from lightning_zero.offloading import make_tiers, offloaded_steps
 from lightning_zero.optim.allocation import ConstantState
 from lightning_zero.optim.set_up import agree_on_set_up

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_zero._torch import storage_key
+from lightning_zero._torch import current_graph_task, storage_key
+from lightning_zero.activations import Checkpointing, SavedOnHost
+from lightning_zero.activations.checkpointing import Gathered
 from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine.binding import get_data
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.recompute import Recomputation
 from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.saved import SavedOnHost
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.plan.recomputed import find_recomputed
 
@@ -37,13 +39,13 @@ class Activations:
 
     def __init__(self, engine: ZeroEngine, policy: ActivationPolicy, units: Sequence[str] | None = None) -> None:
         self._engine = engine
-        self._recomputation: Recomputation | None = None
+        self._checkpointing: Checkpointing | None = None
         self._saved: SavedOnHost | None = None
         self._standing: frozenset[int] = frozenset()
         if policy.checkpointing is not None:
             names = find_recomputed(engine.module, policy.checkpointing, units)
             modules = dict(engine.module.named_modules())
-            self._recomputation = Recomputation(engine, {name: modules[name] for name in names})
+            self._checkpointing = Checkpointing({name: modules[name] for name in names}, self._gathered)
         if policy.offload:
             self._saved = SavedOnHost(engine.device, policy.min_kib * 1024, self._stays)
 
@@ -69,8 +71,8 @@ class Activations:
 
     def detach(self) -> None:
         """Give modules their own forwards back, and free the host memory. Once is enough, twice does no harm."""
-        if self._recomputation is not None:
-            self._recomputation.detach()
+        if self._checkpointing is not None:
+            self._checkpointing.detach()
         if self._saved is not None:
             self._saved.release()
 
@@ -85,3 +87,34 @@ class Activations:
 
     def _stays(self, key: int) -> bool:
         return key in self._standing
+
+    def _gathered(self, module: nn.Module) -> Gathered:
+        """What makes the weights whole that a module's forward finds in place: of all units but those that its own
+        submodules bring."""
+        engine = self._engine
+        modules = dict(engine.module.named_modules())
+        inside = set(module.modules()) - {module}
+        needed = set(module.parameters())
+        units = [
+            unit
+            for unit in engine.units
+            if isinstance(unit, ShardedUnit)
+            and any(parameter in needed for flat in unit.flats for parameter in flat.parameters)
+        ]
+        outside = [unit for unit in units if modules[unit.plan.module] not in inside]
+
+        @contextmanager
+        def gathered(again: bool) -> Iterator[None]:
+            if again and units and current_graph_task() != -1:
+                engine.begin_backward()
+            with ExitStack() as stack:
+                for unit in outside:
+                    engine.before_unit_forward(unit)
+                    stack.push(functools.partial(_leave, engine, unit))
+                yield
+
+        return gathered
+
+
+def _leave(engine: ZeroEngine, unit: ShardedUnit, kind: Any, error: Any, trace: Any) -> None:
+    engine.after_unit_forward(unit, None, failed=error is not None)

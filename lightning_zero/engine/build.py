@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.engine.bucket import GradientBucket
-from lightning_zero.engine.deferred import InitRecord
 from lightning_zero.engine.flat import FlatParameters, ParameterShard, views_of
 from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.ranges import flat_range
@@ -24,6 +23,7 @@ from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.slots import Slot
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
+from lightning_zero.init import InitRecord
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, UnitPlan, ZeroPlan, staging_nbytes
 from lightning_zero.storage.tiers import MemoryTiers
 

@@ -32,7 +32,6 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, place_buffers
 from lightning_zero.engine.calls import ForwardCall, hook_outputs, refuse_double_backward
-from lightning_zero.engine.deferred import InitRecord
 from lightning_zero.engine.events import Phase, Span, Spans
 from lightning_zero.engine.flat import ParameterShard
 from lightning_zero.engine.hooks import EngineHooks
@@ -46,6 +45,7 @@ from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.watch import ParameterWatch
 from lightning_zero.errors import OffloadError
+from lightning_zero.init import InitRecord
 from lightning_zero.plan import FETCH_UNITS, ZeroPlan, fetch_nbytes
 from lightning_zero.storage.tiers import MemoryTiers
 

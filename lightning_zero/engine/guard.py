@@ -30,9 +30,9 @@ from lightning_zero._torch import (
     storage_key,
     top_saved_tensor_hooks,
 )
+from lightning_zero.activations.versions import check_version
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.slots import Slot
-from lightning_zero.engine.version_check import check_version
 
 __all__ = ["SavedTensorGuard"]
 

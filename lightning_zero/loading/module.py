@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor
-from lightning_zero.engine import InitRecord, InitRecorder
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
+from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.loading.hparams import choose_hparams, instantiate
 from lightning_zero.loading.names import under_own_names
 from lightning_zero.loading.opened import left_out_of, open_here, weights_of

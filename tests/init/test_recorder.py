@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero.engine.deferred import InitRecord, InitRecorder, has_meta
 from lightning_zero.errors import MaterialiseError
+from lightning_zero.init import InitRecord, InitRecorder, has_meta
 
 Build = Callable[[], nn.Module]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.object_states import HeldTensor, ObjectStates
+from lightning_zero.activations.object_states import HeldTensor, ObjectStates
 
 
 def refuse(held: HeldTensor) -> None:

@@ -40,9 +40,9 @@ from lightning_zero._torch import (
     untracked,
     version_probe,
 )
+from lightning_zero.activations.versions import check_version
 from lightning_zero.comm import Streams
 from lightning_zero.comm.streams import Event
-from lightning_zero.engine.version_check import check_version
 from lightning_zero.storage.host import HostBuffer, HostBuffers
 
 __all__ = ["SavedOnHost"]

@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero._torch import WeakStorage, storage_key, top_saved_tensor_hooks
-from lightning_zero.engine.saved import SavedOnHost
+from lightning_zero.activations.offload import SavedOnHost
 from lightning_zero.storage.host import HostBuffers
 
 CPU = torch.device("cpu")

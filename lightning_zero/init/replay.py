@@ -1,4 +1,4 @@
-"""One recorded operation and the memory it is replayed in. ``deferred.py`` decides what is recorded and replayed."""
+"""One recorded operation and the memory it is replayed in. ``recorder.py`` decides what is recorded and replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was done to meta tensors, and what of it a given tensor's values depend on. See ``deferred.py``."""
+"""What was done to meta tensors, and what of it a given tensor's values depend on. See ``recorder.py``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_zero._torch import storage_key, untracked
-from lightning_zero.engine.replay import GENERATOR, META, Operation, Storage, Window, leaves, map_leaves, run_real
 from lightning_zero.errors import MaterialiseError
+from lightning_zero.init.replay import GENERATOR, META, Operation, Storage, Window, leaves, map_leaves, run_real
 
 __all__ = ["ON_THE_CPU", "InitRecord"]
 

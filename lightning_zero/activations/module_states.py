@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.engine.object_states import HeldTensor, ObjectStates
+from lightning_zero.activations.object_states import HeldTensor, ObjectStates
 
 __all__ = ["ModuleStates", "StateWatch"]
 

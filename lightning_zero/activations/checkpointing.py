@@ -20,8 +20,8 @@ import copy
 import functools
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,29 +29,31 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero._torch import current_graph_task, disable_dynamo
-from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.module_states import ModuleStates, StateWatch
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.version_check import VersionCheck
+from lightning_zero._torch import disable_dynamo
+from lightning_zero.activations.module_states import ModuleStates, StateWatch
+from lightning_zero.activations.versions import VersionCheck
 
-__all__ = ["Recomputation"]
+__all__ = ["Checkpointing", "Gathered"]
+
+Gathered = Callable[[bool], AbstractContextManager[None]]
+"""Makes the weights that a forward reads whole, with the engine's guard inside of torch's hooks, as long as the context
+lasts. It is told whether the forward runs again."""
 
 
-class Recomputation:
+class Checkpointing:
     """Runs some modules' forwards again in backward, whenever they are called with gradients enabled.
 
     Args:
-        engine: of the root module.
         modules: which modules, by name.
+        gathered: gives what makes the weights of a module's forward whole.
     """
 
-    def __init__(self, engine: ZeroEngine, modules: dict[str, nn.Module]) -> None:
+    def __init__(self, modules: dict[str, nn.Module], gathered: Callable[[nn.Module], Gathered]) -> None:
         self._wrapped: list[_RecomputedForward] = []
         check = VersionCheck()
         try:
             for name, module in modules.items():
-                self._wrapped.append(_RecomputedForward(engine, name, module, check))
+                self._wrapped.append(_RecomputedForward(name, module, gathered(module), check))
         except BaseException:
             self.detach()
             raise
@@ -67,22 +69,21 @@ class _RecomputedForward:
     """Stands in a module's ``forward``, or in what ``module.compile()`` put in front of it.
 
     Args:
-        engine: of the root module.
         name: of the module, for people.
         module: whose forward.
+        gathered: makes its weights whole.
         check: looks at in-place changes in the first forward.
     """
 
-    def __init__(self, engine: ZeroEngine, name: str, module: nn.Module, check: VersionCheck) -> None:
+    def __init__(self, name: str, module: nn.Module, gathered: Gathered, check: VersionCheck) -> None:
         # What is compiled must be run again compiled: it saves other tensors than the same code does uncompiled.
         self._key = "forward" if vars(module).get("_compiled_call_impl") is None else "_compiled_call_impl"
         self._before = vars(module).get(self._key)
         self._module = module
-        self.engine = engine
         self.name = name
+        self.gathered = gathered
         self.check = check
         self.forward: Callable[..., Any] = getattr(module, self._key)
-        self.units, self.gathers = _units_for(engine, module)
         self.parameters = tuple(module.parameters())
         self.states = StateWatch(name, module)
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # that may be repeated
@@ -176,7 +177,7 @@ class _Call:
             return self._repeat(leaves)
         # The caller's own containers: the forward may write to them.
         (args, kwargs), self._given = self._given, None
-        with self._wrapped.check.checking(), self._whole():
+        with self._wrapped.check.checking(), self._wrapped.gathered(False):
             output = self._wrapped.forward(*args, **kwargs)
         self._versions = self._wrapped.versions()
         self._states.settle()
@@ -201,42 +202,11 @@ class _Call:
                 f"The weights of '{wrapped.name}' were changed (by an optimizer step) between this forward and its "
                 "backward, so the gradients would be wrong. Run forward again after the step, or step later."
             )
-        if wrapped.gathers and current_graph_task() != -1:
-            wrapped.engine.begin_backward()
         args, kwargs = tree_unflatten([leaves[place] for place in self._places], self._spec)
         state = random.getstate()
-        with self._states.shown(), self._whole():
+        with self._states.shown(), wrapped.gathered(True):
             random.setstate(self._random)
             try:
                 return wrapped.forward(*args, **kwargs)
             finally:
                 random.setstate(state)
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """The weights that the forward reads are there, and the guard is inside of torch's hooks."""
-        engine = self._wrapped.engine
-        with ExitStack() as stack:
-            for unit in self._wrapped.units:
-                engine.before_unit_forward(unit)
-                stack.push(functools.partial(_leave, engine, unit))
-            yield
-
-
-def _leave(engine: ZeroEngine, unit: ShardedUnit, kind: Any, error: Any, trace: Any) -> None:
-    engine.after_unit_forward(unit, None, failed=error is not None)
-
-
-def _units_for(engine: ZeroEngine, module: nn.Module) -> tuple[tuple[ShardedUnit, ...], bool]:
-    """The units whose parameters a module's forward finds in place, all but those that its own submodules bring; and
-    whether it needs any unit, of either kind."""
-    modules = dict(engine.module.named_modules())
-    inside = set(module.modules()) - {module}
-    needed = set(module.parameters())
-    units = tuple(
-        unit
-        for unit in engine.units
-        if isinstance(unit, ShardedUnit)
-        and any(parameter in needed for flat in unit.flats for parameter in flat.parameters)
-    )
-    return tuple(unit for unit in units if modules[unit.plan.module] not in inside), bool(units)
