@@ -12,7 +12,7 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.checksum import fingerprint
 from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.engine.sliced_values import state_of
-from lightning_zero.optim.owned import OwnedParameter
+from lightning_zero.optim.groups import OwnedParameter
 
 __all__ = ["StateSlices"]
 

@@ -53,9 +53,9 @@ from lightning_zero.engine.full import give_back
 from lightning_zero.handover import own_engine, refuse_other_strategies
 from lightning_zero.init import InitRecorder
 from lightning_zero.offloading import make_tiers, offloaded_steps
-from lightning_zero.optim.allocation import ConstantState
-from lightning_zero.optim.set_up import agree_on_set_up
+from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.optim.state import ConstantState
 from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory, warn_of_views
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.refusals import refuse_callbacks

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step, untracked
-from lightning_zero.optim.owned import OwnedParameter
-from lightning_zero.optim.slices import covers
+from lightning_zero.optim.groups import OwnedParameter
+from lightning_zero.optim.state import covers
 
 __all__ = ["BUNDLE_NUMEL", "SMALL_NUMEL", "Bundles"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
-from lightning_zero.optim.comparison import NOT_OPTIONS, agree_on_step, described, number_of
+from lightning_zero.optim.agreement import NOT_OPTIONS, agree_on_step, described, number_of
 
 __all__ = ["Fingerprint"]
 

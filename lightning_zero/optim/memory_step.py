@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.optim.bare import BareStep
-from lightning_zero.optim.owned import OwnedParameter
+from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.pieces import Member, Piece, PieceByPiece
-from lightning_zero.optim.regions import Kind
 from lightning_zero.optim.runs import Runs
-from lightning_zero.optim.slices import covers
+from lightning_zero.optim.state import Kind, covers
 
 __all__ = ["MemoryStep"]
 

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import Tier
 from lightning_zero.optim.bare import BareStep, threads
+from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.memory_step import MemoryStep
-from lightning_zero.optim.owned import OwnedParameter
 from lightning_zero.optim.pieces import Member, members_of
-from lightning_zero.optim.regions import StateRegions
+from lightning_zero.optim.state import StateRegions
 from lightning_zero.optim.steps import OffloadedSteps
 from lightning_zero.optim.windows import WindowedStep
 

@@ -27,9 +27,8 @@ from torch.optim import Optimizer
 from lightning_zero._torch import untracked
 from lightning_zero.config import Tier
 from lightning_zero.optim.bare import BareStep
-from lightning_zero.optim.owned import OwnedParameter
-from lightning_zero.optim.regions import Kind
-from lightning_zero.optim.slices import copied, covers
+from lightning_zero.optim.groups import OwnedParameter
+from lightning_zero.optim.state import Kind, copied, covers
 
 __all__ = ["Member", "Piece", "PieceByPiece", "Place", "members_of"]
 

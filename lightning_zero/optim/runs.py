@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import untracked
 from lightning_zero.optim.pieces import Member
-from lightning_zero.optim.slices import copied, covers
+from lightning_zero.optim.state import copied, covers
 from lightning_zero.plan import ALIGNMENT
 
 __all__ = ["Run", "Runs"]

@@ -26,19 +26,13 @@ from lightning_zero.comm import Collectives
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.optim.bundles import Bundles
 from lightning_zero.optim.fingerprint import Fingerprint
-from lightning_zero.optim.groups import ParamGroups, restore_options
-from lightning_zero.optim.hidden import HiddenGradients
-from lightning_zero.optim.homes import StateHomes
-from lightning_zero.optim.innermost import InnermostHooks
+from lightning_zero.optim.groups import BeforeStep, Flat, OwnedParameter, ParamGroups, Shard, restore_options
 from lightning_zero.optim.kept import Kept, holds, kept_of
 from lightning_zero.optim.offloaded import OffloadedSteps, OffloadedUpdate
-from lightning_zero.optim.outermost import OutermostStep
-from lightning_zero.optim.owned import BeforeStep, Flat, OwnedParameter, Shard
-from lightning_zero.optim.regions import StateRegions
-from lightning_zero.optim.rules import check_offloadable, optimizer_rule
+from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
 from lightning_zero.optim.shown import Slices
-from lightning_zero.optim.slices import SCALARS, copied, covers
-from lightning_zero.optim.trial import try_in_parts
+from lightning_zero.optim.state import SCALARS, StateHomes, StateRegions, copied, covers
+from lightning_zero.optim.step_hooks import HiddenGradients, InnermostHooks, OutermostStep
 from lightning_zero.optim.view import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
 

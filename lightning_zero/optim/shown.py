@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedOptimizerError
-from lightning_zero.optim.owned import OwnedParameter
-from lightning_zero.optim.slices import copied, covers
+from lightning_zero.optim.groups import OwnedParameter
+from lightning_zero.optim.state import copied, covers
 
 __all__ = ["ParameterState", "ShownState", "Slices"]
 

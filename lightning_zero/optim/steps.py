@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_zero.optim.owned import Flat
+from lightning_zero.optim.groups import Flat
 from lightning_zero.storage.nvme import NvmeStore
 from lightning_zero.storage.pipeline import Waitable
 

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import UnsupportedOptimizerError
-from lightning_zero.optim.homes import StateHomes
-from lightning_zero.optim.owned import OwnedParameter
+from lightning_zero.optim.groups import OwnedParameter, Targets
 from lightning_zero.optim.shown import ShownState, Slices
-from lightning_zero.optim.slices import copied
-from lightning_zero.optim.targets import Targets
+from lightning_zero.optim.state import StateHomes, copied
 from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["OptimizerView"]

@@ -12,6 +12,7 @@ fewer parameters than ranks some ranks own none.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,49 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives
-from lightning_zero.optim.owned import OwnedParameter
-from lightning_zero.optim.owners import ROUND_NBYTES, Piece, WholeEntry, deal_out, plan_rounds
+from lightning_zero.optim.groups import OwnedParameter
+from lightning_zero.plan.owners import ROUND_NBYTES, Piece, deal_out, plan_rounds
 
 __all__ = ["WholeEntry", "WholeParameters", "WholeState", "whole_entries"]
+
+
+@dataclass(frozen=True)
+class WholeEntry:
+    """One parameter, as all ranks together hold it.
+
+    Args:
+        name: for messages.
+        shape: full shape.
+        dtype: of the master, hence of the whole parameter and of its gradient.
+        shard: 1-D, this rank's slice of the master. Read by ``load`` and written by ``publish``.
+        ranges: for every rank the first element of the flattened parameter it holds, and how many; the same on all
+            ranks.
+
+    Raises:
+        ValueError: if the ranges do not tile the parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shard: Tensor
+    ranges: Sequence[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for start, numel in sorted(part for part in self.ranges if part[1]):
+            if start != end:
+                break
+            end += numel
+        if end != self.numel:
+            raise ValueError(
+                f"The ranks' ranges of '{self.name}' do not tile its {self.numel} elements: {self.ranges}."
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
 
 
 def whole_entries(entries: Sequence[OwnedParameter], world_size: int) -> list[WholeEntry]:
@@ -110,13 +150,8 @@ class WholeParameters:
         self._to_holders([_flat(whole) for whole in self._whole], shards, self._dtypes, "updated parameters")
 
     def collect_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Set ``.grad`` of the whole parameters.
-
-        Args:
-            gradients: per entry 1-D, this rank's slice; ``None`` where no rank has a gradient (the same entries on
-                every rank, also on ranks that hold nothing of them). Cast to the entry's dtype.
-
-        Collective: every rank.
+        """Set ``.grad`` of the whole parameters from this rank's 1-D slices; ``None`` where no rank has a gradient: the
+        same entries on every rank, also on ranks that hold nothing of them. Collective: every rank.
         """
         dtypes = [None if g is None else entry.dtype for g, entry in zip(gradients, self._entries, strict=True)]
         received = self._collect(gradients, dtypes, "gradients")
@@ -214,10 +249,7 @@ class WholeParameters:
     def state_from_slices(self, states: Sequence[WholeState]) -> list[dict[str, Any] | None]:
         """The way back, for ``optimizer.state[whole(i)]``: ``None`` where this rank does not own the entry.
 
-        Args:
-            states: per entry; the same keys and dtypes on every rank.
-
-        Collective: every rank.
+        The keys and dtypes of each entry are the same on every rank. Collective: every rank.
         """
         result: list[dict[str, Any] | None] = []
         for whole, state in zip(self._whole, states, strict=True):

@@ -25,10 +25,9 @@ from torch.optim import Optimizer
 from lightning_zero._torch import untracked
 from lightning_zero.config import Tier
 from lightning_zero.optim.bare import BareStep
-from lightning_zero.optim.owned import Flat, OwnedParameter
+from lightning_zero.optim.groups import Flat, OwnedParameter
 from lightning_zero.optim.pieces import Member, Piece, PieceByPiece, members_of
-from lightning_zero.optim.regions import Kind, StateRegions
-from lightning_zero.optim.slices import covers
+from lightning_zero.optim.state import Kind, StateRegions, covers
 from lightning_zero.optim.steps import OffloadedSteps
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.nvme import WINDOW_ALIGNMENT

@@ -26,6 +26,7 @@ from lightning_zero.config import Tier
 from lightning_zero.plan.flat import FlatLayout, ParameterSpec
 from lightning_zero.plan.memory import Memory, whole_nbytes
 from lightning_zero.plan.optimizers import OptimizerCost
+from lightning_zero.plan.owners import ROUND_NBYTES
 
 if TYPE_CHECKING:
     from lightning_zero.plan.plan import ZeroPlan
@@ -35,9 +36,6 @@ SMALL_NUMEL = 4_096
 
 BUNDLE_NUMEL = 65_536
 """Elements that are put together at most."""
-
-ROUND_NBYTES = 64 * 2**20
-"""Bytes of whole parameters that are sent at a time, and as many that are received; see optim/owners.py."""
 
 __all__ = ["at_peak", "raw_gradient_nbytes"]
 

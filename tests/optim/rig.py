@@ -14,7 +14,7 @@ from lightning_zero.config import Tier
 from lightning_zero.engine.flat import FlatParameters
 from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.errors import OffloadError
-from lightning_zero.optim.owned import Flat, OwnedParameter
+from lightning_zero.optim.groups import Flat, OwnedParameter
 from lightning_zero.optim.sharded import OffloadedSteps, ShardedOptimizer
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
 from lightning_zero.storage.file_tensor import FileTensor, fill_from

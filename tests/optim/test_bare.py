@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step
 from lightning_zero.optim.bare import BareStep
-from lightning_zero.optim.probe import probe_state
+from lightning_zero.optim.state import probe_state
 from tests.optim.test_optimizers import ELEMENTWISE, FUSED
 
 optim = torch.optim

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.optim.innermost import InnermostHooks
+from lightning_zero.optim.step_hooks import InnermostHooks
 
 
 def sgd() -> Optimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_zero.optim.outermost import OutermostStep
+from lightning_zero.optim.step_hooks import OutermostStep
 
 
 def step(steps: OutermostStep, *inner: bool) -> list[bool]:

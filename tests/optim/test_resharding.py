@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from lightning_zero.comm import Groups, Streams, choose_collectives
 from lightning_zero.config import Tier
 from lightning_zero.engine.flat import FlatParameters
-from lightning_zero.optim.owned import OwnedParameter
-from lightning_zero.optim.resharding import resharded
+from lightning_zero.optim.groups import OwnedParameter
+from lightning_zero.optim.kept import resharded
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
 from tests.helpers.world import run_world

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
 from lightning_zero.errors import UnsupportedOptimizerError
-from lightning_zero.optim.trial import try_in_parts
+from lightning_zero.optim.rules import try_in_parts
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 

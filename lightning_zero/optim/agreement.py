@@ -15,13 +15,16 @@ from itertools import chain
 from numbers import Real
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import DivergenceError, some
+from lightning_zero.optim.groups import OwnedParameter, ParamGroups
+from lightning_zero.optim.kept import kept_of
 
-__all__ = ["NOT_OPTIONS", "Description", "agree_on_optimizers", "agree_on_step", "described", "number_of"]
+__all__ = ["NOT_OPTIONS", "agree_on_set_up", "agree_on_step", "described", "number_of"]
+
 
 _SHOWN = 5
 NOT_OPTIONS = ("params", "param_names")
@@ -283,3 +286,36 @@ def _scheduler(settings: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> 
                 if key in attributes and key not in ("optimizer", "last_epoch", "verbose"):
                     known.setdefault(key, _plain(attributes[key]))
     return known
+
+
+def agree_on_set_up(
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[Mapping[str, Any]],
+    owned: Mapping[nn.Parameter, OwnedParameter],
+    control: ControlGroup,
+) -> list[str]:
+    """Compare optimizers and schedulers of all ranks. Groups hold the user's parameters from now on.
+
+    Args:
+        optimizers: the user's.
+        schedulers: settings of each scheduler, with the scheduler itself under ``"scheduler"``.
+        owned: the engine's parameters by the user's.
+        control: the ranks.
+
+    Returns:
+        How messages name each optimizer, the same on every rank.
+
+    Raises:
+        DivergenceError: on every rank, naming ranks, optimizer, param group, option or parameter, and the values.
+
+    Collective: every rank.
+    """
+    names = [type(optimizer).__name__ for optimizer in optimizers]
+    labels = [name if len(names) == 1 else f"{name} {index}" for index, name in enumerate(names)]
+    descriptions = []
+    for optimizer, label in zip(optimizers, labels, strict=True):
+        used = kept_of(optimizer) is not None
+        members = ParamGroups(optimizer, label, owned).names()
+        descriptions.append(described(optimizer, label, members, used))
+    agree_on_optimizers(control, descriptions, schedulers, optimizers)
+    return labels

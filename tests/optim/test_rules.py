@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
-from lightning_zero.optim.closures import demands_closure, naming_closures
+from lightning_zero.optim.rules import demands_closure, naming_closures
 
 KNOWN = [
     cls
