@@ -8,9 +8,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 
 from lightning_zero.engine import ZeroEngine, engine_of
-from lightning_zero.engine.binding import is_absent
 from lightning_zero.engine.full import give_back
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.shards.binding import is_absent
 
 __all__ = ["own_engine", "refuse_other_strategies"]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_zero.comm import ControlGroup, Streams
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.engine.flat import FlatParameters
 from lightning_zero.optim.groups import Flat
 from lightning_zero.optim.offloaded import OffloadedSteps
 from lightning_zero.plan import ZeroPlan
+from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.files import FileSystem
 from lightning_zero.storage.nvme import NvmeStore
 from lightning_zero.storage.tiers import MemoryTiers

@@ -9,10 +9,10 @@ from weakref import ref
 from torch import Tensor
 
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.engine.checksum import fingerprint
-from lightning_zero.engine.sliced_tensor import SlicedTensor
-from lightning_zero.engine.sliced_values import state_of
 from lightning_zero.optim.groups import OwnedParameter
+from lightning_zero.shards.elements import fingerprint
+from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.shards.sliced_values import state_of
 
 __all__ = ["StateSlices"]
 

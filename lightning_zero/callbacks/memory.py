@@ -11,9 +11,9 @@ import torch
 
 from lightning_zero.callbacks.steps import StepMonitor, log, logging_step, strategy_of
 from lightning_zero.comm import GlooCollectives
+from lightning_zero.debug import Beside, MemoryStats, memory_stats
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
-from lightning_zero.engine.holdings import Beside, Holdings, holdings
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.plan import DiskBytes, HostBytes, Memory, OptimizerCost
 from lightning_zero.plan.report import format_nbytes
@@ -72,7 +72,7 @@ class MemoryMonitor(StepMonitor):
         super().__init__(every_n_steps, summary)
         self._watermark: _Watermark | None = None
         self._expected: _Expected | None = None
-        self._held: Holdings | None = None
+        self._held: MemoryStats | None = None
         self._beside = 0
         self._process: dict[str, int] = {}
 
@@ -102,7 +102,7 @@ class MemoryMonitor(StepMonitor):
         beside = self._watermark.nbytes
         self.detach(engine)
         adapters = map(strategy_of(trainer).adapter, trainer.optimizers)
-        self._held = holdings(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
+        self._held = memory_stats(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
         self._beside = max(self._beside, beside)
         self._process = process_nbytes(engine.device)
         log(trainer, self._metrics(beside), logging_step(trainer))

@@ -1,4 +1,4 @@
-"""The engine's side of what user code does to parameters and gradients: ``engine/binding.py`` sees it and asks here."""
+"""The engine's side of what user code does to parameters and gradients: ``shards/binding.py`` sees it and asks here."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from weakref import proxy
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.engine.binding import Binding, get_data, is_absent
+from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import copy_slice
 from lightning_zero.engine.gradients import UserGradients
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.sliced_tensor import SlicedTensor
-from lightning_zero.engine.sliced_values import values_of
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.shards.binding import Binding, get_data, is_absent
+from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.shards.sliced_values import values_of
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["ParameterAccess"]
+import torch
+
+from lightning_zero.shards.flat import FlatParameters
+
+__all__ = ["ParameterAccess", "ParameterWatch"]
 
 
 class ParameterAccess:
@@ -36,7 +42,7 @@ class ParameterAccess:
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine: ZeroEngine = proxy(engine)
-        self.writes = Writes()
+        self.writes = ExternalWrites()
         self.stepping: Callable[[], bool] | None = None
         """Tells whether an optimizer step is what called; ``None`` while there is none."""
         self.check_trainer: Callable[[nn.Module], object] = lambda module: None
@@ -141,7 +147,7 @@ class ParameterAccess:
 
         def editable() -> bool:
             """Whether nobody gathers the values, or has saved any, or shows them."""
-            if engine.computes and (engine.in_backward or engine._residency.gathered or sharded.resident):
+            if engine.computes and (engine.in_backward or engine._schedule.gathered or sharded.resident):
                 return False
             return not (binding.held or sharded.outstanding or engine.updating)
 
@@ -190,7 +196,7 @@ class ParameterAccess:
         stepped, self.stepping = self.stepping is not None, None
         for unit in self._plain if stepped else ():
             if unit.written and not unit.held:
-                writes = Writes()
+                writes = ExternalWrites()
                 if unit.note_written(writes):
                     raise _in_step(writes.first)
 
@@ -342,3 +348,65 @@ def _range(value: Tensor) -> tuple[int, int]:
     with untracked():
         steps = ((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
         return value.data_ptr(), value.data_ptr() + (1 + sum(steps)) * value.element_size()
+
+
+class ParameterWatch:
+    """Checks that the user's parameters are used as the plan says.
+
+    Args:
+        module: the user's module.
+        names: name of each parameter of the engine.
+        flats: all of the engine.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Mapping[nn.Parameter, str],
+        flats: Sequence[FlatParameters],
+    ) -> None:
+        self._module = module
+        self._names = names
+        self._frozen = [p for flat in flats if not flat.layout.trainable for p in flat.parameters]
+        self._owners: dict[int, list[tuple[Mapping[str, Any], str, nn.Parameter]]] = {}
+
+    def check_identity(self, unit: ShardedUnit) -> None:
+        """Raise if a parameter object of a unit was replaced since set-up.
+
+        Raises:
+            ParameterAccessError: naming the parameter.
+        """
+        owners = self._owners.get(unit.index)
+        if owners is None:
+            owners = self._owners[unit.index] = self._find_owners(unit)
+        for owner, key, parameter in owners:
+            if owner["_parameters"].get(key) is not parameter:
+                raise ParameterAccessError(
+                    f"Parameter '{self._names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
+                    "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "
+                    "weight). Change its values inside `with lightning_zero.full_parameters(module):` instead."
+                )
+
+    def check_trainable(self) -> None:
+        """Raise if a parameter was thawed since set-up: its gradients would stay local and never be used.
+
+        Raises:
+            ParameterAccessError: naming the parameter.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # absent parameters would be asked one by one
+            thawed = next((parameter for parameter in self._frozen if parameter.requires_grad), None)
+        if thawed is not None:
+            raise ParameterAccessError(
+                f"Parameter '{self._names[thawed]}' was frozen at set-up and is trainable now. Gradient memory "
+                "is laid out at set-up: leave it trainable from the start (keep it out of the optimizer, or set "
+                "its learning rate to 0 until it is to move), or start a new fit after unfreezing."
+            )
+
+    def _find_owners(self, unit: ShardedUnit) -> list[tuple[Mapping[str, Any], str, nn.Parameter]]:
+        owners: list[tuple[Mapping[str, Any], str, nn.Parameter]] = []
+        for flat in unit.flats:
+            for spec, parameter in zip(flat.layout.parameters, flat.parameters, strict=True):
+                for name in (spec.name, *spec.aliases):
+                    prefix, _, key = name.rpartition(".")
+                    owners.append((vars(self._module.get_submodule(prefix)), key, parameter))
+        return owners

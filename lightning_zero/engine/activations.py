@@ -13,11 +13,11 @@ from lightning_zero._torch import current_graph_task, storage_key
 from lightning_zero.activations import Checkpointing, SavedOnHost
 from lightning_zero.activations.checkpointing import Gathered
 from lightning_zero.config import ActivationPolicy
-from lightning_zero.engine.binding import get_data
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.plan.recomputed import find_recomputed
+from lightning_zero.shards.binding import get_data
 
 __all__ = ["Activations"]
 

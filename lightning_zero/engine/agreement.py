@@ -1,7 +1,12 @@
-"""Rounds in which the ranks tell each other what they are doing.
+"""Rounds in which the ranks tell each other what they are doing, and what user code wrote.
 
 All messages of an engine have one length, so that two ranks in different places of the program still understand each
 other: the first number names the place, and a mismatch becomes an error on every rank instead of a hang.
+
+[Note: external writes]
+Under plain data parallelism a rank that writes something else than the others goes on with a model of its own. Shards
+make one model, of which every rank holds a part, so there it would be a mixture that no rank meant. What user code
+writes is noted as a number that depends on every bit, and compared in an agreement that the ranks make anyway.
 """
 
 from __future__ import annotations
@@ -9,11 +14,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.errors import DivergenceError
+from lightning_zero.shards.elements import checksum
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "ExternalWrites"]
 
 
 class Agreement:
@@ -63,3 +71,85 @@ class Agreement:
                 "depends on the rank's data and calls backward or the model another number of times."
             )
         return [row[1:] for row in rows]
+
+
+_REMEMBERED = 4096
+
+
+class ExternalWrites:
+    """The writes of one rank since the ranks last compared."""
+
+    def __init__(self) -> None:
+        self._digest = 0
+        self.cleared = 0
+        """A number for the averaged gradients that ``zero_grad`` has cleared: not noted, since every step does so."""
+        self._notes: list[tuple[str, int]] = []
+
+    @property
+    def digest(self) -> int:
+        """A number for all of it; 0 if nothing was written."""
+        return zlib.crc32(f"{self._digest} {self.cleared}".encode()) or 1 if self._digest or self.cleared else 0
+
+    def note(self, what: str, value: Tensor | int) -> None:
+        """Note one write.
+
+        Args:
+            what: to which parameter or gradient, in words that mean the same on every rank.
+            value: all of what is there now, or a number that tells it from others.
+        """
+        number = checksum(value) if isinstance(value, Tensor) else value
+        self._digest = zlib.crc32(f"{self._digest} {what} {number}".encode()) or 1
+        if len(self._notes) < _REMEMBERED:
+            self._notes.append((what, number))
+
+    @property
+    def first(self) -> str:
+        """What was written to first; something was."""
+        return self._notes[0][0]
+
+    def forget(self) -> None:
+        """The ranks have compared, or the step was given up."""
+        self._digest = self.cleared = 0
+        self._notes.clear()
+
+    def compare(self, digests: list[int], control: ControlGroup) -> None:
+        """Go on if all ranks wrote the same.
+
+        Args:
+            digests: of every rank, by rank; the same list on every rank.
+            control: the ranks.
+
+        Raises:
+            DivergenceError: on every rank, naming the first difference.
+
+        Collective: every rank.
+        """
+        if not any(digests):
+            return
+        if digests.count(digests[0]) < len(digests):
+            rows = control.gather_objects((self._notes, self.cleared))
+            notes = [row for row, _ in rows]
+            if all(note == notes[0] for note in notes):
+                notes = [[("None to gradients, in zero_grad", number)] for _, number in rows]
+            self.forget()
+            raise DivergenceError(_difference(notes, digests))
+        self.forget()
+
+
+def _difference(notes: list[list[tuple[str, int]]], digests: list[int]) -> str:
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    pairs = zip(notes[0], notes[other], strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(notes[0]), len(notes[other])))
+    wrote = [f"rank {rank} {_said(notes[rank], place)}" for rank in (0, other)]
+    return (
+        f"The ranks wrote different things: {wrote[0]}, {wrote[1]}. Parameters and averaged gradients are one for all "
+        "ranks, of which each holds a part. Write the same on every rank: seed random numbers alike, reduce what a "
+        "write depends on over the ranks (`self.all_gather`, `sync_dist=True`), and do not ask for the rank before it."
+    )
+
+
+def _said(notes: list[tuple[str, int]], place: int) -> str:
+    if place >= len(notes):
+        return "wrote nothing more" if notes else "wrote nothing"
+    what, number = notes[place]
+    return f"wrote {what} (values {number & 0xFFFFFFFF:08x})"

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from lightning_zero._torch import untracked, watched
 from lightning_zero.comm import Collectives, Pending
-from lightning_zero.engine.flat import FlatParameters, cut, views_of
 from lightning_zero.engine.unit import Unit
 from lightning_zero.plan import FlatLayout
+from lightning_zero.shards.flat import FlatParameters, cut, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["GradientBucket"]
 
 _STRIDED = torch.strided
-_get_gradient: Any = getattr(Tensor.grad, "__get__")  # noqa: B009 - past what user code sees: ``engine/binding.py``
+_get_gradient: Any = getattr(Tensor.grad, "__get__")  # noqa: B009 - past what user code sees: ``shards/binding.py``
 _set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009
 
 

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.engine.bucket import GradientBucket
-from lightning_zero.engine.flat import FlatParameters, ParameterShard, views_of
-from lightning_zero.engine.placeholder import Placeholders
-from lightning_zero.engine.ranges import flat_range
 from lightning_zero.engine.reducer import GradientReducer
 from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.slots import Slot
+from lightning_zero.engine.sharded import ShardedUnit, Slot
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.init import InitRecord
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, UnitPlan, ZeroPlan, staging_nbytes
+from lightning_zero.shards.elements import flat_range
+from lightning_zero.shards.flat import FlatParameters, ParameterShard, views_of
+from lightning_zero.shards.placeholder import Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["UnitBuilder", "as_bytes", "build_reducer", "check_materialisable", "copy_slice", "place_buffers"]

@@ -27,26 +27,23 @@ from lightning_zero._torch import (
 )
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.config import Tier
-from lightning_zero.engine.access import ParameterAccess
+from lightning_zero.engine.access import ParameterAccess, ParameterWatch
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materialisable, place_buffers
-from lightning_zero.engine.calls import ForwardCall, hook_outputs, refuse_double_backward
 from lightning_zero.engine.events import Phase, Span, Spans
-from lightning_zero.engine.flat import ParameterShard
-from lightning_zero.engine.hooks import EngineHooks
-from lightning_zero.engine.placeholder import Placeholders
-from lightning_zero.engine.publishing import PublishedWeights
+from lightning_zero.engine.hooks import EngineHooks, ForwardCall, hook_outputs, refuse_double_backward
 from lightning_zero.engine.reducer import GradientReducer, report_width
 from lightning_zero.engine.registry import forget, register
-from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.residency import Residency
+from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
+from lightning_zero.engine.schedule import UnitSchedule
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.watch import ParameterWatch
 from lightning_zero.errors import OffloadError
 from lightning_zero.init import InitRecord
 from lightning_zero.plan import FETCH_UNITS, ZeroPlan, fetch_nbytes
+from lightning_zero.shards.flat import ParameterShard
+from lightning_zero.shards.placeholder import Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["ZeroEngine"]
@@ -113,7 +110,7 @@ class ZeroEngine:
         width = 5 + report_width(sum(flat.layout.trainable for flat in flats))
         self._agreement = Agreement(control, width, self.spans)
         self.access = ParameterAccess(self)
-        self._residency = self._make_residency()
+        self._schedule = self._make_schedule()
         self.weights = PublishedWeights(self._replicated, collectives, self.spans, self.access.writes, module)
         self._stepped: Unit | None = None  # whose masters are on their way back from the host
         self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
@@ -126,14 +123,14 @@ class ZeroEngine:
         self._calls: list[ForwardCall] = []
         self._hooks = EngineHooks(self)
         if self._sharded or self._replicated:
-            root = self._residency.root
+            root = self._schedule.root
             scoped = [*self._replicated, *([root] if root is not None else [])]
             self._hooks.watch_forwards(module, self._sharded, scoped)
         register(module.modules(), self)
 
     @property
     def _sharded(self) -> tuple[ShardedUnit, ...]:
-        return self._residency.sharded
+        return self._schedule.sharded
 
     def prepare_training(self) -> None:
         """Allocate what gradients need and start to collect them.
@@ -184,7 +181,7 @@ class ZeroEngine:
         self.weights.bind(name)
         self._open_forward()
         if called:
-            self._residency.guard_root()
+            self._schedule.guard_root()
         if not self._sharded:
             self._running["forward"] = self.spans.begin(Phase.FORWARD, name)
 
@@ -194,7 +191,7 @@ class ZeroEngine:
             return
         self._depth -= 1
         if self._depth == 0:
-            self._residency.unguard_root()
+            self._schedule.unguard_root()
         if failed:
             # An inner scope's exception may still be caught by the user's code; the outermost one ends the step.
             if self._depth == 0 and not self.in_backward:
@@ -237,13 +234,13 @@ class ZeroEngine:
         if implicit:
             self.enter(f"forward of '{unit.name}'")
         self._watch.check_identity(unit)
-        self._residency.acquire(unit)
+        self._schedule.unshard(unit)
         guarded = torch.is_grad_enabled()
         call = ForwardCall(unit, unit.version, next_sequence_number(), guarded, implicit, self.in_backward)
         call.span = self.spans.begin(Phase.FORWARD, unit.name, unit.nbytes)
         self._calls.append(call)
         if guarded:
-            self._residency.guard.push()
+            self._schedule.guard.push()
 
     def after_unit_forward(self, unit: ShardedUnit, output: Any, failed: bool) -> None:
         """Let a unit go after its forward, and arrange that its backward finds it again."""
@@ -252,11 +249,11 @@ class ZeroEngine:
         call = self._calls.pop()
         self.spans.end(call.span)
         if call.guarded:
-            self._residency.guard.pop()
+            self._schedule.guard.pop()
             if not failed and hook_outputs(output, call, self.before_unit_backward) and not call.recomputed:
                 call.counted = True
                 unit.outstanding += 1
-        self._residency.release(unit)
+        self._schedule.reshard(unit)
         if call.implicit:
             self.leave(failed)
 
@@ -303,9 +300,9 @@ class ZeroEngine:
         name = f"backward {self._segment} of {self._scope}"
         if not self._sharded:
             self._running["backward"] = self.spans.begin(Phase.BACKWARD, self._scope)
-        self._residency.open(name, f"backward {self._backwards} (of {self._scope})")
+        self._schedule.open(name, f"backward {self._backwards} (of {self._scope})")
         if self._reducer is not None:
-            self._reducer.open(name, self._residency.uniform)
+            self._reducer.open(name, self._schedule.uniform)
 
     def before_unit_backward(self, call: ForwardCall) -> None:
         """Make a unit available for its backward, and let those go whose backward is over."""
@@ -323,7 +320,7 @@ class ZeroEngine:
         for other in [u for u in self._active if u.index not in unit.kin]:
             self._finish(other)
         if unit not in self._active:
-            self._residency.acquire(unit)
+            self._schedule.unshard(unit)
             self._active.append(unit)
             unit.in_backward = True
             unit.span = self.spans.begin(Phase.BACKWARD, unit.name, unit.nbytes)
@@ -352,7 +349,7 @@ class ZeroEngine:
         report = self._reducer.report() if self._reducer is not None and self._reduces_now else []
         rows: list[list[int]] = [report]
         if self._sharded:
-            rows = self._residency.close(report)
+            rows = self._schedule.close(report)
         elif self._reduces_now and self._reducer is not None:
             place = f"backward {self._backwards} (of {self._scope})"
             rows = [row[5:] for row in self._agreement.round(place, [0, 0, 0, 0, 0, *report])]
@@ -442,7 +439,7 @@ class ZeroEngine:
         self._returned.clear()
         self.weights.after_step(self._depth > 0 or self.in_backward or self.plan.offload is not None)
         self.updating = False
-        self._residency.masters_changed(units)
+        self._schedule.masters_changed(units)
         self.placeholders.check_intact()
         if self._depth > 0 and not self.in_backward:
             self._segment += 1
@@ -502,7 +499,7 @@ class ZeroEngine:
 
     def masters_were_written(self, units: Sequence[int] = ()) -> None:
         """Tell optimizers that masters were not written by a step, and forget what was gathered of units. Local."""
-        self._residency.void(units)
+        self._schedule.void(units)
         for listener in self.listeners:
             listener()
 
@@ -518,7 +515,7 @@ class ZeroEngine:
         self.spans.abandon()
         self._calls.clear()
         self._active.clear()
-        self._residency.abandon()
+        self._schedule.abandon()
         self.tiers.abandon()
         if self._reducer is not None:
             self.collectives.abandon(self._reducer.abandon())
@@ -541,9 +538,9 @@ class ZeroEngine:
 
     # ----------------------------------------------------------------- private
 
-    def _make_residency(self) -> Residency:
+    def _make_schedule(self) -> UnitSchedule:
         self.tiers.fetcher.reserve(FETCH_UNITS, fetch_nbytes(self.plan))
-        return Residency(
+        return UnitSchedule(
             self.plan,
             self.units,
             self.collectives,
@@ -568,24 +565,24 @@ class ZeroEngine:
     def _open_forward(self) -> None:
         self._forwards += 1
         name, place = f"forward {self._segment} of {self._scope}", f"forward {self._forwards} ({self._scope})"
-        self._residency.open(name, place, amid=self._segment > 0)
+        self._schedule.open(name, place, amid=self._segment > 0)
 
     def _close_forward(self) -> None:
-        if self._residency.is_open:
-            self._residency.close()
+        if self._schedule.is_open:
+            self._schedule.close()
 
     def _finish(self, unit: ShardedUnit) -> None:
         self._active.remove(unit)
         unit.in_backward = False
         self.spans.end(unit.span)
-        self._residency.release(unit)
+        self._schedule.reshard(unit)
         if self._reducer is not None and self._reduces_now and unit.outstanding == 0:
             self._reducer.finish(unit.index)
 
     def _memory_for_backward(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
         refuse_double_backward()
         self.begin_backward()
-        return self._residency.memory_of(unit)
+        return self._schedule.memory_of(unit)
 
     def _publish_stepped(self) -> None:
         unit, self._stepped = self._stepped, None

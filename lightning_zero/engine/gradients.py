@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.engine.binding import Binding, set_gradient
+from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.bucket import GradientBucket
-from lightning_zero.engine.ranges import flat_range
-from lightning_zero.engine.sliced_tensor import SlicedTensor
-from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.shards.binding import Binding, set_gradient
+from lightning_zero.shards.elements import flat_range
+from lightning_zero.shards.sliced_tensor import SlicedTensor
 
 __all__ = ["UserGradients"]
 
@@ -53,7 +53,7 @@ class UserGradients:
         running: whether a backward runs.
     """
 
-    def __init__(self, writes: Writes, running: Callable[[], bool]) -> None:
+    def __init__(self, writes: ExternalWrites, running: Callable[[], bool]) -> None:
         self.whole: dict[nn.Parameter, Tensor | None] = {}
         """Averages in the user's hands (``full_gradients``), by parameter."""
         self._writes = writes

@@ -31,8 +31,7 @@ from lightning_zero._torch import (
     top_saved_tensor_hooks,
 )
 from lightning_zero.activations.versions import check_version
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.slots import Slot
+from lightning_zero.engine.sharded import ShardedUnit, Slot
 
 __all__ = ["SavedTensorGuard"]
 

@@ -20,7 +20,7 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm import PATIENCE_SECONDS, Collectives, ControlGroup, Pending
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.events import Phase, Spans
-from lightning_zero.engine.slots import Slot, carve
+from lightning_zero.engine.sharded import Slot, carve
 
 __all__ = ["GradientReducer", "report_width"]
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.config import Tier
-from lightning_zero.engine.binding import absent_kind, get_data, original_kind, set_data, shown_kind
-from lightning_zero.engine.checksum import checksum
-from lightning_zero.engine.flat import FlatParameters, views_of
-from lightning_zero.engine.writes import Writes
+from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import UnitPlan
+from lightning_zero.shards.binding import absent_kind, get_data, original_kind, set_data, shown_kind
+from lightning_zero.shards.elements import checksum
+from lightning_zero.shards.flat import FlatParameters, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["Unit"]
@@ -109,7 +109,7 @@ class Unit:
         """Note that the values of a parameter are about to be replaced while they are shown, unseen by its version."""
         self._versions[self._positions[id(parameter)]] -= 1
 
-    def note_written(self, writes: Writes | None = None) -> bool:
+    def note_written(self, writes: ExternalWrites | None = None) -> bool:
         """Tell what was written, and begin anew.
 
         Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.engine import ParameterShard, ZeroEngine
-from lightning_zero.engine.binding import placeholders_allowed
+from lightning_zero.shards.binding import placeholders_allowed
 
 __all__ = ["NotedCopies"]
 

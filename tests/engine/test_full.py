@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import full_parameters
-from lightning_zero.engine.binding import is_absent
 from lightning_zero.errors import DivergenceError, ZeroError
+from lightning_zero.shards.binding import is_absent
 from tests.helpers.cases import WIDTH, Case, Stack, case
 from tests.helpers.models import ZOO
 from tests.helpers.training import build, make_trainer, quiet

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_zero import HostOffload, full_gradient, full_gradients, full_parameters
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.sliced_tensor import SlicedTensor
+from lightning_zero.shards.sliced_tensor import SlicedTensor
 from tests.helpers.cases import Stack
 from tests.helpers.models import ZOO
 from tests.helpers.world import run_world

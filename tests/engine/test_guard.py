@@ -15,9 +15,9 @@ from lightning_zero._torch import top_saved_tensor_hooks
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.guard import SavedTensorGuard
-from lightning_zero.engine.placeholder import Placeholders
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.plan import build_plan
+from lightning_zero.shards.placeholder import Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
-from lightning_zero.engine.binding import original_kind
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.shards.binding import original_kind
 from tests.helpers.cases import WIDTH, Case, Stack, case
 from tests.helpers.hazards import HAZARDS, Hazard
 from tests.helpers.models import ZOO

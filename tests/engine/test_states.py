@@ -6,16 +6,16 @@ import itertools
 
 import pytest
 
-from lightning_zero.engine.states import UnitState, UnitStateMachine
+from lightning_zero.engine.sharded import UnitState, UnitStateMachine
 
-COLD, INFLIGHT, WARM, BOUND = UnitState.COLD, UnitState.INFLIGHT, UnitState.WARM, UnitState.BOUND
-LEGAL = {(COLD, INFLIGHT), (INFLIGHT, WARM), (WARM, BOUND), (WARM, COLD), (BOUND, WARM)}
-ROADS = {COLD: (), INFLIGHT: (INFLIGHT,), WARM: (INFLIGHT, WARM), BOUND: (INFLIGHT, WARM, BOUND)}
+SHARDED, GATHERING, UNSHARDED, BOUND = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED, UnitState.BOUND
+LEGAL = {(SHARDED, GATHERING), (GATHERING, UNSHARDED), (UNSHARDED, BOUND), (UNSHARDED, SHARDED), (BOUND, UNSHARDED)}
+ROADS = {SHARDED: (), GATHERING: (GATHERING,), UNSHARDED: (GATHERING, UNSHARDED), BOUND: (GATHERING, UNSHARDED, BOUND)}
 
 
 def machine_in(state: UnitState) -> UnitStateMachine:
     machine = UnitStateMachine("layers.3")
-    assert machine.state is COLD
+    assert machine.state is SHARDED
     for step in ROADS[state]:
         machine.move(step)
     return machine

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from lightning_zero.comm.collectives import LocalCollectives
 from lightning_zero.comm.groups import ControlGroup
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.engine.binding import is_absent
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.plan import build_plan
+from lightning_zero.shards.binding import is_absent
 from lightning_zero.storage.tiers import MemoryTiers
 
 WIDTH = 8
@@ -74,7 +74,7 @@ def test_a_new_phase_after_known_ones_leaves_shards_as_they_are() -> None:
     before = run.masters()
     first, second = (run.backward(run.forward("training_step")) for _ in range(2))
     with torch.no_grad():
-        run.forward("validation_step")  # in probation: what it computed in is NaN now
+        run.forward("validation_step")  # while the order is recorded: what it computed in is NaN now
     assert all(torch.equal(left, right) for left, right in zip(before, run.masters(), strict=True))
     assert all(block.stale is not None and bool(block.stale.isnan().all()) for block in run.module[1:])
     third = run.backward(run.forward("training_step"))
@@ -87,7 +87,7 @@ def test_backward_in_a_known_order_of_a_forward_in_a_new_one_and_the_other_way_r
     run.forward("other_step")
     run.forward("other_step")
     known = run.backward(run.forward("other_step"))  # the forward is known by now, its backward is not
-    run.engine._residency._order._recorded.pop("forward 0 of other_step")
+    run.engine._schedule._order._recorded.pop("forward 0 of other_step")
     new = run.backward(run.forward("other_step"))
     assert all(torch.equal(first[name], known[name]) and torch.equal(first[name], new[name]) for name in first)
 
@@ -98,6 +98,6 @@ def test_raw_views_of_a_slot_are_filled_again_by_the_backward_of_a_forward_in_a_
         block.keeps = True
     first = run.backward(run.forward("training_step"))
     run.backward(run.forward("training_step"))
-    run.engine._residency._order._recorded.pop("forward 0 of training_step")
+    run.engine._schedule._order._recorded.pop("forward 0 of training_step")
     again = run.backward(run.forward("training_step"))
     assert all(torch.equal(first[name], again[name]) for name in first)

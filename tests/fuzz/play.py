@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
-from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.errors import ParameterAccessError, ZeroError
+from lightning_zero.shards.sliced_tensor import SlicedTensor
 from tests.fuzz.models import BATCH, MODELS, TAPS, WIDTH
 from tests.fuzz.programs import BATCHES, EPOCHS, Program
 from tests.fuzz.vocabulary import CALLBACK_HOOKS, Context, load_vocabulary

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import LocalCollectives
 from lightning_zero.config import Tier
-from lightning_zero.engine.flat import FlatParameters
-from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.errors import OffloadError
 from lightning_zero.optim.groups import Flat, OwnedParameter
 from lightning_zero.optim.sharded import OffloadedSteps, ShardedOptimizer
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
+from lightning_zero.shards.flat import FlatParameters
+from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.nvme import NvmeStore
 

@@ -28,7 +28,7 @@ from lightning_zero import HostOffload, NvmeOffload
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.comm.choice import SWITCH
 from lightning_zero.config import Tier
-from lightning_zero.engine.sliced_tensor import SlicedTensor
+from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.storage import FileTensor
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
 from tests.helpers.models import ZOO, MixedDtypes, OddSizes

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_zero.engine.binding import original_kind
 from lightning_zero.errors import MaterialiseError
 from lightning_zero.init import InitRecorder
+from lightning_zero.shards.binding import original_kind
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroPrecision, ZeroStrategy, full_parameters, grad_norm
-from lightning_zero.engine.binding import original_kind
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.shards.binding import original_kind
 from tests.helpers.cases import WIDTH, Block, Stack
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.sliced_tensor import SlicedTensor
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.shards.sliced_tensor import SlicedTensor
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex64, torch.complex128)

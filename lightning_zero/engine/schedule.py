@@ -1,14 +1,14 @@
 """Which sharded units are whole right now: gathered in order, pinned while they compute, given up afterwards.
 
-[Note: probation]
+[Note: recording step]
 While the order of a phase is still being recorded nothing is gathered ahead, and a unit's memory is filled with NaN as
 soon as the unit is let go. Whoever kept a stale view of a weight (``self.w = layer.weight.t()``) computes NaN in the
 very first step, instead of quietly reading another unit's weights in a later one.
 
 [Note: a world of one]
 One rank's shard is the whole unit, so nothing has to be gathered: once an order is known, a unit computes in its shard
-as it lies there. Probation still happens in a slot, because a shard cannot be filled with NaN. All units do so or none:
-what is left in a slot since probation, such as a view that a user's own saved-tensor hooks kept, has to stay NaN. The
+as it lies there. An order is still recorded in a slot, because a shard cannot be filled with NaN. All units do so or
+none: what is left in a slot since then, such as a view that a user's own saved-tensor hooks kept, has to stay NaN. The
 root never leaves its slot: in a step no guard is around what uses it, so what autograd saved of it in a forward with a
 known order has to be valid in a backward without one, and the other way round.
 """
@@ -23,21 +23,20 @@ from torch import Tensor
 
 from lightning_zero.comm import Collectives, Streams
 from lightning_zero.comm.streams import Event
-from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.agreement import Agreement, ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.order import OrderChange, UnitOrder
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.writes import Writes
 from lightning_zero.errors import OffloadError
 from lightning_zero.plan import ZeroPlan
 from lightning_zero.storage.fetch import Fetcher
 
-__all__ = ["Residency"]
+__all__ = ["UnitSchedule"]
 
 
-class Residency:
+class UnitSchedule:
     """The full parameters of all sharded units of an engine.
 
     Args:
@@ -63,7 +62,7 @@ class Residency:
         restore: Callable[[ShardedUnit], tuple[Tensor, bool]],
         fetcher: Fetcher | None,
         spans: Spans,
-        writes: Writes,
+        writes: ExternalWrites,
         wrote: Callable[[], None],
     ) -> None:
         self._units = units
@@ -134,7 +133,7 @@ class Residency:
                     self._order.record_anew("backward")
             self._collectives.shards_changed()
             if self.root is not None:
-                self.acquire(self.root)
+                self.unshard(self.root)
 
     def guard_root(self) -> None:
         """Have what is saved of the root gathered again, where no step method tells when its backward comes. Local."""
@@ -163,7 +162,7 @@ class Residency:
         Collective: every rank.
         """
         if self.root is not None and self.root.pins:
-            self.release(self.root)
+            self.reshard(self.root)
         recorded = self._order.recording
         told = [int(self._failure is not None), self._writes.digest, *values]
         rows, change, self.uniform = self._order.close(told)
@@ -185,8 +184,8 @@ class Residency:
             self._warn(change)
         return rows
 
-    def acquire(self, unit: ShardedUnit) -> None:
-        """Make a unit whole, show its values in the user's parameters, and keep them there until ``release``."""
+    def unshard(self, unit: ShardedUnit) -> None:
+        """Make a unit whole, show its values in the user's parameters, and keep them there until ``reshard``."""
         self._order.need(unit.index)
         if unit.pending:
             with self._spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes):
@@ -194,8 +193,8 @@ class Residency:
         unit.bind()
         unit.pin()
 
-    def release(self, unit: ShardedUnit) -> None:
-        """Take back one ``acquire``; the last one lets the memory be used by another unit."""
+    def reshard(self, unit: ShardedUnit) -> None:
+        """Take back one ``unshard``; the last one lets the memory be used by another unit."""
         unit.unpin()
         if unit.pins > unit.kept:
             return

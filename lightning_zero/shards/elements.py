@@ -1,4 +1,4 @@
-"""Numbers that stand for a tensor's bits, to find out cheaply whether ranks hold or do the same."""
+"""Elements of a tensor: ranges of them, and numbers that stand for their bits, to compare ranks cheaply."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.engine.ranges import flat_range
 
-__all__ = ["checksum", "fingerprint"]
+__all__ = ["checksum", "fingerprint", "flat_range"]
+
 
 _PIECE_NUMEL = 2**18  # what is looked at together, a multiple of 8; this takes at most 6 MiB for it
 _BITS = 2**63 - 1
@@ -81,3 +81,29 @@ def _text(part: Any) -> str:
     if part is None or part is Ellipsis or isinstance(part, str | numbers.Number | torch.dtype):
         return repr(part)
     return type(part).__qualname__
+
+
+def flat_range(tensor: Tensor, start: int, numel: int) -> Tensor:
+    """``tensor.reshape(-1)[start : start + numel]``, where only that range may have to be copied.
+
+    Args:
+        tensor: any shape and strides, for example expanded.
+        start: first element, in logical order.
+        numel: how many; not beyond the last one.
+
+    Returns:
+        1-D, contiguous; a view where the elements lie in a row.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start : start + numel]
+    if tensor.dim() == 1:
+        return tensor[start : start + numel].contiguous()
+    row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    if not row or not numel:
+        return tensor.new_empty(0)
+    first, last = start // row, (start + numel - 1) // row
+    if first == last:
+        return flat_range(tensor[first], start - first * row, numel)
+    head = flat_range(tensor[first], start - first * row, (first + 1) * row - start)
+    tail = flat_range(tensor[last], 0, start + numel - last * row)
+    return torch.cat([head, tensor[first + 1 : last].reshape(-1), tail])

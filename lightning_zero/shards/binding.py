@@ -5,7 +5,7 @@ A parameter of the engine stays the user's object: same ``id``, name, shape, dty
 becomes a subclass of what it was (as torch itself turns an ``UninitializedParameter`` into a ``Parameter``), of the
 same name, so that three things that torch never tells anybody about are seen:
 
-* ``.grad``: between a backward and the step gradients are slices; what stands there is ``engine/gradients.py``'s.
+* ``.grad``: between a backward and the step gradients are slices; what stands there is the owner's to say.
 * ``.data``: a tensor that is assigned, and an alias that is handed out and may be written to unseen.
 * any torch function on a parameter whose values are *absent*. Then it shows a placeholder and has a second subclass
   with a ``__torch_function__``: questions about shape, dtype and the like are answered, what needs values has them
@@ -16,6 +16,11 @@ same name, so that three things that torch never tells anybody about are seen:
 ``parameter.data = tensor``, or a function that overwrites all of an absent parameter (``copy_``, ``nn.init``), lets the
 parameter be an ordinary tensor, as under plain torch, until the engine next computes, steps or saves. Then the values
 are taken over, and the tensor that was assigned is let go.
+
+[Note: weights that are put aside by reference]
+``kept = parameter.data``, another tensor for ``parameter.data``, and ``parameter.data = kept`` later: so averaged
+weights are evaluated. Under plain torch ``kept`` has its memory for itself meanwhile. Here the other tensor is copied
+to where the parameter is at home, so what was handed out gets memory of its own right before.
 """
 
 from __future__ import annotations
@@ -24,19 +29,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import ZERO_GRADS, describes_tensors, storage_key, untracked
-from lightning_zero.engine.handed import HandedOut
-from lightning_zero.engine.owner import Owner
-from lightning_zero.engine.questions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
+from lightning_zero.shards.functions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
 
 __all__ = [
     "Binding",
+    "HandedOut",
+    "Owner",
     "absent_kind",
     "binding_of",
     "get_data",
@@ -46,6 +51,7 @@ __all__ = [
     "set_data",
     "shown_kind",
 ]
+
 
 # The descriptors themselves, past the properties below.
 get_data: Callable[[Tensor], Tensor] = getattr(Tensor.data, "__get__")  # noqa: B009
@@ -58,14 +64,7 @@ _allowed = 0  # how many ``placeholders_allowed`` are active
 
 
 class Binding:
-    """One of the user's parameters.
-
-    Args:
-        parameter: it.
-        name: its first name in the module.
-        placeholder: what it shows while its values are absent.
-        owner: the engine.
-    """
+    """One of the user's parameters, of this first name, which shows ``placeholder`` while its values are absent."""
 
     def __init__(self, parameter: nn.Parameter, name: str, placeholder: Tensor, owner: Owner) -> None:
         self.parameter = parameter
@@ -395,3 +394,53 @@ def _same_memory(value: Tensor, data: Tensor) -> bool:
     if value.shape != data.shape or value.dtype != data.dtype or storage_key(value) != storage_key(data):
         return False
     return bool(value.storage_offset() == data.storage_offset()) and value.stride() == data.stride()
+
+
+class HandedOut:
+    """Those of one parameter, as long as anybody holds them."""
+
+    def __init__(self) -> None:
+        self._known: list[ref[Tensor]] = []
+
+    def note(self, alias: Tensor) -> Tensor:
+        """Remember a tensor. Returns it."""
+        self._known = [*(known for known in self._known if known() is not None), ref(alias)]
+        return alias
+
+    def part(self) -> None:
+        """Let them keep the values that are there now: the memory is about to get others."""
+        known, self._known = self._known, []
+        with untracked():
+            for alias in [found for weak in known if (found := weak()) is not None]:
+                if (let_go := getattr(alias, "let_go", None)) is not None:  # a tensor of which this rank has a slice
+                    let_go()
+                else:
+                    alias.data = alias.clone()
+
+
+class Owner(Protocol):
+    """What a binding asks of the engine that looks after its parameter. All may raise ``ParameterAccessError``."""
+
+    def bring(self, binding: Binding) -> bool:
+        """Let an absent parameter show its values, if this rank can do so alone."""
+
+    def assigned(self, binding: Binding, value: Tensor | None) -> bool:
+        """Note that the parameter is about to be ``value``, or a tensor that is yet to be filled.
+
+        Returns whether it has to stay where it is, so that the values have to be copied.
+        """
+
+    def handed_out(self, binding: Binding) -> None:
+        """Note that an alias of the parameter's memory left, through which it may be written to unseen."""
+
+    def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
+        """What ``.grad`` is. ``local``: what autograd holds there."""
+
+    def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
+        """``.grad = value``."""
+
+    def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
+        """Take over a value of which this rank has a slice. Returns whether it is one."""
+
+    def sliced(self, binding: Binding) -> Tensor | None:
+        """What stands for the values of an absent parameter where elements are enough; ``None`` if nothing does."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.engine import checksum as module
-from lightning_zero.engine.checksum import checksum, fingerprint
-from lightning_zero.engine.ranges import flat_range
+from lightning_zero.shards import elements as module
+from lightning_zero.shards.elements import checksum, fingerprint, flat_range
 
 DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.15
 
 from lightning_zero._torch import untracked
-from lightning_zero.engine.binding import is_absent
-from lightning_zero.engine.checksum import fingerprint
-from lightning_zero.engine.elementwise import Elementwise, elementwise, words
-from lightning_zero.engine.selection import Part
-from lightning_zero.engine.sliced_values import Meaning, SlicedValues, Trace, gradient_of, history_of
+from lightning_zero.shards.binding import is_absent
+from lightning_zero.shards.elements import fingerprint
+from lightning_zero.shards.functions import Elementwise, elementwise, words
+from lightning_zero.shards.sliced_values import Meaning, Part, SlicedValues, Trace, gradient_of, history_of
 
 __all__ = ["SlicedTensor"]
 
