@@ -16,8 +16,8 @@ from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffloa
 from lightning_zero.debug import full_gradient, full_gradients, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
 from lightning_zero.plan import ZeroPlan, build_plan, estimate_memory
-from lightning_zero.precision import ZeroPrecision
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.trainer.precision import ZeroPrecision
+from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = [
     "ActivationPolicy",

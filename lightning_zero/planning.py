@@ -21,8 +21,8 @@ from lightning_zero.cli import DEFAULT_STRATEGY, ZeroCLI
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
 from lightning_zero.hugging_face import model_of
 from lightning_zero.plan import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
-from lightning_zero.precision import PrecisionName, ZeroPrecision
 from lightning_zero.stand_in import attached, configured_optimizer, made_optimizer
+from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
 
 __all__ = ["PlanCLI", "plan_command"]
 

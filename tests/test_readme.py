@@ -16,7 +16,7 @@ from lightning_zero.checkpoint import save_checkpoint_directory
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.sharded import optimizer_rule
-from lightning_zero.precision import PrecisionName
+from lightning_zero.trainer.precision import PrecisionName
 from tests.helpers.script import ROOT, run_forked, run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

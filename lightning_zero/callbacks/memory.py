@@ -17,7 +17,7 @@ from lightning_zero.engine.events import Span
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.plan import DiskBytes, HostBytes, Memory, OptimizerCost
 from lightning_zero.plan.report import format_nbytes
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["MemoryMonitor"]
 

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["STEADY", "StepMonitor", "table"]
 

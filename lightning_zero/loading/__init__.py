@@ -1,6 +1,6 @@
-"""Weights out of a checkpoint without resuming its run: into an ordinary module, into a dictionary, into shards.
+"""Weights out of a checkpoint without resuming its run: into an ordinary module, and into a dictionary.
 
-All three read what ``open_checkpoint`` reads: sharded directories of this package and of Lightning's own strategies,
+Both read what ``open_checkpoint`` reads: sharded directories of this package and of Lightning's own strategies,
 ordinary checkpoint files, safetensors files and Hugging Face directories. None of them loads optimizer states.
 Lightning's own ``load_from_checkpoint`` comes here with directories, see ``directories.py``.
 
@@ -10,6 +10,6 @@ places, because a module has one device here, and a sharded directory does not s
 
 from lightning_zero.loading.directories import let_lightning_load_directories
 from lightning_zero.loading.module import load_from_checkpoint
-from lightning_zero.loading.weights import load_full_state_dict, load_initial_weights
+from lightning_zero.loading.weights import load_full_state_dict
 
-__all__ = ["let_lightning_load_directories", "load_from_checkpoint", "load_full_state_dict", "load_initial_weights"]
+__all__ = ["let_lightning_load_directories", "load_from_checkpoint", "load_full_state_dict"]

@@ -20,8 +20,9 @@ from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.loading.hparams import choose_hparams, instantiate
-from lightning_zero.loading.names import under_own_names
-from lightning_zero.loading.opened import left_out_of, open_here, weights_of
+from lightning_zero.loading.opened import open_here
+from lightning_zero.session.module_state import left_out_of, weights_of
+from lightning_zero.session.names import under_own_names
 
 __all__ = ["load_from_checkpoint"]
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint import Control, FlatShard, StoredTensor, open_checkpoint
-from lightning_zero.checkpoint.flat_shard import memory_identity
+from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.pieces import stored_identity
-from lightning_zero.errors import CheckpointError, ZeroError, some
-from lightning_zero.loading.names import under_own_names
-from lightning_zero.loading.opened import left_out_of, open_here, weights_of
+from lightning_zero.errors import CheckpointError, some
+from lightning_zero.loading.opened import open_here
+from lightning_zero.session.module_state import left_out_of, weights_of
 
 if TYPE_CHECKING:  # which reads with what is here
-    from lightning_zero.state import ModuleState
+    pass
 
-__all__ = ["load_full_state_dict", "load_initial_weights"]
+__all__ = ["load_full_state_dict"]
 
 AnyPath = str | os.PathLike[str]
 
@@ -80,92 +77,3 @@ def _read(value: Tensor, dtype: torch.dtype | None) -> Tensor:
         else:
             whole.copy_(value)
     return whole
-
-
-def load_initial_weights(state: ModuleState, path: AnyPath, control: Control, *, strict: bool, verify: bool) -> None:
-    """Read weights and buffers into a sharded module, each rank its own slices.
-
-    Args:
-        state: of the module. Written.
-        path: the checkpoint. If none of its names is one of the module's, but all are once the same prefix is put
-            before them or cut off (``transformer.h.0`` and ``model.transformer.h.0``), they are read under the
-            module's names.
-        control: the ranks.
-        strict: whether missing, unexpected and differently shaped tensors are errors. If not, the first and the last
-            keep the values that they have, and rank 0 warns of all three kinds.
-        verify: check every checksum first.
-
-    Raises:
-        CheckpointError: on every rank, if the checkpoint cannot be read, naming the file.
-        RuntimeError: on every rank, as ``nn.Module.load_state_dict`` does, for what does not fit; also without
-            ``strict`` if nothing fits at all.
-
-    Collective: every rank.
-    """
-    checkpoint = open_checkpoint(path, control, verify=verify)
-    weights = weights_of(checkpoint, path)
-    own = state.save()
-    stored: OrderedDict[str, Any] = OrderedDict(under_own_names(weights, own, path, strict))
-    if not strict:
-        stored = OrderedDict(_what_fits(stored, own, path, control))
-    if hasattr(weights, "_metadata"):
-        stored._metadata = weights._metadata  # type: ignore[attr-defined]  # versions, for the modules' own loading
-    try:
-        state.load(stored, strict=strict)
-    except RuntimeError as error:
-        if isinstance(error, ZeroError):
-            raise
-        left_out = len(left_out_of(checkpoint))
-        why = f" That checkpoint was saved without its {left_out} frozen parameters." if left_out else ""
-        raise RuntimeError(
-            f"The initial weights '{os.fspath(path)}' do not fit.{why} With "
-            "CheckpointPolicy(strict_initial_weights=False) what does not fit keeps its initial values.\n"
-            f"{error}"
-        ) from None
-
-
-def _what_fits(stored: Mapping[str, Any], own: Mapping[str, Any], path: AnyPath, control: Control) -> dict[str, Any]:
-    """The stored tensors that have the name and shape of one of the module's; a warning names all others.
-
-    Raises:
-        RuntimeError: if there is none.
-    """
-    known = {name: value for name, value in stored.items() if name in own}
-    fitting = {name: value for name, value in known.items() if _shape(value) == _shape(own[name])}
-    reshaped = [name for name in known if name not in fitting]
-    if not fitting and own:
-        raise RuntimeError(
-            f"Nothing in the initial weights '{os.fspath(path)}' fits the module: stored are {some(stored)}; the "
-            f"module has {some(own)}. Compare the names, and save the weights under those of the module."
-        )
-    shapes = [f"{name} {_shape(stored[name])} instead of {_shape(own[name])}" for name in reshaped]
-    lines = [
-        f"{len(names)} {what}: {some(names)}."
-        for names, what in (
-            (shapes, "of another shape were skipped"),
-            (_missing(stored, own), "are not there and keep their initial values"),
-            ([name for name in stored if name not in own], "are not in the module and were ignored"),
-        )
-        if names
-    ]
-    if lines and control.rank == 0:
-        warnings.warn(
-            f"Initial weights from '{os.fspath(path)}': {len(fitting)} of {len(own)} tensors were read. "
-            + " ".join(lines),
-            stacklevel=3,
-        )
-    return fitting
-
-
-def _missing(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """The module's names that are not stored, but for other names of parameters that are: of a tied one, one will do.
-
-    Which are tied shows in the memory of this rank's slices, so one without an element here may be listed too much.
-    """
-    memory = {name: memory_identity(value.local) for name, value in own.items() if isinstance(value, FlatShard)}
-    there = {memory[name] for name in stored if name in memory and own[name].local.numel()}
-    return [name for name in own if name not in stored and memory.get(name) not in there]
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None

@@ -33,7 +33,7 @@ from lightning_zero.checkpoint.reader import read_directory
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.checkpoint.safetensors_file import SAFETENSORS_DTYPES
 from lightning_zero.errors import CheckpointError
-from lightning_zero.state import read_slice
+from lightning_zero.session.state import read_slice
 from tests.checkpoint.samples import checkpoint, control, end_to_end, one_by_one, parameters, verify
 from tests.helpers.world import run_world
 

@@ -260,7 +260,7 @@ class HeldBytes(pl.Callback):
         self.used: list[tuple[int, int]] = []
 
     def _buffers(self, trainer: pl.Trainer) -> Any:
-        return trainer.strategy._activations._saved.buffers
+        return trainer.strategy.session._activations._saved.buffers
 
     def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
         self.before = self._buffers(trainer).used_nbytes

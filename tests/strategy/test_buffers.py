@@ -637,7 +637,7 @@ def test_a_model_without_buffers_and_a_rank_alone_pay_nothing() -> None:
         with quiet():
             trainer = fit(zero(1), module, 4, callbacks=[counted])
         control = trainer.strategy.engine.control
-        buffers = trainer.strategy._buffers
+        buffers = trainer.strategy.session._buffers
         assert isinstance(buffers, BufferBroadcast)
         before = control.transport.exchanges if control.transport is not None else 0
         for _ in range(3):

@@ -18,7 +18,7 @@ from lightning_zero import CheckpointPolicy, ZeroPrecision
 from lightning_zero.checkpoint import load_checkpoint_directory
 from lightning_zero.comm import ControlGroup
 from lightning_zero.optim.scaler import LossScaler
-from lightning_zero.state import ModuleState
+from lightning_zero.session.state import ModuleState
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.resumed import WIDTH, Everything, run

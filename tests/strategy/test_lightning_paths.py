@@ -98,7 +98,7 @@ def test_model_checkpoint_keeps_what_it_keeps_under_ddp(keeper: str, tmp_path: P
         return results
 
     def remade(strategy: Strategy) -> Strategy:
-        return zero(3, checkpoint=strategy._policy) if name_of(strategy) != "ddp" else again(strategy)
+        return zero(3, checkpoint=strategy.settings.checkpoint) if name_of(strategy) != "ddp" else again(strategy)
 
     def again_ddp() -> Strategy:
         from lightning.pytorch.strategies import DDPStrategy

@@ -187,7 +187,7 @@ def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
         "chunk to sum in": {} if keeps_receive_buffer(trainer.strategy) else storages(engine.collectives.buffers),
         "counters of bundles": storages(
             value
-            for adapter in trainer.strategy._adapters.values()
+            for adapter in trainer.strategy.session.adapters
             for bundle in (adapter._bundles._bundles if adapter._bundles is not None else ())
             for value in bundle._state.values()
             if isinstance(value, Tensor) and not value.dim()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
-from lightning_zero.precision import ZeroPrecision
+from lightning_zero.trainer.precision import ZeroPrecision
 from tests.helpers.cases import Block, case
 from tests.helpers.probe import Probe, fit, masters
 from tests.helpers.training import make_trainer

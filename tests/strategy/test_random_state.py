@@ -29,7 +29,7 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
-from lightning_zero.random_state import RandomState
+from lightning_zero.session.random_state import RandomState
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import STAGES, quiet, values_of, zero

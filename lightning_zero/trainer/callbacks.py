@@ -1,21 +1,24 @@
-"""Lightning's own callbacks that sharded parameters cannot serve, refused by name before they do harm."""
+"""Lightning's own callbacks: refused by name where sharded parameters cannot serve them, and told what they ask."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.errors import ParameterAccessError
 
-__all__ = ["refuse_callbacks"]
+__all__ = ["WatchedNames", "refuse_callbacks"]
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], partial: bool) -> None:
@@ -49,3 +52,32 @@ def refuse_callbacks(callbacks: Iterable[Callback], partial: bool) -> None:
                 "computed in 16 bit do not hold their values. Use stage 1 or 2 in full precision, or average in a "
                 "callback of your own inside `with lightning_zero.full_parameters(module):`, on every rank."
             )
+
+
+class WatchedNames:
+    """Lets ``ModelCheckpoint`` know of what is being written in the background: it chooses names that are not taken.
+
+    Args:
+        callbacks: the Trainer's.
+        is_underway: whether a name is that of a checkpoint which is being written. Collective: every rank asks.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], is_underway: Callable[[Any], bool]) -> None:
+        self._watched = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in self._watched:
+            known = callback.file_exists
+            callback.file_exists = lambda path, trainer, known=known: (  # type: ignore[method-assign, misc]
+                known(path, trainer) or is_underway(path)
+            )
+        if any(callback.save_last == "link" for callback in self._watched):
+            rank_zero_warn(
+                'ModelCheckpoint(save_last="link") points last.ckpt to a new checkpoint at once, but with async_save '
+                "the checkpoint is there only a while later: a run that is killed in between has no last.ckpt to go on "
+                "from. Use save_last=True."
+            )
+
+    def release(self) -> None:
+        """Give the callbacks their own method back."""
+        for callback in self._watched:
+            del callback.file_exists
+        self._watched = []

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.checkpoint import Control, open_checkpoint, save_checkpoint_directory
@@ -26,9 +23,8 @@ from lightning_zero.comm import Groups
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
-from lightning_zero.loading import load_initial_weights
-from lightning_zero.random_state import RandomState
-from lightning_zero.state import ModuleState
+from lightning_zero.session.module_state import ModuleState, load_initial_weights
+from lightning_zero.session.random_state import RandomState
 
 __all__ = ["Checkpoints"]
 
@@ -63,31 +59,21 @@ class Checkpoints:
         self._training = False
         self._removing = False  # whether something was to be deleted in this run
         self._underway: str | None = None  # what was saved last in the background, in this run
-        self._watched: list[ModelCheckpoint] = []
         self._handled: BaseException | None = None
 
-    def begin(self, callbacks: Iterable[Callback], training: bool) -> None:
+    def begin(self, training: bool) -> None:
         """Begin a run, which lasts until ``finish``.
 
         Args:
-            callbacks: the Trainer's.
             training: whether saves may be in the background: there is something to go on with, and an end to wait.
         """
         self.random.forget()
         self._handled = sys.exc_info()[1]  # of a caller that tries again in an ``except`` block
         self._training = training
-        if not (training and self._policy.async_save):
-            return
-        self._watched = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-        for callback in self._watched:
-            # It chooses names that are not taken, and what is being written has no name on disk yet.
-            callback.file_exists = partial(self._is_taken, callback.file_exists)  # type: ignore[method-assign]
-        if any(callback.save_last == "link" for callback in self._watched):
-            rank_zero_warn(
-                'ModelCheckpoint(save_last="link") points last.ckpt to a new checkpoint at once, but with async_save '
-                "the checkpoint is there only a while later: a run that is killed in between has no last.ckpt to go on "
-                "from. Use save_last=True."
-            )
+
+    def is_underway(self, path: Any) -> bool:
+        """Whether a name is that of a checkpoint that is being written, and has no name on disk yet."""
+        return _absolute(path) == self._underway
 
     def save(
         self,
@@ -230,9 +216,6 @@ class Checkpoints:
         """
         self._training = False
         self._underway = None
-        for callback in self._watched:
-            del callback.file_exists
-        self._watched = []
         together = not self._in_trouble()
         self._saver.close(collective=together)
         if together and self._removing:
@@ -244,10 +227,6 @@ class Checkpoints:
     def _in_trouble(self) -> bool:
         """Whether an exception of this run is being handled, where the other ranks may not come."""
         return sys.exc_info()[1] not in (None, self._handled)
-
-    def _is_taken(self, exists: Callable[[Any, Trainer], bool], path: Any, trainer: Trainer) -> bool:
-        """``ModelCheckpoint.file_exists``, which also knows of what is being written. Collective: every rank."""
-        return exists(path, trainer) or _absolute(path) == self._underway
 
     def _attend(self, what: str, place: str) -> None:
         """Make sure that all ranks are here, while an exception is being handled.

@@ -31,16 +31,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.checkpoint import Control, FlatShard
 from lightning_zero.checkpoint.agreement import collect
 from lightning_zero.checkpoint.typed_json import Decoder, Encoder
-from lightning_zero.state import read_slice
+from lightning_zero.session.module_state import read_slice
 
 __all__ = ["RandomState"]
 
@@ -138,12 +135,11 @@ class RandomState:
         """Give back nothing of what was loaded."""
         self._loaded = {}
 
-    def go_on(self, trainer: Trainer, device: torch.device) -> None:
-        """Give back what was loaded, if something was: when all is set up, just before the training loop."""
+    def go_on(self, device: torch.device) -> bool:
+        """Give back what was loaded, if something was (which it returns): when all is set up, just before training."""
         loaded, self._loaded = self._loaded, {}
-        if loaded:
-            _give(loaded, device)
-            _begin_epoch(trainer)
+        _give(loaded, device)
+        return bool(loaded)
 
 
 class _Generator(NamedTuple):
@@ -196,35 +192,3 @@ def _give(states: Mapping[str, Any], device: torch.device) -> None:
 
 def _text(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _begin_epoch(trainer: Trainer) -> None:
-    """Draw what the iterator of an epoch draws, if the run goes on at the beginning of one.
-
-    ``FitLoop`` has worked out already where it goes on, and has not called a hook of the epoch yet.
-    """
-    fit = trainer.fit_loop
-    over = not fit.restarting  # the epoch before, with its hooks
-    last = fit.epoch_loop.restarted_on_train_batch_end and fit.epoch_loop.batch_progress.is_last_batch
-    if trainer.current_epoch == 0 or not (over or last):
-        return
-    loaders = fit._combined_loader.flattened if fit._combined_loader is not None else []
-    if not all(map(_may_begin_twice, loaders)):
-        for loader in loaders:
-            if isinstance(loader, DataLoader) and loader.generator is None:
-                torch.empty((), dtype=torch.int64).random_()
-    elif over:
-        fit._resuming_from_checkpoint = False  # Lightning makes it, as in every epoch, after `on_train_epoch_start`
-    elif fit._data_fetcher is not None:
-        for loader in loaders:
-            _set_sampler_epoch(loader, trainer.current_epoch)
-        iter(fit._data_fetcher)
-
-
-def _may_begin_twice(loader: Any) -> bool:
-    """Whether an iterator over it can be made and thrown away without a loss."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and not hasattr(loader, "load_state_dict")
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -31,36 +31,21 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoints import Checkpoints
-from lightning_zero.comm import Groups, Streams, choose_collectives
+from lightning_zero.comm import Groups
 from lightning_zero.comm.groups import destroy_default_group_at_exit
-from lightning_zero.config import (
-    ActivationPolicy,
-    CheckpointPolicy,
-    HostOffload,
-    NvmeOffload,
-    Placement,
-    validate_activations,
-    validate_bucket_mib,
-    validate_checkpoint,
-    validate_offload,
-    validate_prefetch,
-    validate_units,
-)
+from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload, Offload, Placement
 from lightning_zero.debug import note_optimizers
-from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine
-from lightning_zero.engine.full import give_back
-from lightning_zero.handover import own_engine, refuse_other_strategies
+from lightning_zero.engine import ZeroEngine
 from lightning_zero.init import InitRecorder
-from lightning_zero.offloading import make_tiers, offloaded_steps
-from lightning_zero.optim.agreement import agree_on_set_up
-from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.state import ConstantState
-from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory, warn_of_views
-from lightning_zero.precision import ZeroPrecision
-from lightning_zero.refusals import refuse_callbacks
-from lightning_zero.shown_state import StateSlices
-from lightning_zero.state import ModuleState, OptimizerState
+from lightning_zero.session.checkpoints import Checkpoints
+from lightning_zero.session.module_state import left_out_of
+from lightning_zero.session.optimizer_state import OptimizerState
+from lightning_zero.session.session import SessionSettings, ZeroSession
+from lightning_zero.trainer.callbacks import WatchedNames, refuse_callbacks
+from lightning_zero.trainer.fits import begin_epoch, refuse_other_strategies, running_trainer
+from lightning_zero.trainer.precision import ZeroPrecision
 
 __all__ = ["ZeroStrategy"]
 
@@ -114,16 +99,16 @@ class ZeroStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        self.placement = Placement.from_stage(stage)
-        self._units = validate_units(units)
-        self._bucket_mib = validate_bucket_mib(bucket_mib)
-        self._prefetch = validate_prefetch(prefetch)
-        self.offload = validate_offload(offload, self.placement)
-        self._activation_policy = validate_activations(activations)
-        self._policy = validate_checkpoint(checkpoint)
-        if not isinstance(broadcast_buffers, bool):
-            raise ValueError(f"broadcast_buffers must be True or False, got {broadcast_buffers!r}.")
-        self._broadcast_buffers = broadcast_buffers
+        self.settings = SessionSettings(
+            placement=Placement.from_stage(stage),
+            units=units,
+            bucket_mib=bucket_mib,
+            prefetch=prefetch,
+            offload=offload,
+            activations=activations,
+            checkpoint=checkpoint,
+            broadcast_buffers=broadcast_buffers,
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -133,37 +118,43 @@ class ZeroStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._backend = process_group_backend
         self._timeout = timeout
-        self._checkpoints: Checkpoints | None = None
-        self._engine: ZeroEngine | None = None
-        self._buffers: BufferBroadcast | None = None
+        self._session: ZeroSession | None = None
         self._recorder = InitRecorder()
-        self._activations: Activations | None = None
-        self._adapters: dict[int, ShardedOptimizer] = {}
+        self._names: WatchedNames | None = None
         self._held: list[tuple[LRSchedulerConfig, int]] = []
 
     # ------------------------------------------------------------- environment
 
     @property
     def engine(self) -> ZeroEngine:
-        """The engine of the running module.
+        """The engine of the running module."""
+        return self.session.engine
+
+    @property
+    def session(self) -> ZeroSession:
+        """What runs, without Lightning.
 
         Raises:
             RuntimeError: before the strategy was set up.
         """
-        if self._engine is None:
+        if self._session is None:
             raise RuntimeError("The strategy is not set up yet: its engine exists from `Trainer.fit` (or validate) on.")
-        return self._engine
+        return self._session
+
+    @property
+    def placement(self) -> Placement:
+        """What is sharded."""
+        return self.settings.placement
+
+    @property
+    def offload(self) -> Offload | None:
+        """What rests in host memory or in files."""
+        return self.settings.offload
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """What saves and loads this run: ``checkpoints.wait()`` returns when a background save is durable.
-
-        Raises:
-            RuntimeError: before the strategy was set up.
-        """
-        if self._checkpoints is None:
-            raise RuntimeError("The strategy is not set up yet: it saves from `Trainer.fit` (or validate) on.")
-        return self._checkpoints
+        """What saves and loads this run: ``checkpoints.wait()`` returns when a background save is durable."""
+        return self.session.checkpoints
 
     @property
     def root_device(self) -> torch.device:
@@ -274,65 +265,29 @@ class ZeroStrategy(ParallelStrategy):
             refuse_callbacks(trainer.callbacks, partial)  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.lightning_module)
-        self._setup_engine(self.lightning_module)
-        self.checkpoints.begin(trainer.callbacks, training=fitting)  # type: ignore[attr-defined]
+        self._shard(self.lightning_module)
+        self.checkpoints.begin(training=fitting)
+        if fitting and self.settings.checkpoint.async_save:
+            self._names = WatchedNames(trainer.callbacks, self.checkpoints.is_underway)  # type: ignore[attr-defined]
         self.model_to_device()
-        self._buffers = BufferBroadcast(self.engine, fitting=fitting, enabled=self._broadcast_buffers)
-        self.precision_plugin.attach(self.root_device, self.engine.control, self.adapter, self._hold_schedulers)
+        precision = self.precision_plugin
+        precision.attach(self.root_device, self.engine.control, self.adapter, self._hold_schedulers)
+        self.session.begin(training=fitting)
         if fitting:
-            self.engine.prepare_training()
-            if self._activation_policy is not None:
-                self._activations = Activations(self.engine, self._activation_policy, self._units)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _setup_engine(self, module: LightningModule) -> None:
-        groups = Groups.create(self._backend, self._timeout)
-        if self._checkpoints is None:
-            self._checkpoints = Checkpoints(self._policy, groups)
-        existing, torn = own_engine(module), False
-        if existing is not None:
-            fits = existing.device == self.root_device and not self.precision_plugin.would_cast(module)
-            fits = fits and self.offload == existing.plan.offload and existing.names.keys() >= {*module.parameters()}
-            plan = self._plan(module) if fits else None
-            if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
-                self._engine = existing  # sharded by an earlier fit, or by another Trainer, just as it is wanted now
-                existing.plan = plan  # buffers may have been added or replaced
-                existing.tiers.wake()
-                return
-            torn = existing.updating
-            give_back(existing)  # other settings, or parameters that were frozen or thawed since
-        self.precision_plugin.convert_module(module)
-        streams = Streams(self.root_device)
-        collectives = choose_collectives(groups, streams, self.root_device)
-        plan = self._plan(module)
-        refuse_shared_memory(module, self.root_device)
-        warn_of_views(module, self.root_device)
-        tiers = make_tiers(self.offload, plan, groups.control, self.root_device, streams, self.local_rank)
-        try:
-            self._engine = ZeroEngine(module, plan, collectives, groups.control, tiers, self._recorder.record)
-        except BaseException:
-            tiers.close()
-            raise
-        self._recorder = InitRecorder()
-        self._engine.updating = torn
-        self._engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
-        if existing is None:  # what was sharded before has been trained, and goes on from there
-            self.checkpoints.load_initial_weights(ModuleState(self._engine, module))
-
-    def _plan(self, module: LightningModule) -> ZeroPlan:
-        return build_plan(
-            module,
-            placement=self.placement,
-            world_size=self.world_size,
-            units=self._units,
-            bucket_mib=self._bucket_mib,
-            prefetch=self._prefetch,
-            offload=self.offload,
-            param_dtype=self.precision_plugin.param_dtype,
-            reduce_dtype=self.precision_plugin.reduce_dtype,
-            broadcast_buffers=self._broadcast_buffers,
+    def _shard(self, module: LightningModule) -> None:
+        if self._session is None:
+            groups = Groups.create(self._backend, self._timeout)
+            self._session = ZeroSession(
+                self.settings, groups, self.root_device, self.local_rank, local_ranks=self.num_processes
+            )
+        self._session.shard(
+            module, self.precision_plugin, self._recorder.record, lambda module: running_trainer(module) is not None
         )
+        self._recorder = InitRecorder()
+        self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -351,36 +306,12 @@ class ZeroStrategy(ParallelStrategy):
 
         Collective: every rank.
         """
-        engine = self.engine
         with ConstantState():
             super().setup_optimizers(trainer)
-        for former in self._adapters.values():
-            if former.optimizer not in self.optimizers:
-                former.keep().give_up_files()
-        self._adapters.clear()
-        owned = {
-            parameter: OwnedParameter(shard, unit.index, flat, position)
-            for unit in engine.units
-            for flat in unit.flats
-            for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
-        }
         schedulers = [vars(config) for config in self.lr_scheduler_configs]
-        labels = agree_on_set_up(self.optimizers, schedulers, owned, engine.control)
-        steps = offloaded_steps(engine, self.num_processes)
-        for label, optimizer in zip(labels, self.optimizers, strict=True):
-            self._adapters[id(optimizer)] = ShardedOptimizer(
-                optimizer,
-                label,
-                owned,
-                engine.collectives,
-                engine.before_optimizer_step,
-                engine.after_optimizer_step,
-                StateSlices(engine),
-                writable=not self.placement.shards_parameters and self.precision_plugin.param_dtype is None,
-                offload=steps,
-            )
-        engine.listeners = [adapter.masters_changed for adapter in self._adapters.values()]
-        note_optimizers(engine, list(self._adapters.values()))
+        writable = self.precision_plugin.param_dtype is None
+        self.session.shard_optimizers(self.optimizers, schedulers, writable=writable)
+        note_optimizers(self.engine, self.session.adapters)
 
     def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The sharded view of one of the run's optimizers.
@@ -390,27 +321,25 @@ class ZeroStrategy(ParallelStrategy):
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if id(optimizer) not in self._adapters:
+        try:
+            return self.session.adapter(optimizer)
+        except KeyError:
             raise ValueError(
                 f"{type(optimizer).__name__} is not an optimizer of this run: only optimizers that "
                 "configure_optimizers returned are sharded. For another one in mid-fit, have configure_optimizers "
                 "return it and call `trainer.strategy.setup_optimizers(trainer)` on every rank."
-            )
-        return self._adapters[id(optimizer)]
+            ) from None
 
     # -------------------------------------------------------------------- steps
 
     def on_train_start(self) -> None:
         """Give random numbers back where a resumed run goes on: after all hooks of the start."""
-        if self.lightning_module is not None:
-            self.checkpoints.random.go_on(self.lightning_module.trainer, self.root_device)
+        if self.lightning_module is not None and self.checkpoints.random.go_on(self.root_device):
+            begin_epoch(self.lightning_module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``, with units gathered as they are called."""
-        for adapter in self._adapters.values():
-            adapter.adopt_new_groups()
-        with self.precision_plugin.train_step_context(), self._saving():
-            return self._run("training_step", nullcontext(), args, kwargs)
+        return self._run("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step``, likewise."""
@@ -424,19 +353,13 @@ class ZeroStrategy(ParallelStrategy):
         """The user's ``predict_step``, likewise."""
         return self._run("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
 
-    def _saving(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._activations is None else self._activations.training()
-
     def _run(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module, buffers = self.lightning_module, self._buffers
-        if module is None or buffers is None:
+        module = self.lightning_module
+        if module is None:
             raise RuntimeError(f"The strategy is not set up yet: there is no module to run {name} of.")
-        with context:
-            buffers.before_forward(name)
-            with self.engine.step(name):
-                output = getattr(module, name)(*args, **kwargs)
-            buffers.after_forward(averaged=module.automatic_optimization)
-            return output
+        training = name == "training_step"
+        with context, self.session.step(name, training=training, averaged=module.automatic_optimization):
+            return getattr(module, name)(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward; gradients are reduced when the user's ``on_after_backward`` runs.
@@ -447,10 +370,10 @@ class ZeroStrategy(ParallelStrategy):
         if module is None:
             raise RuntimeError("No module is connected to the strategy.")
         self.pre_backward(closure_loss)
-        if self._buffers is not None and not module.automatic_optimization:
-            self._buffers.after_forward(averaged=True)
+        if not module.automatic_optimization:
+            self.session.backward_outside_of_steps()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with self.engine.backward():
+        with self.session.backward():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -459,11 +382,8 @@ class ZeroStrategy(ParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""
-        self.engine.reduce_gradients = False
-        try:
+        with self.session.accumulating():
             yield
-        finally:
-            self.engine.reduce_gradients = True
 
     def optimizer_step(
         self,
@@ -490,12 +410,8 @@ class ZeroStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave no pinned slot and no half-reduced gradient behind."""
-        if self._activations is not None:
-            self._activations.abandon()
-        if self._engine is not None:
-            self._engine.abandon()
-        for adapter in self._adapters.values():
-            adapter.abandon()
+        if self._session is not None:
+            self._session.abandon()
 
     def teardown(self) -> None:
         """End a run. Shards stay where they are, so that the module can be validated, or fitted again, or called."""
@@ -505,14 +421,10 @@ class ZeroStrategy(ParallelStrategy):
             self.cluster_environment.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
-        if self._checkpoints is not None:
-            self._checkpoints.finish()
-        if self._activations is not None:
-            self._activations.detach()
-            self._activations = None
-        if self._engine is not None:
-            self._engine.weights.settle()
-            self._engine.tiers.rest()
+        if self._names is not None:
+            self._names.release()
+        if self._session is not None:
+            self._session.rest()
 
     # -------------------------------------------------------------- collectives
 
@@ -543,7 +455,8 @@ class ZeroStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the weights (fp32 masters), by full name. No communication."""
-        return ModuleState(self.engine, self.lightning_module).save(exclude_frozen=self._policy.exclude_frozen)
+        state = self.session.module_state(self.lightning_module)
+        return state.save(exclude_frozen=self.settings.checkpoint.exclude_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state, by parameter name."""
@@ -557,8 +470,8 @@ class ZeroStrategy(ParallelStrategy):
             filepath: where, also a URL.
             storage_options: ``{"format": ..., "async": ...}`` to differ from the policy this once.
         """
-        if self._policy.exclude_frozen:
-            excluded = ModuleState(self.engine, self.lightning_module).excluded_frozen()
+        if self.settings.checkpoint.exclude_frozen:
+            excluded = self.session.module_state(self.lightning_module).excluded_frozen()
             checkpoint = {**checkpoint, "lightning_zero": {"excluded_frozen": excluded}}
         precision = self.precision_plugin.precision
         self.checkpoints.save(checkpoint, filepath, self.engine, precision, storage_options)
@@ -572,8 +485,8 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read this rank's slices of the weights. Collective: every rank."""
-        excluded = checkpoint.get("lightning_zero", {}).get("excluded_frozen", ())
-        ModuleState(self.engine, self.lightning_module).load(checkpoint["state_dict"], strict=strict, excluded=excluded)
+        state = self.session.module_state(self.lightning_module)
+        state.load(checkpoint["state_dict"], strict=strict, excluded=left_out_of(checkpoint))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read this rank's slices of the optimizer states. Collective: every rank."""
@@ -595,5 +508,5 @@ class ZeroStrategy(ParallelStrategy):
 
     def on_validation_end(self) -> None:
         """Say so if a background save has failed meanwhile. Collective: every rank."""
-        if self._checkpoints is not None:
-            self._checkpoints.raise_failure(self.engine.control)
+        if self._session is not None:
+            self._session.checkpoints.raise_failure(self.engine.control)

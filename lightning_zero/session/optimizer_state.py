@@ -1,164 +1,26 @@
-"""Between Lightning's checkpoint dictionary and the engine: names and full shapes there, slices here."""
+"""State and options of one sharded optimizer: names and full shapes in checkpoints, slices here."""
 
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import FlatShard, StoredTensor
 from lightning_zero.checkpoint.agreement import collect
-from lightning_zero.engine import ParameterShard, ZeroEngine
-from lightning_zero.errors import CheckpointError, some
-from lightning_zero.loading.copies import NotedCopies
-from lightning_zero.loading.names import unwrapped
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.errors import some
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
+from lightning_zero.session.module_state import read_slice
+from lightning_zero.session.names import unwrapped
 
-__all__ = ["ModuleState", "OptimizerState"]
+__all__ = ["OptimizerState"]
 
 _SAME_GROUPS = "Build the optimizer with the same groups as when the checkpoint was saved, or load the weights only."
-
-
-class ModuleState:
-    """Weights and buffers of a sharded module.
-
-    Args:
-        engine: who holds the parameters.
-        module: the user's module.
-    """
-
-    def __init__(self, engine: ZeroEngine, module: LightningModule | None) -> None:
-        self._engine = engine
-        self._module: nn.Module = module if module is not None else engine.module
-
-    def save(self, exclude_frozen: bool = False) -> dict[str, Any]:
-        """This rank's part of ``state_dict()``: the keys, order and hooks are the module's own. No communication.
-
-        Args:
-            exclude_frozen: leave out parameters that do not require gradients.
-        """
-        state = {}
-        self._engine.take_over_shown(on_disk=False)
-        for key, value in self._module.state_dict(keep_vars=True).items():
-            if exclude_frozen and _is_frozen(value):
-                continue
-            name = self._engine.names.get(value) if isinstance(value, nn.Parameter) else None
-            if name is not None:
-                shard = self._engine.shards[name]
-                value = FlatShard(shard.data, shard.spec.shape, shard.start)
-            elif isinstance(value, Tensor):
-                value = value.detach()
-            state[unwrapped(key)] = value
-        return state
-
-    def excluded_frozen(self) -> list[str]:
-        """The names that ``save(exclude_frozen=True)`` leaves out."""
-        return [unwrapped(key) for key, value in self._module.state_dict(keep_vars=True).items() if _is_frozen(value)]
-
-    def load(self, state: Mapping[str, Any], strict: bool, excluded: Collection[str] = ()) -> None:
-        """Take weights and buffers over, each rank reading its own slices.
-
-        The module's own ``load_state_dict`` decides what goes where, so that its hooks, overrides, extra state and
-        messages are the ordinary ones; only what it copies into a sharded parameter is read slice by slice.
-
-        Args:
-            state: by full name, tensors as stored, plain, or this rank's own slices.
-            strict: whether missing and unexpected keys are errors. Of a tied parameter one name is enough.
-            excluded: names that were left out when the checkpoint was saved: they are not missing, and a warning says
-                how many keep their values.
-
-        Raises:
-            RuntimeError: as ``nn.Module.load_state_dict`` does, for keys or shapes that do not fit.
-            CheckpointError: on every rank, if one could not read its part or was given other keys than this one.
-
-        Collective: every rank.
-        """
-        current = self._module.state_dict(keep_vars=True)
-        own = {unwrapped(key): (key, value) for key, value in current.items()}
-        # Without versions modules would take the state for that of their oldest release.
-        versions = getattr(state, "_metadata", None) or getattr(current, "_metadata", None)
-        state = {unwrapped(key): value for key, value in state.items()}
-        kept = [name for name in excluded if name in own and name not in state]
-        loaded = {id(value) for key, (_, value) in own.items() if key in state}
-        expendable = {*kept, *(key for key, (_, value) in own.items() if id(value) in loaded)}
-        refused: list[Exception] = []
-
-        def read() -> None:
-            prepared = self._prepared(state, own)
-            if versions is not None:
-                prepared._metadata = versions  # type: ignore[attr-defined]
-            try:
-                copies = self._noted_copies(prepared, strict, expendable)
-            except Exception as error:
-                refused.append(error)
-                raise
-            for shard, value in copies:
-                read_slice(value, shard.start, shard.data)
-
-        self._engine.control.barrier()  # after an error another rank may still be reading weights in a forward
-        try:
-            collect(self._engine.control, "load the weights of the checkpoint", read)
-        except CheckpointError:
-            if refused:
-                raise refused[0] from None
-            raise
-        self._engine.masters_changed(range(len(self._engine.units)))
-        self._engine.updating = False  # whatever step was interrupted: all weights are of one moment again
-        if kept and self._engine.control.rank == 0:
-            warnings.warn(
-                f"The checkpoint was saved without its frozen parameters: {len(kept)} keep the values that the module "
-                f"was built with or has loaded before ({some(map(repr, kept))}).",
-                stacklevel=2,
-            )
-
-    def _prepared(self, state: Mapping[str, Any], own: Mapping[str, tuple[str, Any]]) -> OrderedDict[str, Any]:
-        """The state under the module's own keys, with everything read that is no sharded parameter's.
-
-        Modules may keep what they are given (metrics do), and a handle on a file cannot be written to.
-        """
-        prepared: OrderedDict[str, Any] = OrderedDict()
-        for key, value in state.items():
-            target_key, target = own.get(key, (key, None))
-            sharded = isinstance(target, nn.Parameter) and target in self._engine.names
-            read_now = key in own and not sharded and isinstance(value, StoredTensor)
-            prepared[target_key] = value.read() if read_now else value
-        return prepared
-
-    def _noted_copies(
-        self, state: Mapping[str, Any], strict: bool, expendable: Collection[str]
-    ) -> list[tuple[ParameterShard, Any]]:
-        """Run the module's ``load_state_dict``. Returns what is to be read into shards after it.
-
-        Raises:
-            RuntimeError: as ``nn.Module.load_state_dict`` does; a missing key that is ``expendable`` does not count.
-                Also if a parameter is another object afterwards, which the engine would not know.
-        """
-
-        def forgive(_: nn.Module, keys: Any) -> None:
-            keys.missing_keys[:] = [key for key in map(unwrapped, keys.missing_keys) if key not in expendable]
-
-        before = dict(self._module.named_parameters(remove_duplicate=False))
-        hook = self._module.register_load_state_dict_post_hook(forgive)
-        noted = NotedCopies(self._engine)
-        try:
-            with noted:
-                self._module.load_state_dict(state, strict=strict)
-        finally:
-            hook.remove()
-        after = dict(self._module.named_parameters(remove_duplicate=False))
-        for name in (name for name in after if after[name] is not before.get(name)):
-            raise RuntimeError(
-                f"Loading replaced the parameter '{name}' by another object, which would not be trained. A module's "
-                "own `load_state_dict` must copy into its parameters: call the ordinary one with `assign=False`."
-            )
-        return noted.copies
 
 
 class OptimizerState:
@@ -341,22 +203,6 @@ def _matched(
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         matched.append({k: v.read() if isinstance(v, StoredTensor) else v for k, v in options.items()})
     return matched
-
-
-def read_slice(value: Any, start: int, destination: Tensor) -> None:
-    """Fill a 1-D slice of a tensor that starts at element ``start`` from wherever the tensor is."""
-    with untracked():
-        if isinstance(value, StoredTensor):
-            value.read_into(destination, start)
-        elif isinstance(value, FlatShard):
-            destination.copy_(value.local)
-        else:
-            begin = start if destination.numel() else 0
-            destination.copy_(value.detach().reshape(-1).narrow(0, begin, destination.numel()))
-
-
-def _is_frozen(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def _name(entry: OwnedParameter) -> str:

@@ -1,0 +1,328 @@
+"""Weights and buffers of a sharded module: names and full shapes in checkpoints, slices here."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_zero._torch import untracked
+from lightning_zero.checkpoint import Control, FlatShard, StoredTensor, open_checkpoint
+from lightning_zero.checkpoint.agreement import collect
+from lightning_zero.checkpoint.flat_shard import memory_identity
+from lightning_zero.engine import ParameterShard, ZeroEngine
+from lightning_zero.errors import CheckpointError, ZeroError, some
+from lightning_zero.session.names import under_own_names, unwrapped
+from lightning_zero.shards.binding import placeholders_allowed
+
+__all__ = ["ModuleState", "left_out_of", "load_initial_weights", "read_slice", "weights_of"]
+
+_DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+class ModuleState:
+    """Weights and buffers of a sharded module.
+
+    Args:
+        engine: who holds the parameters.
+        module: the user's module.
+    """
+
+    def __init__(self, engine: ZeroEngine, module: nn.Module | None) -> None:
+        self._engine = engine
+        self._module: nn.Module = module if module is not None else engine.module
+
+    def save(self, exclude_frozen: bool = False) -> dict[str, Any]:
+        """This rank's part of ``state_dict()``: the keys, order and hooks are the module's own. No communication.
+
+        Args:
+            exclude_frozen: leave out parameters that do not require gradients.
+        """
+        state = {}
+        self._engine.take_over_shown(on_disk=False)
+        for key, value in self._module.state_dict(keep_vars=True).items():
+            if exclude_frozen and _is_frozen(value):
+                continue
+            name = self._engine.names.get(value) if isinstance(value, nn.Parameter) else None
+            if name is not None:
+                shard = self._engine.shards[name]
+                value = FlatShard(shard.data, shard.spec.shape, shard.start)
+            elif isinstance(value, Tensor):
+                value = value.detach()
+            state[unwrapped(key)] = value
+        return state
+
+    def excluded_frozen(self) -> list[str]:
+        """The names that ``save(exclude_frozen=True)`` leaves out."""
+        return [unwrapped(key) for key, value in self._module.state_dict(keep_vars=True).items() if _is_frozen(value)]
+
+    def load(self, state: Mapping[str, Any], strict: bool, excluded: Collection[str] = ()) -> None:
+        """Take weights and buffers over, each rank reading its own slices.
+
+        The module's own ``load_state_dict`` decides what goes where, so that its hooks, overrides, extra state and
+        messages are the ordinary ones; only what it copies into a sharded parameter is read slice by slice.
+
+        Args:
+            state: by full name, tensors as stored, plain, or this rank's own slices.
+            strict: whether missing and unexpected keys are errors. Of a tied parameter one name is enough.
+            excluded: names that were left out when the checkpoint was saved: they are not missing, and a warning says
+                how many keep their values.
+
+        Raises:
+            RuntimeError: as ``nn.Module.load_state_dict`` does, for keys or shapes that do not fit.
+            CheckpointError: on every rank, if one could not read its part or was given other keys than this one.
+
+        Collective: every rank.
+        """
+        current = self._module.state_dict(keep_vars=True)
+        own = {unwrapped(key): (key, value) for key, value in current.items()}
+        # Without versions modules would take the state for that of their oldest release.
+        versions = getattr(state, "_metadata", None) or getattr(current, "_metadata", None)
+        state = {unwrapped(key): value for key, value in state.items()}
+        kept = [name for name in excluded if name in own and name not in state]
+        loaded = {id(value) for key, (_, value) in own.items() if key in state}
+        expendable = {*kept, *(key for key, (_, value) in own.items() if id(value) in loaded)}
+        refused: list[Exception] = []
+
+        def read() -> None:
+            prepared = self._prepared(state, own)
+            if versions is not None:
+                prepared._metadata = versions  # type: ignore[attr-defined]
+            try:
+                copies = self._noted_copies(prepared, strict, expendable)
+            except Exception as error:
+                refused.append(error)
+                raise
+            for shard, value in copies:
+                read_slice(value, shard.start, shard.data)
+
+        self._engine.control.barrier()  # after an error another rank may still be reading weights in a forward
+        try:
+            collect(self._engine.control, "load the weights of the checkpoint", read)
+        except CheckpointError:
+            if refused:
+                raise refused[0] from None
+            raise
+        self._engine.masters_changed(range(len(self._engine.units)))
+        self._engine.updating = False  # whatever step was interrupted: all weights are of one moment again
+        if kept and self._engine.control.rank == 0:
+            warnings.warn(
+                f"The checkpoint was saved without its frozen parameters: {len(kept)} keep the values that the module "
+                f"was built with or has loaded before ({some(map(repr, kept))}).",
+                stacklevel=2,
+            )
+
+    def _prepared(self, state: Mapping[str, Any], own: Mapping[str, tuple[str, Any]]) -> OrderedDict[str, Any]:
+        """The state under the module's own keys, with everything read that is no sharded parameter's.
+
+        Modules may keep what they are given (metrics do), and a handle on a file cannot be written to.
+        """
+        prepared: OrderedDict[str, Any] = OrderedDict()
+        for key, value in state.items():
+            target_key, target = own.get(key, (key, None))
+            sharded = isinstance(target, nn.Parameter) and target in self._engine.names
+            read_now = key in own and not sharded and isinstance(value, StoredTensor)
+            prepared[target_key] = value.read() if read_now else value
+        return prepared
+
+    def _noted_copies(
+        self, state: Mapping[str, Any], strict: bool, expendable: Collection[str]
+    ) -> list[tuple[ParameterShard, Any]]:
+        """Run the module's ``load_state_dict``. Returns what is to be read into shards after it.
+
+        Raises:
+            RuntimeError: as ``nn.Module.load_state_dict`` does; a missing key that is ``expendable`` does not count.
+                Also if a parameter is another object afterwards, which the engine would not know.
+        """
+
+        def forgive(_: nn.Module, keys: Any) -> None:
+            keys.missing_keys[:] = [key for key in map(unwrapped, keys.missing_keys) if key not in expendable]
+
+        before = dict(self._module.named_parameters(remove_duplicate=False))
+        hook = self._module.register_load_state_dict_post_hook(forgive)
+        noted = _NotedCopies(self._engine)
+        try:
+            with noted:
+                self._module.load_state_dict(state, strict=strict)
+        finally:
+            hook.remove()
+        after = dict(self._module.named_parameters(remove_duplicate=False))
+        for name in (name for name in after if after[name] is not before.get(name)):
+            raise RuntimeError(
+                f"Loading replaced the parameter '{name}' by another object, which would not be trained. A module's "
+                "own `load_state_dict` must copy into its parameters: call the ordinary one with `assign=False`."
+            )
+        return noted.copies
+
+
+class _NotedCopies(TorchFunctionMode):
+    """While active, a copy into a sharded parameter is noted instead of made: only a placeholder stands there.
+
+    So is one into ``parameter.data`` or ``parameter.detach()``, but not into a part of it.
+
+    Args:
+        engine: who holds the parameters.
+
+    Attributes:
+        copies: the slices to fill and, of the parameter's shape, the values.
+    """
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        super().__init__()
+        self._engine = engine
+        self.copies: list[tuple[ParameterShard, Any]] = []
+        self._allowed = ExitStack()
+        self._detached: dict[int, tuple[Tensor, Tensor]] = {}  # by id, which is a tensor's while the tensor is kept
+
+    def __enter__(self) -> _NotedCopies:
+        self._allowed.enter_context(placeholders_allowed())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._allowed.close()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note ``parameter.copy_(value)``; let everything else through."""
+        if func is Tensor.copy_:
+            _, target = self._detached.get(id(args[0]), (None, args[0]))
+            if isinstance(target, nn.Parameter) and target in self._engine.names:
+                shard, value = self._engine.shards[self._engine.names[target]], args[1]
+                same = tuple(value.shape) == tuple(shard.spec.shape)
+                self.copies.append((shard, value if same else value.expand(shard.spec.shape)))
+                return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func in _DETACHING and isinstance(args[0], nn.Parameter):
+            self._detached[id(result)] = (result, args[0])
+        return result
+
+
+def load_initial_weights(
+    state: ModuleState, path: str | os.PathLike[str], control: Control, *, strict: bool, verify: bool
+) -> None:
+    """Read weights and buffers into a sharded module, each rank its own slices.
+
+    Args:
+        state: of the module. Written.
+        path: the checkpoint. If none of its names is one of the module's, but all are once the same prefix is put
+            before them or cut off (``transformer.h.0`` and ``model.transformer.h.0``), they are read under the
+            module's names.
+        control: the ranks.
+        strict: whether missing, unexpected and differently shaped tensors are errors. If not, the first and the last
+            keep the values that they have, and rank 0 warns of all three kinds.
+        verify: check every checksum first.
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint cannot be read, naming the file.
+        RuntimeError: on every rank, as ``nn.Module.load_state_dict`` does, for what does not fit; also without
+            ``strict`` if nothing fits at all.
+
+    Collective: every rank.
+    """
+    checkpoint = open_checkpoint(path, control, verify=verify)
+    weights = weights_of(checkpoint, path)
+    own = state.save()
+    stored: OrderedDict[str, Any] = OrderedDict(under_own_names(weights, own, path, strict))
+    if not strict:
+        stored = OrderedDict(_what_fits(stored, own, path, control))
+    if hasattr(weights, "_metadata"):
+        stored._metadata = weights._metadata  # type: ignore[attr-defined]  # versions, for the modules' own loading
+    try:
+        state.load(stored, strict=strict)
+    except RuntimeError as error:
+        if isinstance(error, ZeroError):
+            raise
+        left_out = len(left_out_of(checkpoint))
+        why = f" That checkpoint was saved without its {left_out} frozen parameters." if left_out else ""
+        raise RuntimeError(
+            f"The initial weights '{os.fspath(path)}' do not fit.{why} With "
+            "CheckpointPolicy(strict_initial_weights=False) what does not fit keeps its initial values.\n"
+            f"{error}"
+        ) from None
+
+
+def _what_fits(
+    stored: Mapping[str, Any], own: Mapping[str, Any], path: str | os.PathLike[str], control: Control
+) -> dict[str, Any]:
+    """The stored tensors that have the name and shape of one of the module's; a warning names all others.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    known = {name: value for name, value in stored.items() if name in own}
+    fitting = {name: value for name, value in known.items() if _shape(value) == _shape(own[name])}
+    reshaped = [name for name in known if name not in fitting]
+    if not fitting and own:
+        raise RuntimeError(
+            f"Nothing in the initial weights '{os.fspath(path)}' fits the module: stored are {some(stored)}; the "
+            f"module has {some(own)}. Compare the names, and save the weights under those of the module."
+        )
+    shapes = [f"{name} {_shape(stored[name])} instead of {_shape(own[name])}" for name in reshaped]
+    lines = [
+        f"{len(names)} {what}: {some(names)}."
+        for names, what in (
+            (shapes, "of another shape were skipped"),
+            (_missing(stored, own), "are not there and keep their initial values"),
+            ([name for name in stored if name not in own], "are not in the module and were ignored"),
+        )
+        if names
+    ]
+    if lines and control.rank == 0:
+        warnings.warn(
+            f"Initial weights from '{os.fspath(path)}': {len(fitting)} of {len(own)} tensors were read. "
+            + " ".join(lines),
+            stacklevel=3,
+        )
+    return fitting
+
+
+def _missing(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """The module's names that are not stored, but for other names of parameters that are: of a tied one, one will do.
+
+    Which are tied shows in the memory of this rank's slices, so one without an element here may be listed too much.
+    """
+    memory = {name: memory_identity(value.local) for name, value in own.items() if isinstance(value, FlatShard)}
+    there = {memory[name] for name in stored if name in memory and own[name].local.numel()}
+    return [name for name in own if name not in stored and memory.get(name) not in there]
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def weights_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Its weights by name."""
+    if not isinstance(checkpoint.get("state_dict"), Mapping):
+        raise CheckpointError(f"'{os.fspath(path)}' holds no weights: it has no 'state_dict'.")
+    weights: Mapping[str, Any] = checkpoint["state_dict"]
+    return weights
+
+
+def left_out_of(checkpoint: Mapping[str, Any]) -> list[str]:
+    """The frozen parameters that were not saved."""
+    return list(checkpoint.get("lightning_zero", {}).get("excluded_frozen", ()))
+
+
+def read_slice(value: Any, start: int, destination: Tensor) -> None:
+    """Fill a 1-D slice of a tensor that starts at element ``start`` from wherever the tensor is."""
+    with untracked():
+        if isinstance(value, StoredTensor):
+            value.read_into(destination, start)
+        elif isinstance(value, FlatShard):
+            destination.copy_(value.local)
+        else:
+            begin = start if destination.numel() else 0
+            destination.copy_(value.detach().reshape(-1).narrow(0, begin, destination.numel()))
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad

@@ -1,0 +1,386 @@
+"""One sharded run without a Trainer: a module, its optimizers, its steps and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Groups, Streams, choose_collectives
+from lightning_zero.config import (
+    ActivationPolicy,
+    CheckpointPolicy,
+    Offload,
+    Placement,
+    validate_activations,
+    validate_bucket_mib,
+    validate_checkpoint,
+    validate_offload,
+    validate_prefetch,
+    validate_units,
+)
+from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine, engine_of
+from lightning_zero.engine.full import give_back
+from lightning_zero.errors import ParameterAccessError
+from lightning_zero.offloading import make_tiers, offloaded_steps
+from lightning_zero.optim.agreement import agree_on_set_up
+from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory, warn_of_views
+from lightning_zero.session.checkpoints import Checkpoints
+from lightning_zero.session.module_state import ModuleState
+from lightning_zero.session.optimizer_state import OptimizerState
+from lightning_zero.shards.binding import is_absent
+from lightning_zero.shown_state import StateSlices
+
+__all__ = ["Dtypes", "OwnDtypes", "SessionSettings", "ZeroSession"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """How a module is sharded, and what is saved of it: the arguments of ``ZeroStrategy``, which explains them.
+
+    Raises:
+        ValueError: if a setting is not usable.
+    """
+
+    placement: Placement
+    units: Sequence[str] | None = None
+    bucket_mib: float = 25.0
+    prefetch: int = 1
+    offload: Offload | None = None
+    activations: ActivationPolicy | None = None
+    checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    broadcast_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", validate_units(self.units))
+        validate_bucket_mib(self.bucket_mib)
+        validate_prefetch(self.prefetch)
+        validate_offload(self.offload, self.placement)
+        validate_activations(self.activations)
+        validate_checkpoint(self.checkpoint)
+        if not isinstance(self.broadcast_buffers, bool):
+            raise ValueError(f"broadcast_buffers must be True or False, got {self.broadcast_buffers!r}.")
+
+
+class Dtypes(Protocol):
+    """What a session asks of the precision of a run."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """What units compute in; ``None``: each parameter's own dtype."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What gradients are averaged in; ``None``: each parameter's own dtype."""
+
+    def would_cast(self, module: nn.Module) -> bool:
+        """Whether ``convert_module`` would change a parameter, so that its values must be in memory first."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast the masters, in place."""
+
+
+class OwnDtypes:
+    """``Dtypes`` of a run in which everything keeps its own."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def would_cast(self, module: nn.Module) -> bool:
+        """Never."""
+        return False
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module as it is."""
+        return module
+
+
+class ZeroSession:
+    """What a Trainer's strategy puts Lightning's hooks in front of, and a training loop of one's own may call.
+
+    In this order: ``shard``, ``shard_optimizers``, then for each step ``with step(...)``, ``with backward()`` and
+    ``optimizer.step()``; ``rest`` at the end. A module that was sharded before, by any session, goes on from there.
+
+    Args:
+        settings: how the module is sharded.
+        groups: the ranks.
+        device: of this rank.
+        local_rank: of this rank on its host.
+        local_ranks: how many ranks share the host, its cores and its disks.
+
+    Attributes:
+        checkpoints: what saves and loads.
+    """
+
+    def __init__(
+        self, settings: SessionSettings, groups: Groups, device: torch.device, local_rank: int = 0, local_ranks: int = 1
+    ) -> None:
+        self.settings = settings
+        self.groups = groups
+        self.device = device
+        self.local_rank = local_rank
+        self.local_ranks = local_ranks
+        self.checkpoints = Checkpoints(settings.checkpoint, groups)
+        self._engine: ZeroEngine | None = None
+        self._buffers: BufferBroadcast | None = None
+        self._activations: Activations | None = None
+        self._adapters: dict[int, ShardedOptimizer] = {}
+
+    @property
+    def engine(self) -> ZeroEngine:
+        """Who runs the module, from ``shard`` on."""
+        if self._engine is None:
+            raise RuntimeError("No module is sharded yet: its engine exists from `ZeroSession.shard` on.")
+        return self._engine
+
+    @property
+    def adapters(self) -> list[ShardedOptimizer]:
+        """The optimizers, as they step on shards."""
+        return list(self._adapters.values())
+
+    # -------------------------------------------------------------------- set-up
+
+    def shard(
+        self,
+        module: nn.Module,
+        dtypes: Dtypes | None = None,
+        record: Any = None,
+        is_running: Callable[[nn.Module], bool] = lambda module: False,
+    ) -> None:
+        """Lay the module out over the ranks, with rank 0's values, or with the weights that the settings name.
+
+        Args:
+            module: the root. Its parameters are this session's from now on.
+            dtypes: the precision of the run.
+            record: how parameters on the meta device are to be initialised (``engine.InitRecord``).
+            is_running: whether somebody trains a module at this moment.
+
+        Raises:
+            ParameterAccessError: for a part of a module that is running, or whose values have gone.
+
+        Collective: every rank.
+        """
+        dtypes = dtypes or OwnDtypes()
+        existing, torn = _own_engine(module, is_running), False
+        if existing is not None:
+            fits = existing.device == self.device and not dtypes.would_cast(module)
+            fits = fits and self.settings.offload == existing.plan.offload
+            fits = fits and existing.names.keys() >= {*module.parameters()}
+            plan = self._plan(module, dtypes) if fits else None
+            if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
+                self._engine = existing  # sharded by an earlier run just as it is wanted now
+                existing.plan = plan  # buffers may have been added or replaced
+                existing.tiers.wake()
+                return
+            torn = existing.updating
+            give_back(existing)  # other settings, or parameters that were frozen or thawed since
+        dtypes.convert_module(module)
+        control, streams = self.groups.control, Streams(self.device)
+        collectives = choose_collectives(self.groups, streams, self.device)
+        plan = self._plan(module, dtypes)
+        refuse_shared_memory(module, self.device)
+        warn_of_views(module, self.device)
+        tiers = make_tiers(self.settings.offload, plan, control, self.device, streams, self.local_rank)
+        try:
+            self._engine = ZeroEngine(module, plan, collectives, control, tiers, record)
+        except BaseException:
+            tiers.close()
+            raise
+        self._engine.updating = torn
+        if existing is None:  # what was sharded before has been trained, and goes on from there
+            self.checkpoints.load_initial_weights(ModuleState(self._engine, module))
+
+    def _plan(self, module: nn.Module, dtypes: Dtypes) -> ZeroPlan:
+        settings = self.settings
+        return build_plan(
+            module,
+            placement=settings.placement,
+            world_size=self.groups.control.world_size,
+            units=settings.units,
+            bucket_mib=settings.bucket_mib,
+            prefetch=settings.prefetch,
+            offload=settings.offload,
+            param_dtype=dtypes.param_dtype,
+            reduce_dtype=dtypes.reduce_dtype,
+            broadcast_buffers=settings.broadcast_buffers,
+        )
+
+    def begin(self, training: bool) -> None:
+        """Send rank 0's buffers, and make gradients' memory and recomputation ready if there is training.
+
+        Collective: every rank, after ``shard``.
+        """
+        self._buffers = BufferBroadcast(self.engine, fitting=training, enabled=self.settings.broadcast_buffers)
+        if training:
+            self.engine.prepare_training()
+            if self.settings.activations is not None:
+                self._activations = Activations(self.engine, self.settings.activations, self.settings.units)
+
+    def shard_optimizers(
+        self, optimizers: Sequence[Optimizer], schedulers: Sequence[Mapping[str, Any]] = (), writable: bool = True
+    ) -> None:
+        """Put this rank's shards in the place of the parameters in the optimizers' groups.
+
+        Args:
+            optimizers: over the module's own parameters.
+            schedulers: the settings of their schedulers, which the ranks compare.
+            writable: whether what user code writes to parameters reaches the masters.
+
+        Raises:
+            UnsupportedOptimizerError: for an optimizer that cannot be sharded.
+            DivergenceError: on every rank, if the ranks' optimizers differ.
+
+        Collective: every rank.
+        """
+        engine = self.engine
+        for former in self._adapters.values():
+            if former.optimizer not in optimizers:
+                former.keep().give_up_files()
+        self._adapters.clear()
+        owned = {
+            parameter: OwnedParameter(shard, unit.index, flat, position)
+            for unit in engine.units
+            for flat in unit.flats
+            for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
+        }
+        labels = agree_on_set_up(list(optimizers), schedulers, owned, engine.control)
+        steps = offloaded_steps(engine, self.local_ranks)
+        for label, optimizer in zip(labels, optimizers, strict=True):
+            self._adapters[id(optimizer)] = ShardedOptimizer(
+                optimizer,
+                label,
+                owned,
+                engine.collectives,
+                engine.before_optimizer_step,
+                engine.after_optimizer_step,
+                StateSlices(engine),
+                writable=writable and not self.settings.placement.shards_parameters,
+                offload=steps,
+            )
+        engine.listeners = [adapter.masters_changed for adapter in self._adapters.values()]
+
+    def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """The sharded view of one of the optimizers.
+
+        Raises:
+            KeyError: if it is not one of ``shard_optimizers``.
+        """
+        return self._adapters[id(optimizer)]
+
+    # -------------------------------------------------------------------- steps
+
+    @contextmanager
+    def step(self, name: str, *, training: bool, averaged: bool = True) -> Iterator[None]:
+        """Around the forward of one batch.
+
+        Args:
+            name: of the kind of step, for messages.
+            training: whether a backward may follow.
+            averaged: whether the backward that follows averages gradients (``engine/buffers.py`` says why).
+
+        Collective: every rank.
+        """
+        if self._buffers is None:
+            raise RuntimeError(f"The run has not begun: there is no module to run {name} of.")
+        for adapter in self._adapters.values() if training else ():
+            adapter.adopt_new_groups()
+        with self._activations.training() if training and self._activations is not None else nullcontext():
+            self._buffers.before_forward(name)
+            with self.engine.step(name):
+                yield
+            self._buffers.after_forward(averaged=averaged)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around a backward; afterwards gradients are those of all ranks. Collective: every rank."""
+        return self.engine.backward()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around all micro-steps of a step but the last: full gradients stay local where they are replicated anyway."""
+        self.engine.reduce_gradients = False
+        try:
+            yield
+        finally:
+            self.engine.reduce_gradients = True
+
+    def backward_outside_of_steps(self) -> None:
+        """Note that a backward begins that no ``step`` has announced: buffers are sent before the next forward."""
+        if self._buffers is not None:
+            self._buffers.after_forward(averaged=True)
+
+    def abandon(self) -> None:
+        """Leave no pinned slot and no half-reduced gradient behind after an error."""
+        if self._activations is not None:
+            self._activations.abandon()
+        if self._engine is not None:
+            self._engine.abandon()
+        for adapter in self._adapters.values():
+            adapter.abandon()
+
+    def rest(self) -> None:
+        """End a run: what is saved is durable. Shards stay where they are, for the next run.
+
+        Collective: every rank, but for one that is handling an exception.
+        """
+        self.checkpoints.finish()
+        if self._activations is not None:
+            self._activations.detach()
+            self._activations = None
+        if self._engine is not None:
+            self._engine.weights.settle()
+            self._engine.tiers.rest()
+
+    # -------------------------------------------------------------------- state
+
+    def module_state(self, module: nn.Module | None = None) -> ModuleState:
+        """Weights and buffers, to save and to load.
+
+        Args:
+            module: whose ``state_dict`` decides about names; by default the one that is sharded.
+        """
+        return ModuleState(self.engine, module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
+        """State and options of one optimizer, to save and to load."""
+        return OptimizerState(self.engine, self.adapter(optimizer))
+
+
+def _own_engine(module: nn.Module, is_running: Callable[[nn.Module], bool]) -> ZeroEngine | None:
+    """The engine of an earlier fit of ``module`` itself. Those end that its parts bring along from other modules.
+
+    Args:
+        module: the root. A part is an encoder that was pretrained in another module, say.
+        is_running: whether a module is being trained at this moment.
+
+    Raises:
+        ParameterAccessError: for a part of a module that a Trainer runs at this moment, and for a parameter whose
+            shards have gone with the module it was sharded in.
+
+    Collective: every rank.
+    """
+    own = engine_of(module)
+    for name, child in module.named_modules():
+        other = engine_of(child)
+        if other is None or other is own:
+            continue
+        if is_running(other.module):
+            raise ParameterAccessError(
+                f"'{name}' is a part of {type(other.module).__name__}, which another Trainer runs at this moment with "
+                "sharded parameters. Put a copy there, made on every rank: `with lightning_zero.full_parameters"
+                "(part): part = copy.deepcopy(part)`."
+            )
+        give_back(other)
+    for name, parameter in module.named_parameters():
+        if is_absent(parameter) and (own is None or parameter not in own.names):
+            raise ParameterAccessError(
+                f"'{name}' was sharded in a module that does not exist any more, and its values went with that. Keep "
+                "the module until the next fit has begun, or take a `copy.deepcopy` of the part before, inside `with "
+                "lightning_zero.full_parameters(module):`, on every rank."
+            )
+    return own
