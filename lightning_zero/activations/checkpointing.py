@@ -9,7 +9,7 @@ and ``state_dict`` are as they were; a copy of the module has an ordinary ``forw
 [Note: the same bits]
 Torch restores its own random state and autocast. In addition the second forward sees the inputs as they were (all
 tensors, in keyword arguments and nested ones too, saved as autograd saves: guarded against in-place changes, and
-offloaded if that is asked for), attributes, buffers and objects among the arguments as they were (``module_states``),
+offloaded if that is asked for), attributes, buffers and objects among the arguments as they were (``states``),
 Python's random state as it was, and it refuses to run with other weights. NumPy's random state, and all that neither
 the module nor its arguments lead to, is as it happens to be: a forward that depends on it does not belong in a policy.
 """
@@ -22,6 +22,7 @@ import random
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero._torch import disable_dynamo
-from lightning_zero.activations.module_states import ModuleStates, StateWatch
+from lightning_zero.activations.states import CallStates, HeldTensor, Key
 from lightning_zero.activations.versions import VersionCheck
 
 __all__ = ["Checkpointing", "Gathered"]
@@ -85,7 +86,8 @@ class _RecomputedForward:
         self.check = check
         self.forward: Callable[..., Any] = getattr(module, self._key)
         self.parameters = tuple(module.parameters())
-        self.states = StateWatch(name, module)
+        self._modules = tuple(module.modules())
+        self._constant: set[Key] = set()  # large tensors of its state that the last forward left alone
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # that may be repeated
         self._again = disable_dynamo(self._checkpointed)
         functools.update_wrapper(self, self.forward, updated=())
@@ -112,6 +114,21 @@ class _RecomputedForward:
             if self._before is not None:
                 vars(self._module)[self._key] = self._before
 
+    def versions(self) -> list[int]:
+        """What the weights count: a forward with other weights is never repeated."""
+        return [parameter._version for parameter in self.parameters]
+
+    def refuse(self, held: HeldTensor) -> None:
+        """Say that a tensor of the state before the forward is not known any more."""
+        raise RuntimeError(
+            f"{held.where} was changed between forward and backward: a tensor of shape {list(held.value.shape)}, in "
+            f"place, after '{self.name}' was called, which is to run again in backward. Its old values were not "
+            "kept (only those of small tensors, and of large ones that change from the first call on, which are "
+            "buffers or attributes themselves), so the gradients would be wrong. Leave this class out: "
+            f"ActivationPolicy(checkpointing=[...]) with class names other than {type(self._module).__name__}. Or put "
+            "a new tensor in its place (self.x = self.x + y, not self.x += y)."
+        )
+
     def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # All tensors as arguments of their own: torch looks no deeper to save them. Each once: what is one object now
         # is one object later, because forwards ask (attention of a sequence to itself: ``query is key``).
@@ -119,14 +136,10 @@ class _RecomputedForward:
         unique = {id(leaf): leaf for leaf in leaves}
         places = {key: place for place, key in enumerate(unique)}
         self._forget()
-        states = self.states.take(tuple(unique.values()))
+        states = CallStates(self._modules, tuple(unique.values()), self._constant)
         call = _Call(self, args, kwargs, [places[id(leaf)] for leaf in leaves], spec, states)
         self._calls.add(call)
         return checkpoint(call.run, *unique.values(), use_reentrant=False)
-
-    def versions(self) -> list[int]:
-        """What the weights count: a forward with other weights is never repeated."""
-        return [parameter._version for parameter in self.parameters]
 
     def _forget(self) -> None:
         """Let go of what earlier calls hold that will not be repeated: objects there may hold the graph of the call
@@ -135,37 +148,32 @@ class _RecomputedForward:
         for call in list(self._calls):
             if call.is_over(versions):
                 self._calls.discard(call)
-                call.let_go()
+                call.states = None
 
 
+@dataclass(eq=False)
 class _Call:
     """One forward of a module, and its repetitions.
 
     Args:
         wrapped: the module's forward.
-        args: what it was called with; let go when it has run.
+        args: what it was called with.
         kwargs: likewise.
         places: where each leaf of ``(args, kwargs)`` is among the different ones.
         spec: how ``(args, kwargs)`` are made of leaves.
-        states: of the module and the arguments, before the forward.
+        states: of the module and the arguments, before the forward; ``None`` if that will not be repeated.
     """
 
-    def __init__(
-        self,
-        wrapped: _RecomputedForward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        places: Sequence[int],
-        spec: Any,
-        states: ModuleStates,
-    ) -> None:
-        self._wrapped = wrapped
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._places = places
-        self._spec = spec
+    wrapped: _RecomputedForward
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    places: Sequence[int]
+    spec: Any
+    states: CallStates | None
+
+    def __post_init__(self) -> None:
         self._versions: list[int] | None = None
-        self._random = random.getstate()
-        self._states = states
+        self._random: Any = None
 
     def run(self, *leaves: Any) -> Any:
         """The forward: first as it was called, later with saved inputs.
@@ -173,38 +181,32 @@ class _Call:
         Raises:
             RuntimeError: if weights are not what they were, or state cannot be.
         """
-        if self._given is None:
+        if self._random is not None:
             return self._repeat(leaves)
-        # The caller's own containers: the forward may write to them.
-        (args, kwargs), self._given = self._given, None
-        with self._wrapped.check.checking(), self._wrapped.gathered(False):
-            output = self._wrapped.forward(*args, **kwargs)
-        self._versions = self._wrapped.versions()
-        self._states.settle()
+        self._random = random.getstate()
+        args, kwargs = self.args, self.kwargs  # the caller's own containers: the forward may write to them
+        del self.args, self.kwargs
+        with self.wrapped.check.checking(), self.wrapped.gathered(False):
+            output = self.wrapped.forward(*args, **kwargs)
+        self._versions = self.wrapped.versions()
+        if self.states is not None:
+            self.states.settle()
         return output
 
     def is_over(self, versions: list[int]) -> bool:
-        """Whether it will not be repeated, because weights have changed.
-
-        Args:
-            versions: what they count.
-        """
+        """Whether it will not be repeated, because weights have changed; ``versions`` is what they count."""
         return self._versions is not None and self._versions != versions
 
-    def let_go(self) -> None:
-        """Hold no state any more."""
-        self._states.let_go()
-
     def _repeat(self, leaves: Sequence[Any]) -> Any:
-        wrapped = self._wrapped
-        if self.is_over(wrapped.versions()):
+        wrapped = self.wrapped
+        if self.states is None or self.is_over(wrapped.versions()):
             raise RuntimeError(
                 f"The weights of '{wrapped.name}' were changed (by an optimizer step) between this forward and its "
                 "backward, so the gradients would be wrong. Run forward again after the step, or step later."
             )
-        args, kwargs = tree_unflatten([leaves[place] for place in self._places], self._spec)
+        args, kwargs = tree_unflatten([leaves[place] for place in self.places], self.spec)
         state = random.getstate()
-        with self._states.shown(), wrapped.gathered(True):
+        with self.states.shown(wrapped.refuse), wrapped.gathered(True):
             random.setstate(self._random)
             try:
                 return wrapped.forward(*args, **kwargs)

@@ -26,7 +26,7 @@ class Activations:
     """An ``ActivationPolicy`` at work on the module of an engine.
 
     Losses, gradients and buffers have the same bits with any policy, but for forwards that depend on state out of sight
-    (``object_states``) or write past versions (``saved``).
+    (``activations.states``) or write past versions (``activations.offload``).
 
     Args:
         engine: runs the module.

@@ -11,18 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.activations.object_states import HeldTensor, ObjectStates
+from lightning_zero.activations.states import CallStates, HeldTensor
 
 
 def refuse(held: HeldTensor) -> None:
     raise ValueError(held.where)
 
 
-def states_of(value: Any) -> ObjectStates:
-    states = ObjectStates()
-    states.add(value, "it")
-    states.seal()
-    return states
+def states_of(value: Any) -> CallStates:
+    return CallStates((), [value], set())
 
 
 class Slotted:
@@ -127,13 +124,27 @@ def test_tensors_are_the_same_or_without_their_graph() -> None:
     assert value == []
 
 
+def test_a_tuple_shows_the_copies_of_tensors_that_are_attributes_too() -> None:
+    module = nn.Module()
+    module.mean = torch.ones(2)
+    module.pair = pair = (module.mean, 1)
+    states = CallStates([module], (), set())
+    with states.shown(refuse):
+        seen = module.pair[0]
+    assert seen.tolist() == [1, 1]
+    module.mean.add_(1)
+    with states.shown(refuse):
+        assert module.pair[0].tolist() == module.mean.tolist() == [1, 1]
+    assert module.pair is pair
+
+
 def test_a_tensor_that_was_changed_is_refused_and_nothing_is_touched() -> None:
     tensor = torch.ones(2)
     value: list[Any] = [tensor]
     states = states_of(value)
     tensor.add_(1)
     value.append(1)
-    with pytest.raises(ValueError, match="it"), states.shown(refuse):
+    with pytest.raises(ValueError, match="An argument of class list"), states.shown(refuse):
         pass
     assert len(value) == 2
 
