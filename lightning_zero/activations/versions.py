@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,17 +47,13 @@ def check_version(probe: Tensor, version: int, dtype: torch.dtype, shape: torch.
         )
 
 
-@dataclass(frozen=True)
-class _Checked:
+class _Checked(NamedTuple):
     packed: Any
     unpack: Unpack
-    probe: Tensor
+    probe: Tensor | None
     version: int
     dtype: torch.dtype
     shape: torch.Size
-
-
-_NEVER_CHANGES = torch.empty(0)
 
 
 class VersionCheck:
@@ -88,11 +83,12 @@ class VersionCheck:
     def _pack(self, tensor: Tensor) -> Any:
         pack, unpack = self._outer[-1]
         packed = pack(tensor)
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return _Checked(packed, unpack, _NEVER_CHANGES, 0, tensor.dtype, tensor.shape)
-        return _Checked(packed, unpack, version_probe(tensor), tensor._version, tensor.dtype, tensor.shape)
+        counts = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        probe = version_probe(tensor) if counts else None
+        return _Checked(packed, unpack, probe, tensor._version if counts else 0, tensor.dtype, tensor.shape)
 
-    def _unpack(self, packed: Any) -> Tensor:
-        check_version(packed.probe, packed.version, packed.dtype, packed.shape)
+    def _unpack(self, packed: _Checked) -> Tensor:
+        if packed.probe is not None:
+            check_version(packed.probe, packed.version, packed.dtype, packed.shape)
         tensor: Tensor = packed.unpack(packed.packed)
         return tensor
