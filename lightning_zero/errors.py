@@ -37,6 +37,7 @@ class DivergenceError(ZeroError):
     Cause: another model, another optimizer or other options of it, another batch count, another order of backward and
     optimizer steps, or a step that one rank skipped. Raised on every rank that took part in the agreement, before
     anything was updated with mixed data.
+
     Fix: the message names the ranks and what each of them was doing; make that part independent of the rank.
     """
 
@@ -45,6 +46,7 @@ class CommunicationError(ZeroError):
     """A collective did not complete: a peer died, was killed, or did not arrive within the process group's timeout.
 
     Cause: almost always an error on *another* rank, whose own log says more.
+
     Fix: read the log of the rank that failed first; the checkpoint saved last is intact.
     """
 
@@ -53,6 +55,7 @@ class ParameterAccessError(ZeroError):
     """A partitioned parameter was used or changed where only a placeholder stands.
 
     Cause: its weight was read outside the forward of the unit that owns it.
+
     Fix: ``with lightning_zero.full_parameters(module): ...`` on every rank, or make the reading module the unit.
     """
 
@@ -62,6 +65,7 @@ class UnsupportedOptimizerError(ZeroError):
 
     Cause: it mixes all parameters in one computation (LBFGS), needs sparse gradients (SparseAdam), or runs forward and
     backward in its step (SAM).
+
     Fix: the message names an alternative.
     """
 
@@ -70,6 +74,7 @@ class MaterialiseError(ZeroError):
     """A module on the meta device cannot be given the values an ordinary build would have given it.
 
     Cause: its initialisation was not recorded, or holds an operation that cannot be replayed.
+
     Fix: build it inside ``configure_model``, or build it on the CPU.
     """
 
@@ -78,6 +83,7 @@ class CheckpointError(ZeroError):
     """A checkpoint could not be written whole, or what is on disk is not a whole checkpoint.
 
     Cause: a full disk, a missing permission, a damaged or foreign file: the message names file, rank and reason.
+
     Fix: nothing that was saved before is lost; resume from the previous checkpoint.
     """
 
@@ -87,5 +93,6 @@ class OffloadError(ZeroError):
 
     Cause: a full disk, an input/output error, a folder that was removed: the message names rank, file and reason.
     Raised on every rank, before anything goes on with half-updated weights.
+
     Fix: resume from the last checkpoint, which is intact, after the cause is mended.
     """

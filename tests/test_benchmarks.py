@@ -1,4 +1,4 @@
-"""How the benchmarks put together what they measured. That they run is what ``test_readme.py`` shows."""
+"""How the benchmarks put together what they measured. That they run is what ``test_docs.py`` shows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
-"""Everything the README shows runs: each Python block as a script, each YAML block as a configuration, each command."""
+"""What README and the pages of ``docs`` show runs: Python blocks as scripts, YAML as configurations, and commands.
+
+Tables are compared with what the package does, quoted messages with what it says, and links with what is there.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -18,6 +22,7 @@ from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.sharded import optimizer_rule
 from lightning_zero.trainer.precision import PrecisionName
 from tests.helpers.script import ROOT, run_forked, run_script
+from tests.helpers.world import free_port
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BORING = "lightning.pytorch.demos.boring_classes.BoringModel"
@@ -37,30 +42,51 @@ SMALL = {
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its text, and the line where it starts."""
+    """A fenced block: its language, its text, and where it starts."""
 
     language: str
     text: str
-    line: int
+    place: str
 
 
-def blocks() -> list[Block]:
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [Block(match[1], match[2], README.count("\n", 0, match.start()) + 1) for match in found]
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\S*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    blocks = [Block(match[1], match[2], f"{page.name}:{text.count(chr(10), 0, match.start()) + 1}") for match in found]
+    assert text.count("```") == 2 * len(blocks), f"{page.name} has a block that is not closed, or ends in mid-line"
+    return [block for block in blocks if not block.language.startswith("{")]  # those are Sphinx's directives
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def of_language(language: str) -> list[object]:
-    return [pytest.param(block.text, id=f"line {block.line}") for block in blocks() if block.language == language]
+    """Each text once, however many pages show it."""
+    places = {block.text: block.place for block in reversed(BLOCKS) if block.language == language}
+    return [pytest.param(text, id=place) for text, place in reversed(places.items())]
 
 
 def commands() -> list[str]:
-    lines = "".join(block.text for block in blocks() if block.language == "bash").splitlines()
+    lines = "".join(block.text for block in BLOCKS if block.language == "bash").splitlines()
     return list(dict.fromkeys(command.strip() for line in lines for command in line.split("&&")))
 
 
 def test_every_block_is_of_a_kind_that_is_run() -> None:
-    assert {block.language for block in blocks()} == {"python", "yaml", "bash"}
-    assert README.count("```") == 2 * len(blocks())
+    assert {block.language for block in BLOCKS} == {"python", "yaml", "bash"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_what_is_there(page: Path) -> None:
+    """Headings within the pages of ``docs`` are checked by Sphinx, which builds them in ``.ci/run``."""
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    missing = [link for link in links if "://" not in link and not (page.parent / link.split("#")[0]).exists()]
+    assert not missing
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 220
 
 
 @pytest.mark.parametrize("text", of_language("python"))
@@ -94,7 +120,7 @@ def save_checkpoint(path: Path) -> None:
 @pytest.mark.parametrize("command", commands())
 def test_command_runs(tmp_path: Path, command: str) -> None:
     program, *arguments = shlex.split(command)
-    if command in ('pip install -e ".[dev]"', "pytest -n 2"):
+    if program in ("pip", "pytest", "pre-commit", "sphinx-build", ".ci/run", "ruff", "mypy"):
         return  # what `.ci/run` does, of which this is a part
     if "fine_tune.py" in command:
         return  # goes on from the checkpoint of the first command: tests/examples/test_fine_tune.py runs it on one
@@ -104,16 +130,20 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         # These fork, and must not find threads of OpenMP or the profiler that a test before this one has left.
         fresh = "examples" in script or Path(script).stem in ("offload", "trace")
         (run_script if fresh else run_forked)([script, *options, *short], cwd=tmp_path, timeout=180)
+    elif program == "torchrun":
+        (text,) = (block.text for block in BLOCKS if block.text.count("class Classifier"))
+        (tmp_path / "train.py").write_text(text, encoding="utf-8")
+        run_forked(["-m", "torch.distributed.run", f"--master-port={free_port()}", *arguments], cwd=tmp_path)
     elif program == "lightning-zero":
         save_checkpoint(tmp_path / "runs" / "last.ckpt")
         run_forked(["-m", "lightning_zero", *arguments], cwd=tmp_path)
     else:
-        pytest.fail(f"the README shows a command that no test runs: {command}")
+        pytest.fail(f"a page shows a command that no test runs: {command}")
 
 
 def test_the_two_commands_are_there() -> None:
     install = 'pip install -e ".[dev]" && '
-    shown = [block.text.strip() for block in blocks() if block.text.startswith(install)]
+    shown = [block.text.strip() for block in blocks_of(ROOT / "README.md") if block.text.startswith(install)]
 
     assert shown == [
         install + "python examples/language_model.py fit --config configs/zero3.yaml",
@@ -121,15 +151,19 @@ def test_the_two_commands_are_there() -> None:
     ]
 
 
-def table(heading: str) -> list[list[str]]:
+def section(page: str, heading: str) -> str:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def table(page: str, heading: str) -> list[list[str]]:
     """The cells of the first table below a heading, without its header."""
-    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    lines = [line for line in section(page, heading).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 def test_optimizers_run_as_the_table_says() -> None:
-    slices, whole, refused = ([*re.findall(r"`(\w+)`", row[0])] for row in table("Optimizers"))
+    slices, whole, refused = ([*re.findall(r"`(\w+)`", row[0])] for row in table("docs/optimizers.md", "Optimizers"))
     assert (len(slices), len(whole), len(refused)) == (11, 2, 2)
 
     def rule(name: str) -> str:
@@ -142,10 +176,11 @@ def test_optimizers_run_as_the_table_says() -> None:
             rule(name)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/memory.md"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bytes_per_parameter_are_what_the_plan_says(stage: int) -> None:
+def test_bytes_per_parameter_are_what_the_plan_says(stage: int, page: str) -> None:
     """512 * 512 elements split into 4 equal shards without padding."""
-    (row,) = (row for row in table("What is split") if row[0].startswith("bytes per parameter"))
+    (row,) = (row for row in table(page, "What is split") if row[0].startswith("bytes per parameter"))
     formula = row[stage].strip("`")
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(512, 512, bias=False))
@@ -158,5 +193,27 @@ def test_bytes_per_parameter_are_what_the_plan_says(stage: int) -> None:
 
 
 def test_precisions_are_the_ones_that_exist() -> None:
-    section = README.split("\n## Precision\n")[1].split("```")[0]
-    assert set(get_args(PrecisionName)) <= set(re.findall(r"`([\w-]+)`", section))
+    text = section("docs/optimizers.md", "Precision").split("```")[0]
+    assert set(get_args(PrecisionName)) <= set(re.findall(r"`([\w-]+)`", text))
+
+
+def strings_of_the_package() -> list[str]:
+    """Every string of the package, with ``...`` for what is filled in."""
+    found = []
+    for file in sorted((ROOT / "lightning_zero").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"\{\w+\}|%s", "...", node.value))
+    return [" ".join(text.split()) for text in found]
+
+
+def test_quoted_messages_are_those_of_the_package() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^### `(.+)`$", text, re.MULTILINE)
+    assert len(quoted) > 40
+    strings = strings_of_the_package()
+    unknown = [message for message in quoted if not any(message in string for string in strings)]
+    assert not unknown
