@@ -28,8 +28,7 @@ from offload_training import numel_of, quiet
 from results import FOLDER, circumstances, figure, headline, save_figure
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from lightning_zero.plan import OptimizerCost
-from lightning_zero.plan.report import format_nbytes
+from lightning_zero.analysis import OptimizerCost, format_nbytes
 
 # Moves, fills, casts and collectives, as kernels on CUDA and as operators on the CPU.
 MOVES = re.compile(r"mem(cpy|set)|copy|fill|zero_|\bcat\b|CatArray|chunk_cat|split_with_sizes|nccl|c10d", re.IGNORECASE)

@@ -29,8 +29,8 @@ from offload_training import numel_of
 from torch.profiler import ProfilerActivity, profile
 from worlds import Turns, World, WorldFailed, restart_with
 
+from lightning_zero.analysis import OptimizerCost
 from lightning_zero.comm.native import GlooCollectives
-from lightning_zero.plan import OptimizerCost
 
 KEY = ("numel", "precision", "ranks")
 TOKENS = (1, 8)

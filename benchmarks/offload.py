@@ -39,12 +39,12 @@ from offload_training import GPT, free_port, gradients_of, numel_of, train
 from torch import Tensor, nn
 
 from lightning_zero import HostOffload, NvmeOffload
+from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offloading import make_tiers, offloaded_steps
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.plan import build_plan
 from lightning_zero.shown_state import StateSlices
 from lightning_zero.storage.files import FileSystem
 from lightning_zero.storage.host import host_memory, view_of

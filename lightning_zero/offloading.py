@@ -9,12 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lightning_zero.analysis.memory import expected_disk
 from lightning_zero.comm import ControlGroup, Streams
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.groups import Flat
 from lightning_zero.optim.offloaded import OffloadedSteps
-from lightning_zero.plan import ZeroPlan
+from lightning_zero.plan import Plan
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.files import FileSystem
 from lightning_zero.storage.nvme import NvmeStore
@@ -27,7 +28,7 @@ _MIB = 2**20
 
 def make_tiers(
     offload: Offload | None,
-    plan: ZeroPlan,
+    plan: Plan,
     control: ControlGroup,
     device: torch.device,
     streams: Streams | None = None,
@@ -69,7 +70,7 @@ def make_tiers(
         failure = error
     try:
         control.raise_together(failure, f"offload to '{offload.path}'")
-        check_room(store, plan.expected_disk(rank=control.rank, optimizer_tensors=0).total, control)
+        check_room(store, expected_disk(plan, rank=control.rank, optimizer_tensors=0).total, control)
     except BaseException:
         if store is not None:
             store.close()

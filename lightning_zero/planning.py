@@ -16,12 +16,11 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
 from lightning_zero.checkpoint.consolidate import parse_size
 from lightning_zero.cli import DEFAULT_STRATEGY, ZeroCLI
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
-from lightning_zero.hugging_face import model_of
-from lightning_zero.plan import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
-from lightning_zero.stand_in import attached, configured_optimizer, made_optimizer
+from lightning_zero.offline_trainer import attached, configured_optimizer, made_optimizer, model_of
 from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
 
 __all__ = ["PlanCLI", "plan_command"]

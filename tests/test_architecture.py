@@ -27,7 +27,6 @@ FULLER_FOLDERS = {
     "checkpoint": 37,
     "engine": 51,
     "optim": 35,
-    "plan": 22,
     "session": 20,
     "trainer": 28,
 }
@@ -55,7 +54,7 @@ ORDER = {
     "session": {"session"},
     # Files of the top level that go into `session` or `trainer`.
     "moving": {
-        *{"state", "random_state", "handover", "offloading", "refusals", "shown_state", "stand_in", "hugging_face"},
+        *{"state", "random_state", "handover", "offloading", "refusals", "shown_state", "offline_trainer"},
         *{"strategy", "precision", "checkpoints", "callbacks", "planning", "cli", "tools"},
     },
     "leaves": {"debug", "loading"},

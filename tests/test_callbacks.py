@@ -27,7 +27,7 @@ from lightning_zero import (
     ZeroPrecision,
     full_gradient,
 )
-from lightning_zero.callbacks.clock import OTHER, PhaseClock, Timeline
+from lightning_zero.callbacks.communication import OTHER, PhaseClock, Timeline
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.engine.events import Phase, Span
 from tests.helpers.cases import Block, Stack, case

@@ -9,14 +9,14 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
+from lightning_zero.analysis import DiskBytes, HostBytes, Memory, OptimizerCost, format_nbytes
+from lightning_zero.analysis.memory import expected_disk, expected_host_memory, expected_memory
 from lightning_zero.callbacks.steps import StepMonitor, log, logging_step, strategy_of
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.debug import Beside, MemoryStats, memory_stats
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
 from lightning_zero.optim.sharded import ShardedOptimizer
-from lightning_zero.plan import DiskBytes, HostBytes, Memory, OptimizerCost
-from lightning_zero.plan.report import format_nbytes
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["MemoryMonitor"]
@@ -163,8 +163,8 @@ def expected_of(strategy: ZeroStrategy) -> _Expected:
 
     def memory(peak: bool) -> Memory:
         receives = isinstance(engine.collectives, GlooCollectives)
-        found = plan.expected_memory(
-            rank=rank, optimizer=first, receive_buffer=receives, accelerator=accelerator, peak=peak
+        found = expected_memory(
+            plan, rank=rank, optimizer=first, receive_buffer=receives, accelerator=accelerator, peak=peak
         )
         if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
             # The formula knows one optimizer; of several, each counts for its own parameters.
@@ -177,8 +177,8 @@ def expected_of(strategy: ZeroStrategy) -> _Expected:
     return _Expected(
         rest=memory(peak=False),
         peak=memory(peak=True),
-        host=plan.expected_host_memory(rank=rank, optimizer_tensors=tensors, accelerator=accelerator),
-        disk=plan.expected_disk(rank=rank, optimizer_tensors=tensors),
+        host=expected_host_memory(plan, rank=rank, optimizer_tensors=tensors, accelerator=accelerator),
+        disk=expected_disk(plan, rank=rank, optimizer_tensors=tensors),
     )
 
 

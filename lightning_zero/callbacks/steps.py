@@ -14,10 +14,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_zero.analysis import table
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.trainer.strategy import ZeroStrategy
 
-__all__ = ["STEADY", "StepMonitor", "table"]
+__all__ = ["STEADY", "StepMonitor"]
 
 STEADY = 3
 """The first step of a fit that is like all that follow."""
@@ -162,16 +163,3 @@ def log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     """Give numbers to every logger of the Trainer; each writes on rank 0 only."""
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=step)
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Aligned lines: the first column to the left, the others to the right, a rule under the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

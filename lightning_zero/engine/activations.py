@@ -16,7 +16,7 @@ from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.plan.recomputed import find_recomputed
+from lightning_zero.plan import find_recomputed
 from lightning_zero.shards.binding import get_data
 
 __all__ = ["Activations"]

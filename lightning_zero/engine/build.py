@@ -20,7 +20,7 @@ from lightning_zero.engine.sharded import ShardedUnit, Slot
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.init import InitRecord
-from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, UnitPlan, ZeroPlan, staging_nbytes
+from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
 from lightning_zero.shards.elements import flat_range
 from lightning_zero.shards.flat import FlatParameters, ParameterShard, views_of
 from lightning_zero.shards.placeholder import Placeholders
@@ -53,7 +53,7 @@ class UnitBuilder:
     def __init__(
         self,
         module: nn.Module,
-        plan: ZeroPlan,
+        plan: Plan,
         collectives: Collectives,
         control: ControlGroup,
         tiers: MemoryTiers,
@@ -257,11 +257,11 @@ def place_buffers(module: nn.Module, device: torch.device, record: InitRecord | 
 
 
 def build_reducer(
-    plan: ZeroPlan, units: Sequence[Unit], collectives: Collectives, control: ControlGroup, tiers: MemoryTiers
+    plan: Plan, units: Sequence[Unit], collectives: Collectives, control: ControlGroup, tiers: MemoryTiers
 ) -> GradientReducer:
     """Memory for gradients, as the plan says where they rest, and the reducer over it."""
     device = tiers.device
-    tiers.transfers.reserve(STAGING_BUFFERS, *staging_nbytes(plan))
+    tiers.transfers.reserve(STAGING_BUFFERS, *plan.staging_nbytes)
     rings = [Slot(collectives.allocate(slot.nbytes, torch.uint8, device)) for slot in plan.gradient_slots]
     buckets: list[GradientBucket] = []
     slots: list[Slot | None] = []

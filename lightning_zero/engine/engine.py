@@ -41,7 +41,7 @@ from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
 from lightning_zero.init import InitRecord
-from lightning_zero.plan import FETCH_UNITS, ZeroPlan, fetch_nbytes
+from lightning_zero.plan import FETCH_UNITS, Plan
 from lightning_zero.shards.flat import ParameterShard
 from lightning_zero.shards.placeholder import Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
@@ -76,7 +76,7 @@ class ZeroEngine:
     def __init__(
         self,
         module: nn.Module,
-        plan: ZeroPlan,
+        plan: Plan,
         collectives: Collectives,
         control: ControlGroup,
         tiers: MemoryTiers,
@@ -539,7 +539,7 @@ class ZeroEngine:
     # ----------------------------------------------------------------- private
 
     def _make_schedule(self) -> UnitSchedule:
-        self.tiers.fetcher.reserve(FETCH_UNITS, fetch_nbytes(self.plan))
+        self.tiers.fetcher.reserve(FETCH_UNITS, self.plan.fetch_nbytes)
         return UnitSchedule(
             self.plan,
             self.units,

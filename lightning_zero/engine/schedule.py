@@ -30,7 +30,7 @@ from lightning_zero.engine.order import OrderChange, UnitOrder
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
-from lightning_zero.plan import ZeroPlan
+from lightning_zero.plan import Plan
 from lightning_zero.storage.fetch import Fetcher
 
 __all__ = ["UnitSchedule"]
@@ -54,7 +54,7 @@ class UnitSchedule:
 
     def __init__(
         self,
-        plan: ZeroPlan,
+        plan: Plan,
         units: Sequence[Unit],
         collectives: Collectives,
         streams: Streams,

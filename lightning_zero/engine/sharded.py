@@ -21,7 +21,7 @@ from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
-from lightning_zero.plan import ALIGNMENT, FlatLayout, UnitPlan
+from lightning_zero.plan import FlatLayout, UnitPlan, pack
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.fetch import Fetcher
@@ -87,13 +87,12 @@ def carve(buffer: Tensor, layouts: Sequence[FlatLayout], dtypes: Sequence[torch.
     Returns:
         1-D views of ``buffer``, ``layout.numel`` elements each.
     """
-    views, start = [], 0
-    for layout, dtype in zip(layouts, dtypes, strict=True):
-        start = -(-start // (ALIGNMENT * dtype.itemsize)) * ALIGNMENT * dtype.itemsize
-        nbytes = layout.numel * dtype.itemsize
-        views.append(buffer.narrow(0, start, nbytes).view(dtype))
-        start += nbytes
-    return views
+    parts = [(layout.numel, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+    starts, _ = pack(parts)
+    return [
+        buffer.narrow(0, start, numel * dtype.itemsize).view(dtype)
+        for start, (numel, dtype) in zip(starts, parts, strict=True)
+    ]
 
 
 @dataclass(eq=False)

@@ -25,16 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step, untracked
+from lightning_zero.analysis import BUNDLE_NUMEL, SMALL_NUMEL
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.state import covers
 
 __all__ = ["BUNDLE_NUMEL", "SMALL_NUMEL", "Bundles"]
-
-SMALL_NUMEL = 4096
-"""Elements of the largest parameter that is put together with others."""
-
-BUNDLE_NUMEL = 2**16
-"""Elements that are put together at most: in float32 256 KiB, which a core's cache holds."""
 
 _LINE_NBYTES = 64
 _DTYPES = (torch.float32, torch.float64)  # 16 bit kernels round by where a thread's part ends

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Tier
-from lightning_zero.plan import FlatLayout, ParameterSpec, ShardSlice
-from lightning_zero.plan.resting import Rest
+from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, ShardSlice
 
 __all__ = ["BeforeStep", "Flat", "OwnedParameter", "ParamGroups", "Shard", "Targets", "restore_options"]
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_zero._torch import bare_step, untracked
 from lightning_zero.config import Tier
 from lightning_zero.optim.groups import Flat, OwnedParameter
-from lightning_zero.plan.flat import ALIGNMENT
+from lightning_zero.plan import ALIGNMENT
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.host import padded_nbytes
 from lightning_zero.storage.nvme import NvmeStore

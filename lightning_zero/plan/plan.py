@@ -1,10 +1,24 @@
-"""The plan: every decision about who holds what, made once, before the first tensor is allocated."""
+"""The plan: every decision about who holds what, made once, before the first tensor is allocated.
+
+[Note: where bytes rest]
+
+Each layout's bytes rest in a tier of memory between uses: decided here from numbers, executed by the engine.
+
+| layout | master | weights | gradients, state |
+| --- | --- | --- | --- |
+| not offloaded | device | the master | device |
+| trained, optimizer offloaded, parameters replicated | host or disk | the full buffers | host; host or disk |
+| trained, optimizer offloaded, parameters sharded | host or disk | a copy on the device | host; host or disk |
+| the same with ``parameters=True`` | host or disk | the master, or a copy beside it in another dtype | same |
+| frozen | with the weights, or as a trained one where the dtypes differ | as above | none |
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,41 +26,79 @@ from torch import nn
 from lightning_zero.config import (
     Offload,
     Placement,
+    Tier,
     validate_bucket_mib,
     validate_offload,
     validate_prefetch,
     validate_units,
 )
-from lightning_zero.plan.buckets import make_buckets
-from lightning_zero.plan.buffers import BufferSpec, sent_buffers
-from lightning_zero.plan.dtypes import DtypeRules
-from lightning_zero.plan.flat import FlatLayout, ParameterSpec
-from lightning_zero.plan.memory import (
-    DiskBytes,
-    HostBytes,
-    Memory,
-    expected_disk,
-    expected_host_memory,
-    expected_memory,
-)
-from lightning_zero.plan.optimizers import ADAM, OptimizerCost
-from lightning_zero.plan.peak import at_peak
-from lightning_zero.plan.report import describe, summary_lines
-from lightning_zero.plan.resting import Rest, rest_of
-from lightning_zero.plan.slots import SlotPlan, assign_pooled_slots, assign_ring_slots, pack
-from lightning_zero.plan.traffic import Traffic, expected_traffic
-from lightning_zero.plan.tree import ModuleTree
-from lightning_zero.plan.unit_plan import UnitPlan
-from lightning_zero.plan.units import UnitSpec, find_named, units_of
-from lightning_zero.plan.unsupported import refuse_modules
+from lightning_zero.plan.buckets import BufferSpec, make_buckets, sent_buffers
+from lightning_zero.plan.layout import PAGE_NBYTES, DtypeRules, FlatLayout, ParameterSpec, align_up
+from lightning_zero.plan.slots import SlotPlan, UnitPlan, lay_out
+from lightning_zero.plan.tree import ModuleTree, refuse_modules
+from lightning_zero.plan.units import UnitSpec, find_named, find_units
 
-GRADIENT_BUCKET_SLOTS = 2
-"""Slots of the ring that sharded gradients of replicated parameters go through: one fills while the other is
-reduced."""
+__all__ = ["FETCH_UNITS", "STAGING_BUFFERS", "Plan", "Rest", "rest_of"]
+
+FETCH_UNITS = 2
+"""Units whose shards may be on their way from host memory or files, or have arrived, ahead of their gather."""
+
+STAGING_BUFFERS = 2
+"""Host buffers for each direction, where the host computes for what travels to or from an accelerator: gradients that
+are added to others, and weights that are cast."""
+
+CAST_NBYTES = 16 * 2**20
+"""Bytes of weights that are cast at a time on their way to an accelerator."""
+
+AnyPlan = TypeVar("AnyPlan", bound="Plan")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroPlan:
+class Rest:
+    """Where one layout's bytes rest. See [Note: where bytes rest].
+
+    Attributes:
+        master: the shard that the optimizer updates, in the parameters' dtype.
+        weights: a copy of it in the compute dtype, which units are gathered from; ``None``: there is none, the master
+            (or the full buffer) is used.
+        gradients: the reduced gradient shard.
+        state: the optimizer's state.
+    """
+
+    master: Tier
+    weights: Tier | None
+    gradients: Tier
+    state: Tier
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the master is not on the device."""
+        return self.master is not Tier.DEVICE
+
+
+def rest_of(layout: FlatLayout, placement: Placement, offload: Offload | None) -> Rest:
+    """Where the bytes of ``layout`` rest."""
+    device = Rest(master=Tier.DEVICE, weights=None, gradients=Tier.DEVICE, state=Tier.DEVICE)
+    if offload is None or (layout.trainable and not offload.optimizer):
+        return device
+    same = layout.dtype == layout.compute_dtype
+    if not placement.shards_parameters:
+        if not layout.trainable and (same or not offload.optimizer):
+            return device  # the full buffer is all there is
+        weights = None
+    elif not layout.trainable and same:
+        if not offload.parameters:
+            return device
+        weights = None
+    elif offload.parameters:
+        weights = None if same else offload.tier
+    else:
+        weights = Tier.DEVICE
+    return Rest(master=offload.tier, weights=weights, gradients=Tier.HOST, state=offload.tier)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
     """Who holds what, in what order it moves, and how many bytes that takes. Numbers only; equal on all ranks.
 
     Attributes:
@@ -131,6 +183,11 @@ class ZeroPlan:
                 raise ValueError("Slots must be numbered in order.")
 
     @property
+    def group_size(self) -> int:
+        """Ranks that share each flat buffer."""
+        return self.world_size
+
+    @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Of all units, in plan order."""
         return tuple(spec for unit in self.units for spec in unit.parameters)
@@ -145,239 +202,165 @@ class ZeroPlan:
         """Real elements of trainable parameters."""
         return sum(unit.trainable_numel for unit in self.units)
 
+    @property
+    def layouts(self) -> tuple[FlatLayout, ...]:
+        """Of all units, in plan order."""
+        return tuple(layout for unit in self.units for layout in unit.layouts)
+
+    @property
+    def trainable_layouts(self) -> tuple[FlatLayout, ...]:
+        """Of all units, those that have gradients."""
+        return tuple(layout for layout in self.layouts if layout.trainable)
+
+    def rest_of(self, layout: FlatLayout) -> Rest:
+        """Where the bytes of one of the plan's layouts rest between uses."""
+        return rest_of(layout, self.placement, self.offload)
+
+    @property
+    def fetch_nbytes(self) -> int:
+        """Bytes of the largest unit's shards that rest elsewhere than where they are gathered, each in whole pages."""
+        if not self.placement.shards_parameters:
+            return 0
+
+        def away(layout: FlatLayout) -> bool:
+            rest = self.rest_of(layout)
+            return (rest.master if rest.weights is None else rest.weights) is not Tier.DEVICE
+
+        return max(
+            (
+                sum(
+                    align_up(layout.shard_numel * layout.compute_dtype.itemsize, PAGE_NBYTES)
+                    for layout in unit.layouts
+                    if away(layout)
+                )
+                for unit in self.units
+            ),
+            default=0,
+        )
+
+    @property
+    def staging_nbytes(self) -> tuple[int, int]:
+        """Size of a staging buffer for gradients from an accelerator, and of one for weights to it."""
+        moved = [layout for layout in self.trainable_layouts if self.rest_of(layout).gradients is Tier.HOST]
+        gradients = [layout.shard_numel * layout.reduce_dtype.itemsize for layout in moved]
+        cast = [
+            layout.shard_numel * layout.compute_dtype.itemsize
+            for layout in moved
+            if layout.dtype != layout.compute_dtype
+        ]
+        return max(gradients, default=0), min(CAST_NBYTES, max(cast, default=0))
+
     def summary_lines(self) -> tuple[str, ...]:
         """The plan as canonical text: settings, then each unit, layout and parameter on a line of its own.
 
         Two plans that ranks may run together have equal lines, and only those, so the first line that differs between
         ranks names the cause.
         """
-        return summary_lines(self)
+        return tuple(_summary(self))
 
     def fingerprint(self) -> str:
         """sha256 over ``summary_lines()``, as 64 hexadecimal digits."""
         return hashlib.sha256("\n".join(self.summary_lines()).encode()).hexdigest()
 
-    def rest_of(self, layout: FlatLayout) -> Rest:
-        """Where the bytes of one of the plan's layouts rest between uses."""
-        return rest_of(layout, self.placement, self.offload)
-
-    def expected_traffic(self, *, micro_steps: int = 1) -> Traffic:
-        """What one training step sends; see ``lightning_zero.plan.traffic``.
-
-        Raises:
-            ValueError: if ``micro_steps`` is less than 1.
-        """
-        return expected_traffic(self, micro_steps=micro_steps)
-
-    def expected_memory(
-        self,
+    @classmethod
+    def build(
+        cls: type[AnyPlan],
+        module: nn.Module,
         *,
-        rank: int = 0,
-        optimizer: OptimizerCost = ADAM,
-        optimizer_tensors: int | None = None,
-        training: bool = True,
-        receive_buffer: bool = True,
-        accelerator: bool = False,
-        peak: bool = False,
-    ) -> Memory:
-        """What is on one rank's device after a training step; see ``lightning_zero.plan.memory``.
+        placement: Placement | None = None,
+        stage: int = 3,
+        world_size: int,
+        units: Sequence[str] | None = None,
+        bucket_mib: float = 25.0,
+        prefetch: int = 1,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        offload: Offload | None = None,
+        broadcast_buffers: bool = True,
+    ) -> AnyPlan:
+        """Turn a module, settings and a world size into a plan. Needs no process group, no device and no data.
 
         Args:
-            rank: in the shard group.
-            optimizer: what it keeps and makes.
-            optimizer_tensors: how many tensors it keeps for a parameter, where that is known better.
-            training: False: gradients, optimizer state and everything for reductions are absent.
-            receive_buffer: whether the transport keeps one. Not within one host, nor on an accelerator.
-            accelerator: whether the device is one.
-            peak: at the worst moment of a step instead of after it; see ``lightning_zero.plan.peak``.
+            module: the root; may be on the meta device.
+            placement: what is sharded; None: that of ``stage``.
+            stage: used only if ``placement`` is None.
+            world_size: ranks of the shard group.
+            units: class names whose modules become units; None: found automatically. Used only where parameters are
+                sharded, and checked everywhere.
+            bucket_mib: size of a gradient bucket in MiB of the reduce dtype. Used only where parameters are replicated.
+            prefetch: units gathered ahead of the one computing; 0 switches it off.
+            param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
+            reduce_dtype: reduction dtype of floating gradients; None: the parameters' own.
+            offload: what rests on the host or in files; None: nothing.
+            broadcast_buffers: whether rank 0 sends its buffers to the others.
 
         Raises:
-            ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
+            ValueError: for settings out of range or an ``offload`` that does not fit the placement, for rules in
+                ``units`` that match nothing, and for what cannot be laid out (see ``plan.tree``), naming it.
         """
-        rest = expected_memory(
-            self,
-            rank=rank,
-            optimizer_tensors=optimizer.state if optimizer_tensors is None else optimizer_tensors,
-            training=training,
-            receive_buffer=receive_buffer,
-            accelerator=accelerator,
-            whole=optimizer.whole,
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"world_size must be a whole number of ranks, 1 or more, got {world_size!r}.")
+        bucket_nbytes = max(int(validate_bucket_mib(bucket_mib) * 2**20), 1)
+        rules = validate_units(units)
+        chosen = placement if placement is not None else Placement.from_stage(stage)
+        tree = ModuleTree.of(module)
+        dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=tree.in_batch_norm())
+        validate_prefetch(prefetch)
+        validate_offload(offload, chosen)
+        refuse_modules(module, sharded=chosen.shards_parameters, copied=param_dtype is not None)
+        specs = find_units(tree, rules) if chosen.shards_parameters else _buckets(tree, rules, bucket_nbytes, dtypes)
+        laid_out, slots, gradient_slots = lay_out(specs, chosen, world_size, dtypes, prefetch)
+        return cls(
+            placement=chosen,
+            world_size=world_size,
+            units=laid_out,
+            slots=slots,
+            gradient_slots=gradient_slots,
+            prefetch=prefetch,
+            root=0 if chosen.shards_parameters else None,
+            offload=offload,
+            buffers=tuple(BufferSpec.of(*named) for named in sent_buffers(module)) if broadcast_buffers else (),
         )
-        if not (peak and training):
-            return rest
-        return at_peak(self, rest, rank=rank, optimizer=optimizer, accelerator=accelerator)
-
-    def expected_host_memory(
-        self, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True, accelerator: bool = False
-    ) -> HostBytes:
-        """What offloading keeps in one rank's host memory; see ``lightning_zero.plan.memory``.
-
-        Raises:
-            ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
-        """
-        return expected_host_memory(
-            self, rank=rank, optimizer_tensors=optimizer_tensors, training=training, accelerator=accelerator
-        )
-
-    def expected_disk(self, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True) -> DiskBytes:
-        """What offloading keeps in one rank's files; see ``lightning_zero.plan.memory``.
-
-        Raises:
-            ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
-        """
-        return expected_disk(self, rank=rank, optimizer_tensors=optimizer_tensors, training=training)
-
-    def describe(self, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False) -> str:
-        """The plan as a table for people: units, totals, traffic and memory with that optimizer, on such a device."""
-        return describe(self, optimizer, accelerator)
 
 
-def build_plan(
-    module: nn.Module,
-    *,
-    placement: Placement | None = None,
-    stage: int = 3,
-    world_size: int,
-    units: Sequence[str] | None = None,
-    bucket_mib: float = 25.0,
-    prefetch: int = 1,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    offload: Offload | None = None,
-    broadcast_buffers: bool = True,
-) -> ZeroPlan:
-    """Turn a module, settings and a world size into a plan. Needs no process group, no device and no data.
-
-    Args:
-        module: the root; may be on the meta device.
-        placement: what is sharded; None: that of ``stage``.
-        stage: used only if ``placement`` is None.
-        world_size: ranks of the shard group.
-        units: class names whose modules become units; None: found automatically. Used only where parameters are
-            sharded, and checked everywhere.
-        bucket_mib: size of a gradient bucket in MiB of the reduce dtype. Used only where parameters are replicated.
-        prefetch: units gathered ahead of the one computing; 0 switches it off.
-        param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
-        reduce_dtype: reduction dtype of floating gradients; None: the parameters' own.
-        offload: what rests on the host or in files; None: nothing.
-        broadcast_buffers: whether rank 0 sends its buffers to the others.
-
-    Raises:
-        ValueError: for settings out of range or an ``offload`` that does not fit the placement, for rules in ``units``
-            that match nothing, and for what cannot be laid out (see ``lightning_zero.plan.unsupported``), naming it.
-    """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size must be a whole number of ranks, 1 or more, got {world_size!r}.")
-    bucket_nbytes = max(int(validate_bucket_mib(bucket_mib) * 2**20), 1)
-    rules = validate_units(units)
-    chosen = placement if placement is not None else Placement.from_stage(stage)
-    tree = ModuleTree.of(module)
-    dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=tree.in_batch_norm())
-    settings = _Settings(
-        placement=chosen,
-        world_size=world_size,
-        prefetch=validate_prefetch(prefetch),
-        dtypes=dtypes,
-        offload=validate_offload(offload, chosen),
-        buffers=tuple(BufferSpec.of(*named) for named in sent_buffers(module)) if broadcast_buffers else (),
-    )
-    refuse_modules(module, sharded=chosen.shards_parameters, copied=param_dtype is not None)
-    if chosen.shards_parameters:
-        return _plan_units(units_of(tree, rules), settings)
+def _buckets(
+    tree: ModuleTree, rules: Sequence[str] | None, bucket_nbytes: int, dtypes: DtypeRules
+) -> tuple[UnitSpec, ...]:
     if rules is not None:
         find_named(tree, rules)  # a name that nothing has is a mistake in every stage
-    return _plan_buckets(make_buckets([held.spec for held in tree.parameters], bucket_nbytes, dtypes=dtypes), settings)
+    buckets = make_buckets([held.spec for held in tree.parameters], bucket_nbytes, dtypes=dtypes)
+    return tuple(UnitSpec(f"bucket {index}", bucket, 0, ()) for index, bucket in enumerate(buckets))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    placement: Placement
-    world_size: int
-    prefetch: int
-    dtypes: DtypeRules
-    offload: Offload | None
-    buffers: tuple[BufferSpec, ...]
-
-    def layouts(self, parameters: Sequence[ParameterSpec]) -> tuple[FlatLayout, ...]:
-        """One flat buffer per group, in order of the group's first parameter."""
-        groups: dict[tuple[torch.dtype, torch.dtype, bool], list[ParameterSpec]] = {}
-        for spec in parameters:
-            groups.setdefault(self.dtypes.group(spec), []).append(spec)
-        return tuple(
-            FlatLayout.build(
-                group,
-                self.world_size,
-                compute_dtype=self.dtypes.compute(group[0]),
-                reduce_dtype=self.dtypes.reduce(group[0]),
-            )
-            for group in groups.values()
+def _summary(plan: Plan) -> Iterator[str]:
+    placement = plan.placement
+    yield (
+        f"plan: world size {plan.world_size}, parameters {placement.parameters.value}, "
+        f"gradients {placement.gradients.value}, optimizer {placement.optimizer.value}, "
+        f"prefetch {plan.prefetch}, root {plan.root}, offload {_offload_text(plan.offload)}"
+    )
+    for unit in plan.units:
+        yield (
+            f"unit {unit.index}: {unit.name!r}, module {unit.module!r}, depth {unit.depth}, "
+            f"ancestors {unit.ancestors}, slot {unit.slot}, gradient slot {unit.gradient_slot}"
         )
-
-
-def _plan_units(specs: Sequence[UnitSpec], settings: _Settings) -> ZeroPlan:
-    index_of = {spec.name: index for index, spec in enumerate(specs)}
-    layouts = [settings.layouts(spec.parameters) for spec in specs]
-    depths = [spec.depth for spec in specs]
-    nbytes = [pack((layout.numel, layout.compute_dtype) for layout in unit)[1] for unit in layouts]
-    gradient_nbytes = [
-        pack((layout.numel, layout.reduce_dtype) for layout in unit if layout.trainable)[1] or None for unit in layouts
-    ]
-    pool_slots = settings.prefetch + 1
-    assigned, slots = assign_pooled_slots(depths, nbytes, pool_slots)
-    gradient_assigned, gradient_slots = assign_pooled_slots(depths, gradient_nbytes, pool_slots)
-    return ZeroPlan(
-        placement=settings.placement,
-        world_size=settings.world_size,
-        units=tuple(
-            UnitPlan(
-                index=index,
-                name=spec.name,
-                module=spec.name,
-                depth=spec.depth,
-                ancestors=tuple(index_of[name] for name in spec.ancestors),
-                layouts=layouts[index],
-                slot=assigned[index],
-                gradient_slot=gradient_assigned[index],
+        for number, layout in enumerate(unit.layouts):
+            yield (
+                f"unit {unit.index} layout {number}: {layout.numel} elements, {layout.dtype}, computed in "
+                f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}, trainable {layout.trainable}"
             )
-            for index, spec in enumerate(specs)
-        ),
-        slots=slots,
-        gradient_slots=gradient_slots,
-        prefetch=settings.prefetch,
-        offload=settings.offload,
-        buffers=settings.buffers,
-        root=0,
-    )
+            for spec, offset in zip(layout.parameters, layout.offsets, strict=True):
+                yield (
+                    f"parameter {spec.name!r}: aliases {spec.aliases}, shape {spec.shape}, {spec.dtype}, "
+                    f"trainable {spec.trainable}, unit {unit.index} layout {number} offset {offset}"
+                )
+    for kind, slots in (("slot", plan.slots), ("gradient slot", plan.gradient_slots)):
+        for slot in slots:
+            yield f"{kind} {slot.index}: {slot.nbytes} bytes"
 
 
-def _plan_buckets(buckets: Sequence[Sequence[ParameterSpec]], settings: _Settings) -> ZeroPlan:
-    layouts = [settings.layouts(bucket) for bucket in buckets]
-    sharded = settings.placement.shards_gradients
-    nbytes = [
-        bucket[0].numel * bucket[0].reduce_dtype.itemsize if sharded and bucket[0].trainable else None
-        for bucket in layouts
-    ]
-    assigned, gradient_slots = assign_ring_slots(nbytes, GRADIENT_BUCKET_SLOTS)
-    return ZeroPlan(
-        placement=settings.placement,
-        world_size=settings.world_size,
-        units=tuple(
-            UnitPlan(
-                index=index,
-                name=f"bucket {index}",
-                module=None,
-                depth=0,
-                ancestors=(),
-                layouts=bucket,
-                slot=None,
-                gradient_slot=assigned[index],
-            )
-            for index, bucket in enumerate(layouts)
-        ),
-        slots=(),
-        gradient_slots=gradient_slots,
-        prefetch=settings.prefetch,
-        offload=settings.offload,
-        buffers=settings.buffers,
-        root=None,
-    )
+def _offload_text(offload: Offload | None) -> str:
+    """What ranks must agree on: not paths and sizes of buffers, which are a machine's own matter."""
+    if offload is None:
+        return "none"
+    return f"{offload.tier.value} (optimizer {offload.optimizer}, parameters {offload.parameters})"

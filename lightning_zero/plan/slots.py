@@ -1,4 +1,4 @@
-"""Slots: reusable byte buffers, and which unit uses which.
+"""One unit of a plan, and the slots: reusable byte buffers, and which unit uses which.
 
 A slot is a direct-mapped cache line: a unit always uses the same slot, so the views that autograd saved in forward are
 valid again once the unit is gathered again in backward. Units that compute at the same time (a unit and those nested in
@@ -8,11 +8,19 @@ it) must never share a slot, hence pools by depth; units of very different size 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_zero.plan.flat import ALIGNMENT, align_up
+from lightning_zero.config import Placement
+from lightning_zero.plan.layout import ALIGNMENT, DtypeRules, FlatLayout, ParameterSpec, align_up
+from lightning_zero.plan.units import UnitSpec
+
+__all__ = ["SlotPlan", "UnitPlan", "assign_pooled_slots", "assign_ring_slots", "lay_out", "pack"]
+
+GRADIENT_BUCKET_SLOTS = 2
+"""Slots of the ring that sharded gradients of replicated parameters go through: one fills while the other is
+reduced."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,113 @@ def pack(parts: Iterable[tuple[int, torch.dtype]]) -> tuple[tuple[int, ...], int
         offsets.append(start)
         end = start + numel * dtype.itemsize
     return tuple(offsets), end
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        index: its place in the plan's units.
+        name: the module's path ("" for the root); "bucket 0", ... for a gradient bucket.
+        module: the path of the module whose call gathers the unit; None for a bucket.
+        depth: how many units may be computing around it; 0 for the root and for buckets.
+        ancestors: indices of those units, the root included, ascending.
+        layouts: one flat buffer per (dtype, compute dtype, trainable); exactly one for a bucket, none for an empty
+            root.
+        slot: that its unsharded parameters use; None for a bucket.
+        gradient_slot: that its gradients use until they are reduced; None without trainable parameters, and where
+            gradients are replicated.
+    """
+
+    index: int
+    name: str
+    module: str | None
+    depth: int
+    ancestors: tuple[int, ...]
+    layouts: tuple[FlatLayout, ...]
+    slot: int | None
+    gradient_slot: int | None
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Of all layouts, in layout order."""
+        return tuple(spec for layout in self.layouts for spec in layout.parameters)
+
+    @property
+    def trainable_layouts(self) -> tuple[FlatLayout, ...]:
+        """The layouts that have gradients."""
+        return tuple(layout for layout in self.layouts if layout.trainable)
+
+    @property
+    def numel(self) -> int:
+        """Real elements, without gaps and padding."""
+        return sum(layout.parameter_numel for layout in self.layouts)
+
+    @property
+    def trainable_numel(self) -> int:
+        """Real elements of trainable parameters."""
+        return sum(layout.parameter_numel for layout in self.trainable_layouts)
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes that the unsharded parameters take in compute dtype."""
+        return pack((layout.numel, layout.compute_dtype) for layout in self.layouts)[1]
+
+    @property
+    def gradient_slot_nbytes(self) -> int:
+        """Bytes that the unit's gradients take in reduce dtype."""
+        return pack((layout.numel, layout.reduce_dtype) for layout in self.trainable_layouts)[1]
+
+
+def lay_out(
+    specs: Sequence[UnitSpec], placement: Placement, group_size: int, dtypes: DtypeRules, prefetch: int
+) -> tuple[tuple[UnitPlan, ...], tuple[SlotPlan, ...], tuple[SlotPlan, ...]]:
+    """Flat buffers and slots for units, or for buckets where parameters are replicated.
+
+    Returns:
+        The units, their slots, and the slots of their gradients.
+    """
+    index_of = {spec.name: index for index, spec in enumerate(specs)}
+    units = [
+        UnitPlan(
+            index=index,
+            name=spec.name,
+            module=spec.name if placement.shards_parameters else None,
+            depth=spec.depth,
+            ancestors=tuple(index_of[name] for name in spec.ancestors),
+            layouts=_layouts(spec.parameters, group_size, dtypes),
+            slot=None,
+            gradient_slot=None,
+        )
+        for index, spec in enumerate(specs)
+    ]
+    gradients = [(unit.gradient_slot_nbytes or None) if placement.shards_gradients else None for unit in units]
+    if placement.shards_parameters:
+        depths = [unit.depth for unit in units]
+        assigned, slots = assign_pooled_slots(depths, [unit.slot_nbytes for unit in units], prefetch + 1)
+        gradient_assigned, gradient_slots = assign_pooled_slots(depths, gradients, prefetch + 1)
+    else:
+        assigned, slots = (None,) * len(units), ()
+        gradient_assigned, gradient_slots = assign_ring_slots(gradients, GRADIENT_BUCKET_SLOTS)
+    settled = (
+        replace(unit, slot=slot, gradient_slot=gradient_slot)
+        for unit, slot, gradient_slot in zip(units, assigned, gradient_assigned, strict=True)
+    )
+    return tuple(settled), slots, gradient_slots
+
+
+def _layouts(parameters: Sequence[ParameterSpec], group_size: int, dtypes: DtypeRules) -> tuple[FlatLayout, ...]:
+    """One flat buffer per group of dtypes, in order of the group's first parameter."""
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[ParameterSpec]] = {}
+    for spec in parameters:
+        groups.setdefault(dtypes.group(spec), []).append(spec)
+    return tuple(
+        FlatLayout.build(
+            group, group_size, compute_dtype=dtypes.compute(group[0]), reduce_dtype=dtypes.reduce(group[0])
+        )
+        for group in groups.values()
+    )
 
 
 def assign_pooled_slots(

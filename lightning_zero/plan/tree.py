@@ -1,16 +1,26 @@
-"""The module tree as plain data: every module once, with all its paths, and every parameter once, with all its
-holders."""
+"""The module tree as plain data, and what in it cannot be laid out: refused by name (or warned of) before anything is
+allocated.
+
+All of it is read from the module alone, which is the same on every rank: so every rank refuses, or none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections import Counter
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_zero.plan.flat import ParameterSpec
-from lightning_zero.plan.unsupported import refuse_tensor
+from lightning_zero._torch import storage_key, storage_users
+from lightning_zero.errors import some
+from lightning_zero.plan.layout import ParameterSpec
+
+__all__ = ["HeldParameter", "ModuleNode", "ModuleTree", "refuse_modules", "refuse_shared_memory", "warn_of_views"]
 
 
 @dataclass(frozen=True)
@@ -57,23 +67,43 @@ class ModuleTree:
         """Read the tree below ``module``.
 
         Raises:
-            ValueError: naming the parameter or buffer, if one is no plain tensor (see ``refuse_tensor``).
+            ValueError: naming the parameter or buffer, if one is no plain dense tensor.
         """
-        nodes = _read_nodes(module)
-        names: dict[int, list[str]] = {}
-        holders: dict[int, list[int]] = {}
-        objects: dict[int, nn.Parameter] = {}
-        for prefix, node in _walk(nodes):
-            for local_name, parameter in node.module.named_parameters(recurse=False, remove_duplicate=False):
-                key = id(parameter)
-                objects[key] = parameter
-                names.setdefault(key, []).append(f"{prefix}.{local_name}" if prefix else local_name)
-                if node.index not in holders.setdefault(key, []):
-                    holders[key].append(node.index)
-            for local_name, buffer in node.module.named_buffers(recurse=False):
-                refuse_tensor("Buffer", f"{prefix}.{local_name}" if prefix else local_name, buffer)
-        held = (HeldParameter(_read_parameter(p, names[key]), tuple(holders[key])) for key, p in objects.items())
-        return cls(nodes, tuple(held))
+        indices: dict[int, int] = {}
+        found: list[tuple[str, nn.Module, list[tuple[int, ...]]]] = []
+        held: dict[int, tuple[nn.Parameter, list[str], list[int]]] = {}
+
+        def visit(inner: nn.Module, name: str, above: tuple[int, ...]) -> None:
+            index = indices.setdefault(id(inner), len(found))
+            if index == len(found):
+                found.append((name, inner, []))
+            if index in above:  # a cycle: going round once more leads nowhere new
+                return
+            path, prefix = (*above, index), f"{name}." if name else ""
+            found[index][2].append(path)
+            for local_name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+                _, names, holders = held.setdefault(id(parameter), (parameter, [], []))
+                names.append(prefix + local_name)
+                if index not in holders:
+                    holders.append(index)
+            for local_name, buffer in inner.named_buffers(recurse=False):
+                _refuse_tensor("Buffer", prefix + local_name, buffer)
+            for attribute, child in _children(inner):
+                visit(child, prefix + attribute, path)
+
+        visit(module, "", ())
+        nodes = [
+            ModuleNode(
+                index=index,
+                name=name,
+                module=inner,
+                paths=tuple(paths),
+                children=tuple((attribute, indices[id(child)]) for attribute, child in _children(inner)),
+            )
+            for index, (name, inner, paths) in enumerate(found)
+        ]
+        parameters = [HeldParameter(_spec_of(p, names), tuple(holders)) for p, names, holders in held.values()]
+        return cls(tuple(nodes), tuple(parameters))
 
     def numels(self) -> tuple[int, ...]:
         """For every node: elements of the distinct parameters in it or anywhere below it."""
@@ -93,62 +123,167 @@ class ModuleTree:
         )
 
 
-def _read_nodes(root: nn.Module) -> tuple[ModuleNode, ...]:
-    modules: list[nn.Module] = []
-    names: list[str] = []
-    paths: list[list[tuple[int, ...]]] = []
-    indices: dict[int, int] = {}
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(attribute, child) for attribute, child in module._modules.items() if child is not None]
 
-    def visit(module: nn.Module, name: str, above: tuple[int, ...]) -> None:
-        index = indices.get(id(module))
-        if index is None:
-            index = indices[id(module)] = len(modules)
-            modules.append(module)
-            names.append(name)
-            paths.append([])
-        if index in above:  # a cycle: going round once more leads nowhere new
-            return
-        path = (*above, index)
-        paths[index].append(path)
-        for attribute, child in module._modules.items():
-            if child is not None:
-                visit(child, f"{name}.{attribute}" if name else attribute, path)
 
-    visit(root, "", ())
-    return tuple(
-        ModuleNode(
-            index=index,
-            name=names[index],
-            module=module,
-            paths=tuple(paths[index]),
-            children=tuple((attribute, indices[id(child)]) for attribute, child in _children(module)),
+def _spec_of(parameter: nn.Parameter, names: list[str]) -> ParameterSpec:
+    _refuse_tensor("Parameter", names[0], parameter)
+    shape = tuple(parameter.shape)
+    return ParameterSpec(names[0], tuple(names[1:]), shape, parameter.dtype, parameter.requires_grad)
+
+
+def _refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
+    """Raise unless a parameter is a plain dense tensor, and a buffer a plain one, perhaps on the meta device.
+
+    A subclass of ``nn.Parameter`` around a plain tensor is one. A sparse buffer is every rank's own.
+    """
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{kind} '{name}' has no shape yet: it belongs to a lazy module. "
+            "Run one forward pass (or give the layer its sizes) before the plan is built."
         )
-        for index, module in enumerate(modules)
-    )
+    what = _strange(tensor)
+    if what and (kind == "Parameter" or tensor.layout is torch.strided):
+        raise ValueError(
+            f"{kind} '{name}' is a {what}. Only plain dense tensors can be sent to all ranks, be laid out in flat "
+            "buffers and be read back from a checkpoint, whether they are trained or frozen. Make it a plain one "
+            "before fit (`full_tensor()` of a DTensor, `dequantize()`, `to_dense()`), or keep it in an attribute that "
+            "is not registered in the module."
+        )
 
 
-def _children(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    return ((attribute, child) for attribute, child in module._modules.items() if child is not None)
+def _strange(tensor: Tensor) -> str:
+    """What is special about a tensor, or nothing."""
+    if type(tensor) is not Tensor and nn.Parameter not in type(tensor).__mro__:
+        return type(tensor).__name__
+    if tensor.layout is not torch.strided:
+        return f"tensor of layout {tensor.layout}"
+    if tensor.is_quantized or tensor.is_nested:
+        return "quantized tensor" if tensor.is_quantized else "nested tensor"
+    return ""
 
 
-def _walk(nodes: tuple[ModuleNode, ...]) -> Iterable[tuple[str, ModuleNode]]:
-    """Every path to every module as ``(name, node)``, in registration order: a shared module once per path."""
-    stack: list[tuple[str, int, tuple[int, ...]]] = [("", 0, ())]
-    while stack:
-        name, index, above = stack.pop()
-        if index in above:
-            continue
-        yield name, nodes[index]
-        for attribute, child in reversed(nodes[index].children):
-            stack.append((f"{name}.{attribute}" if name else attribute, child, (*above, index)))
+def refuse_modules(module: nn.Module, *, sharded: bool, copied: bool) -> None:
+    """Raise for modules whose parameters cannot be absent between uses, change in a forward, or are a rank's own.
+
+    Args:
+        module: the root.
+        sharded: whether parameters are there only while their unit computes.
+        copied: whether they are computed with as copies of another dtype, which are there only in a step.
+
+    Raises:
+        ValueError: naming the module or the parameter.
+    """
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, parameter in module.named_parameters(remove_duplicate=False) if ignored else ():
+        if name in ignored and parameter.requires_grad:
+            raise ValueError(
+                f"'{name}' is named in _ddp_params_and_buffers_to_ignore: under DDP every rank trains a parameter of "
+                "its own there, with its own gradients. Here a parameter is one for all ranks. Take it off that list, "
+                "freeze it, or keep it and its optimizer in an attribute that is not registered in the module."
+            )
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and (sharded or copied) and any(True for _ in child.parameters()):
+            where = "With sharded parameters (stage 3)" if sharded else "With 16-bit copies of parameters"
+            raise ValueError(
+                f"'{name}' is a TorchScript module with parameters. {where} these are not in memory all the time, and "
+                "compiled code reads them past everything that could bring them. Put the ordinary module there "
+                "(`torch.compile` works), or use stage 1 or 2 in full precision."
+            )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            # It scales the rows that a forward looks up in place: on each rank those of its own data.
+            raise ValueError(
+                f"'{name}' is a {type(child).__name__} with max_norm={child.max_norm}, which changes its weight in "
+                "every forward, on each rank in the rows that this rank's data look up. Under DDP the ranks' models "
+                "drift apart by that, and a sharded weight has one value only. Leave max_norm out and scale the rows "
+                "for all ranks alike, in on_train_batch_end inside `with lightning_zero.full_parameters(module):`."
+            )
 
 
-def _read_parameter(parameter: nn.Parameter, names: list[str]) -> ParameterSpec:
-    refuse_tensor("Parameter", names[0], parameter)
-    return ParameterSpec(
-        name=names[0],
-        aliases=tuple(names[1:]),
-        shape=tuple(parameter.shape),
-        dtype=parameter.dtype,
-        trainable=parameter.requires_grad,
-    )
+def refuse_shared_memory(module: nn.Module, device: torch.device) -> None:
+    """Raise if a trainable parameter has elements in common with another parameter, or with a buffer.
+
+    Every parameter gets memory of its own, so what is one element now would be two.
+
+    Args:
+        module: the root.
+        device: where it computes. What has to be moved there gets memory of its own in any trainer.
+
+    Raises:
+        ValueError: naming both.
+    """
+    for group in _by_memory(module, device):
+        near: list[tuple[str, Tensor]] = []  # those before that reach to this one or further
+        for name, tensor in sorted(group, key=lambda named: _extent(named[1])):
+            near = [other for other in near if _extent(other[1])[1] > _extent(tensor)[0]]
+            for other_name, other in near:
+                if (tensor.requires_grad or other.requires_grad) and _overlap(tensor, other):
+                    raise ValueError(
+                        f"'{other_name}' and '{name}' are two tensors in the same memory, so that a change of one "
+                        "is a change of the other. Here every parameter gets memory of its own. To tie them, register "
+                        "one object under both names (`b.weight = a.weight`, not `.data`); or `clone()` one."
+                    )
+            near.append((name, tensor))
+
+
+def warn_of_views(module: nn.Module, device: torch.device) -> None:
+    """Warn of trainable parameters whose memory other tensors keep, which are not in the module.
+
+    They do not follow the parameter, that gets memory of its own.
+
+    Args:
+        module: the root.
+        device: where it computes. What has to be moved there leaves them behind in any trainer.
+    """
+    known = Counter(map(storage_key, _weights_of_spectral_norm(module)))
+    kept = [
+        name
+        for group in _by_memory(module, device)
+        if storage_users(group[0][1]) > len(group) + known[storage_key(group[0][1])]
+        for name, tensor in group
+        if tensor.requires_grad
+    ]
+    if kept:
+        warnings.warn(
+            f"Tensors outside of the module share the memory of {some(map(repr, kept))}: what "
+            "`.detach()`, `.data`, a view or `state_dict()` gave before, and something still holds. They keep that "
+            "memory and the values of now: they will not follow the training, as they would on a CPU under DDP. Where "
+            "they are read later, read the parameter instead; else let them go.",
+            stacklevel=2,
+        )
+
+
+def _weights_of_spectral_norm(module: nn.Module) -> list[Tensor]:
+    """Torch's older ``spectral_norm`` leaves a view of the weight that its first forward takes the place of."""
+    return [
+        vars(child)[hook.name]
+        for child in module.modules()
+        for hook in child._forward_pre_hooks.values()
+        if isinstance(hook, SpectralNorm) and isinstance(vars(child).get(hook.name), Tensor)
+    ]
+
+
+def _by_memory(module: nn.Module, device: torch.device) -> list[list[tuple[str, Tensor]]]:
+    """Parameters and buffers on ``device`` by the memory they are in, each object once under its first name."""
+    groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.numel() and tensor.device == device and tensor.layout is torch.strided:
+            groups.setdefault(storage_key(tensor), {}).setdefault(id(tensor), (name, tensor))
+    return [list(group.values()) for group in groups.values()]
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the one behind its last."""
+    first = int(tensor.storage_offset())
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
+def _overlap(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors whose extents meet share an element: columns of one matrix, for example, do not."""
+    if left.dtype != right.dtype:
+        return True
+    taken = torch.zeros(left.untyped_storage().nbytes() // left.element_size(), dtype=torch.bool)
+    taken.as_strided(left.shape, left.stride(), left.storage_offset()).fill_(True)
+    return bool(taken.as_strided(right.shape, right.stride(), right.storage_offset()).any())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.analysis import ZeroPlan, build_plan
 from lightning_zero.comm import Groups, Streams, choose_collectives
 from lightning_zero.config import (
     ActivationPolicy,
@@ -30,7 +31,7 @@ from lightning_zero.errors import ParameterAccessError
 from lightning_zero.offloading import make_tiers, offloaded_steps
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.plan import ZeroPlan, build_plan, refuse_shared_memory, warn_of_views
+from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState
 from lightning_zero.session.optimizer_state import OptimizerState

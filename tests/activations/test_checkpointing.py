@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_zero._torch import WeakStorage
+from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.activations import Activations
-from lightning_zero.plan import build_plan
 from lightning_zero.storage.tiers import MemoryTiers
 from tests.helpers.training import quiet
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from lightning_zero._torch import top_saved_tensor_hooks
+from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.plan import build_plan
 from lightning_zero.shards.placeholder import Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.analysis import build_plan
 from lightning_zero.comm.collectives import LocalCollectives
 from lightning_zero.comm.groups import ControlGroup
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.plan import build_plan
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.storage.tiers import MemoryTiers
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from lightning_zero.config import validate_units
+from lightning_zero.plan import units
+from lightning_zero.plan.tree import ModuleTree
 
 
 class Block(nn.Module):
@@ -74,3 +80,8 @@ def on_meta(build: type[nn.Module], **settings: object) -> nn.Module:
 def numel(module: nn.Module) -> int:
     """Elements of the module's distinct parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def find_units(module: nn.Module, rules: Sequence[str] | None) -> tuple[units.UnitSpec, ...]:
+    """The units of a module."""
+    return units.find_units(ModuleTree.of(module), validate_units(rules))

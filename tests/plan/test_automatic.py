@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from lightning_zero.plan import find_units
-from tests.plan.models import Block, Gpt, Llama70B, numel
+from tests.plan.models import Block, Gpt, Llama70B, find_units, numel
 
 
 def unit_names(module: nn.Module) -> list[str]:

@@ -7,8 +7,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from lightning_zero.plan import BufferSpec, CollectiveTraffic, build_plan, estimate_memory, make_pieces, sent_buffers
-from lightning_zero.plan.buffers import PIECE_NBYTES
+from lightning_zero.analysis import CollectiveTraffic, build_plan, estimate_memory
+from lightning_zero.plan import BufferSpec, make_pieces, sent_buffers
+from lightning_zero.plan.buckets import PIECE_NBYTES
 
 
 class Kept(nn.Module):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.analysis import MemoryEstimate, OptimizerCost, build_plan, estimate_memory
+from lightning_zero.analysis.estimate import parse_count
+from lightning_zero.analysis.memory import fullest_rank
+from lightning_zero.analysis.report import format_decimal
 from lightning_zero.config import HostOffload, NvmeOffload
-from lightning_zero.plan import OptimizerCost, build_plan, estimate_memory
-from lightning_zero.plan.comparison import format_decimal
-from lightning_zero.plan.estimate import MemoryEstimate, parse_count
-from lightning_zero.plan.memory import fullest_rank
 
 GB = 10**9
 HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float16}

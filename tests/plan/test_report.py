@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 
+from lightning_zero.analysis import OptimizerCost, build_plan, format_nbytes
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
-from lightning_zero.plan import OptimizerCost, build_plan
-from lightning_zero.plan.report import format_nbytes
 from tests.plan.models import Gpt, Llama70B, on_meta
 
 

@@ -1,12 +1,13 @@
-"""Where the bytes of a layout rest: the table of ``lightning_zero.plan.resting``, line by line."""
+"""Where the bytes of a layout rest: the table of ``lightning_zero.plan.plan``, line by line."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from lightning_zero.analysis import build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Tier
-from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, build_plan, rest_of
+from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, rest_of
 from tests.plan.models import Block, on_meta
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

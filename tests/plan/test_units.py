@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from lightning_zero.plan import UnitSpec, find_units
-from tests.plan.models import Block, Gpt, numel, on_meta
+from lightning_zero.plan.units import UnitSpec
+from tests.plan.models import Block, Gpt, find_units, numel, on_meta
 
 
 def by_name(units: tuple[UnitSpec, ...]) -> dict[str, list[str]]:

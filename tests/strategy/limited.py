@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import NvmeOffload, ZeroStrategy, build_plan
+from lightning_zero import NvmeOffload, ZeroPlan, ZeroStrategy, build_plan
 from lightning_zero.config import Offload
-from lightning_zero.plan import ZeroPlan
 
 WIDTH = 1024
 ROWS = 8

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_zero import HostOffload
-from lightning_zero.optim import bundles
-from lightning_zero.plan import OptimizerCost, peak
+from lightning_zero.analysis import OptimizerCost
 from tests.helpers.cases import Block, Case, case, features
 from tests.helpers.probe import MakeOptimizer, Probe, adamw, fit
 from tests.helpers.world import run_world
@@ -249,8 +248,3 @@ def test_the_count_sees_what_is_made_in_a_step() -> None:
         return watch.most[-1]
 
     assert run_world(1, run)[0] == pytest.approx(8_000_000, rel=0.01)
-
-
-def test_the_plan_knows_the_sizes_that_a_step_works_with() -> None:
-    """Layers below may not import the optimizers' side, so they are written down twice."""
-    assert (peak.SMALL_NUMEL, peak.BUNDLE_NUMEL) == (bundles.SMALL_NUMEL, bundles.BUNDLE_NUMEL)

@@ -14,16 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_zero.plan.buffers import make_pieces
-from lightning_zero.plan.flat import FlatLayout
+from lightning_zero.plan import FlatLayout, Plan, UnitPlan, make_pieces
 
-if TYPE_CHECKING:
-    from lightning_zero.plan.plan import ZeroPlan
-    from lightning_zero.plan.unit_plan import UnitPlan
+__all__ = ["CollectiveTraffic", "Traffic", "expected_traffic", "gather_order"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Traffic:
         return self.all_gather + self.reduce_scatter + self.broadcast
 
 
-def expected_traffic(plan: ZeroPlan, *, micro_steps: int) -> Traffic:
+def expected_traffic(plan: Plan, *, micro_steps: int = 1) -> Traffic:
     """Traffic of one step of ``micro_steps`` forwards and backwards; zero for a single rank, which needs no wire.
 
     Buffers are not sent in the step after an evaluation, whose first batch has had them.
@@ -74,7 +70,7 @@ def expected_traffic(plan: ZeroPlan, *, micro_steps: int) -> Traffic:
         raise ValueError(f"A step has at least one micro-step, got {micro_steps}.")
     if plan.world_size == 1:
         return Traffic(CollectiveTraffic(), CollectiveTraffic())
-    trainable = [layout for unit in plan.units for layout in unit.trainable_layouts]
+    trainable = plan.trainable_layouts
     reduced = _add(_calls(layout, layout.reduce_dtype) for layout in trainable)
     if plan.placement.shards_gradients:
         reduced = reduced.times(micro_steps)
@@ -86,7 +82,7 @@ def expected_traffic(plan: ZeroPlan, *, micro_steps: int) -> Traffic:
     return Traffic(gathered, reduced, buffers)
 
 
-def gather_order(plan: ZeroPlan, *, micro_steps: int = 1) -> tuple[int, ...]:
+def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:
     """Indices of the units in the order in which one step gathers them, where parameters are sharded.
 
     Every unit runs once per forward, in plan order, and once per backward: siblings in reverse, a unit before those
@@ -111,7 +107,7 @@ def gather_order(plan: ZeroPlan, *, micro_steps: int = 1) -> tuple[int, ...]:
     return tuple(gathered)
 
 
-def _backward_order(plan: ZeroPlan) -> list[UnitPlan]:
+def _backward_order(plan: Plan) -> list[UnitPlan]:
     """Siblings in reverse, each before the units nested in it: a unit's backward starts at its outputs."""
     nested: dict[int | None, list[UnitPlan]] = {}
     for unit in plan.units:

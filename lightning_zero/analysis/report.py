@@ -1,19 +1,24 @@
-"""A plan as text: canonical lines for machines to compare, a table for people to read."""
+"""A plan as a table for people to read, and numbers as people write them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from lightning_zero.config import Tier
+from lightning_zero.analysis.memory import (
+    DiskBytes,
+    HostBytes,
+    Memory,
+    expected_disk,
+    expected_host_memory,
+    expected_memory,
+)
+from lightning_zero.analysis.optimizers import ADAM, OptimizerCost
+from lightning_zero.analysis.traffic import expected_traffic
+from lightning_zero.config import Offload, Tier
+from lightning_zero.plan import Plan, UnitPlan
 
-if TYPE_CHECKING:
-    from lightning_zero.config import Offload
-    from lightning_zero.plan.memory import DiskBytes, HostBytes, Memory
-    from lightning_zero.plan.optimizers import OptimizerCost
-    from lightning_zero.plan.plan import ZeroPlan
-    from lightning_zero.plan.unit_plan import UnitPlan
+__all__ = ["describe", "format_decimal", "format_nbytes", "table"]
 
 LONGEST_NAME = 48
 """Characters of a unit's name that the table shows."""
@@ -22,58 +27,19 @@ LONGEST_PATTERN = 16
 """Units of the longest repeating pattern that the table looks for."""
 
 
-def summary_lines(plan: ZeroPlan) -> tuple[str, ...]:
-    """See ``ZeroPlan.summary_lines``."""
-    return tuple(_summary(plan))
-
-
-def _summary(plan: ZeroPlan) -> Iterator[str]:
-    placement = plan.placement
-    yield (
-        f"plan: world size {plan.world_size}, parameters {placement.parameters.value}, "
-        f"gradients {placement.gradients.value}, optimizer {placement.optimizer.value}, "
-        f"prefetch {plan.prefetch}, root {plan.root}, offload {_offload_text(plan.offload)}"
-    )
-    for unit in plan.units:
-        yield (
-            f"unit {unit.index}: {unit.name!r}, module {unit.module!r}, depth {unit.depth}, "
-            f"ancestors {unit.ancestors}, slot {unit.slot}, gradient slot {unit.gradient_slot}"
-        )
-        for number, layout in enumerate(unit.layouts):
-            yield (
-                f"unit {unit.index} layout {number}: {layout.numel} elements, {layout.dtype}, computed in "
-                f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}, trainable {layout.trainable}"
-            )
-            for spec, offset in zip(layout.parameters, layout.offsets, strict=True):
-                yield (
-                    f"parameter {spec.name!r}: aliases {spec.aliases}, shape {spec.shape}, {spec.dtype}, "
-                    f"trainable {spec.trainable}, unit {unit.index} layout {number} offset {offset}"
-                )
-    for kind, slots in (("slot", plan.slots), ("gradient slot", plan.gradient_slots)):
-        for slot in slots:
-            yield f"{kind} {slot.index}: {slot.nbytes} bytes"
-
-
-def _offload_text(offload: Offload | None) -> str:
-    """What ranks must agree on: not paths and sizes of buffers, which are a machine's own matter."""
-    if offload is None:
-        return "none"
-    return f"{offload.tier.value} (optimizer {offload.optimizer}, parameters {offload.parameters})"
-
-
-def describe(plan: ZeroPlan, optimizer: OptimizerCost, accelerator: bool) -> str:
-    """See ``ZeroPlan.describe``."""
+def describe(plan: Plan, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False) -> str:
+    """The plan as a table for people: units, totals, traffic and memory with that optimizer, on such a device."""
     placement = plan.placement
     lines = [
         f"Plan for {plan.world_size} ranks: parameters {placement.parameters.value}, gradients "
         f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}",
         *([] if plan.offload is None else [f"Offloaded to the {plan.offload.tier.value}: {_offloaded(plan.offload)}"]),
         "",
-        *table_lines([_HEADER, *(_row(run) for run in _runs(plan.units)), _total_row(plan)], left=1),
+        *table([_HEADER, *(_row(run) for run in _runs(plan.units)), _total_row(plan)]),
         "",
     ]
-    traffic = plan.expected_traffic()
-    lines += table_lines(
+    traffic = expected_traffic(plan)
+    lines += table(
         [
             ("traffic of a step", "calls", "elements", "size"),
             *(
@@ -86,10 +52,9 @@ def describe(plan: ZeroPlan, optimizer: OptimizerCost, accelerator: bool) -> str
                 )
                 if part.calls or kind != "broadcast of buffers"
             ),
-        ],
-        left=1,
+        ]
     )
-    lines += ["", *table_lines(_memory_rows(plan, optimizer, accelerator), left=1)]
+    lines += ["", *table(_memory_rows(plan, optimizer, accelerator))]
     return "\n".join(lines)
 
 
@@ -97,18 +62,18 @@ def _offloaded(offload: Offload) -> str:
     return " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
 
 
-def _memory_rows(plan: ZeroPlan, optimizer: OptimizerCost, accelerator: bool) -> list[tuple[str, ...]]:
+def _memory_rows(plan: Plan, optimizer: OptimizerCost, accelerator: bool) -> list[tuple[str, ...]]:
     """A column for each place where something may be: with a transport that keeps no receive buffer."""
     rest, peak = (
-        plan.expected_memory(optimizer=optimizer, accelerator=accelerator, receive_buffer=False, peak=peak)
+        expected_memory(plan, optimizer=optimizer, accelerator=accelerator, receive_buffer=False, peak=peak)
         for peak in (False, True)
     )
     places: dict[str, Memory | HostBytes | DiskBytes] = {"at rest": rest}
     if plan.offload is not None:
-        host = plan.expected_host_memory(optimizer_tensors=optimizer.state, accelerator=accelerator)
+        host = expected_host_memory(plan, optimizer_tensors=optimizer.state, accelerator=accelerator)
         places = {"device": rest, "host": host}
         if plan.offload.tier is Tier.DISK:
-            places["disk"] = plan.expected_disk(optimizer_tensors=optimizer.state)
+            places["disk"] = expected_disk(plan, optimizer_tensors=optimizer.state)
     places["device at peak" if plan.offload is not None else "at peak"] = peak
     columns = [dict(memory.items()) for memory in places.values()]
     categories = dict.fromkeys(category for column in columns for category, nbytes in column.items() if nbytes)
@@ -133,6 +98,22 @@ def format_nbytes(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def format_decimal(nbytes: int) -> str:
+    """Bytes for people, in units of 1000 with three digits, as papers and data sheets have them: ``"31.4 GB"``."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            return f"{_three_digits(size)} {unit}"
+        size /= 1000
+    return f"{_three_digits(size)} PB"
+
+
+def _three_digits(size: float) -> str:
+    if size == int(size) or size >= 99.95:
+        return f"{size:,.0f}"
+    return f"{size:.1f}" if size >= 9.995 else f"{size:.2f}"
 
 
 _HEADER = ("unit", "parameters", "elements", "frozen", "shard", "padding", "slot", "dtype")
@@ -194,16 +175,15 @@ def _row(run: Sequence[UnitPlan]) -> tuple[str, ...]:
     )
 
 
-def _total_row(plan: ZeroPlan) -> tuple[str, ...]:
-    layouts = [layout for unit in plan.units for layout in unit.layouts]
-    padded = sum(layout.numel for layout in layouts)
+def _total_row(plan: Plan) -> tuple[str, ...]:
+    padded = sum(layout.numel for layout in plan.layouts)
     frozen = plan.numel - plan.trainable_numel
     return (
         f"total ({len(plan.units)} units)",
-        f"{sum(len(layout.parameters) for layout in layouts):,}",
+        f"{sum(len(layout.parameters) for layout in plan.layouts):,}",
         f"{plan.numel:,}",
         f"{frozen:,}" if frozen else "-",
-        f"{sum(layout.shard_numel for layout in layouts):,}",
+        f"{sum(layout.shard_numel for layout in plan.layouts):,}",
         f"{100 * (padded - plan.numel) / padded:.2f} %" if padded else "-",
         str(len(plan.slots)) if plan.slots else "-",
         "",
@@ -224,12 +204,12 @@ def _dtype_text(dtype: object, compute_dtype: object) -> str:
     return " as ".join(names)
 
 
-def table_lines(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Aligned columns: the first ``left`` to the left, the others to the right; a rule under the header."""
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned lines: the first column to the left, the others to the right; a rule under the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
+            cell.ljust(width) if column == 0 else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

@@ -12,15 +12,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.analysis.memory import (
+    DiskBytes,
+    HostBytes,
+    Memory,
+    expected_disk,
+    expected_host_memory,
+    expected_memory,
+    fullest_rank,
+    raw_gradient_nbytes,
+)
+from lightning_zero.analysis.optimizers import OptimizerCost
+from lightning_zero.analysis.report import format_decimal, table
+from lightning_zero.analysis.traffic import expected_traffic
 from lightning_zero.config import HostOffload, Offload, Placement
-from lightning_zero.plan.comparison import Recommendation, compare, recommend
-from lightning_zero.plan.flat import ParameterSpec
-from lightning_zero.plan.memory import DiskBytes, HostBytes, Memory, fullest_rank
-from lightning_zero.plan.optimizers import OptimizerCost
-from lightning_zero.plan.peak import raw_gradient_nbytes
-from lightning_zero.plan.plan import ZeroPlan, build_plan
+from lightning_zero.plan import ParameterSpec, Plan
 
-__all__ = ["MemoryEstimate", "StageMemory", "estimate_memory", "parse_count"]
+__all__ = ["MemoryEstimate", "Recommendation", "StageMemory", "estimate_memory", "parse_count"]
 
 MOST = 10**18
 """Parameters of the largest model that a number of parameters stands for. Beyond it, it is a slip of the pen."""
@@ -35,6 +43,20 @@ _STAGES: Mapping[str, tuple[int, Offload | None]] = {
     "zero3": (3, None),
     "zero2_offload": (2, HostOffload()),
     "zero3_offload": (3, HostOffload(parameters=True)),
+}
+
+
+_WORDS = {
+    "parameters": "parameters",
+    "weights": "weights to compute with",
+    "masters": "masters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "slots": "slots",
+    "gradient_slots": "gradient slots",
+    "transport": "receive buffers",
+    "raw_gradients": "a gradient on its way",
+    "temporaries": "temporaries of the step",
 }
 
 
@@ -57,6 +79,21 @@ class StageMemory:
     host: HostBytes
     disk: DiskBytes
     sent_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """What to choose.
+
+    Attributes:
+        name: of the stage; ``None`` if none fits.
+        reason: why, in a sentence or two.
+        fits: names of all stages that fit, in the same order as the estimate's.
+    """
+
+    name: str | None
+    reason: str
+    fits: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +128,29 @@ class MemoryEstimate:
         Raises:
             ValueError: if a size is negative.
         """
-        return recommend(self, device_nbytes, host_nbytes, activations_nbytes)
+        if min(device_nbytes, activations_nbytes, host_nbytes or 0) < 0:
+            raise ValueError("Sizes of memory must not be negative.")
+        room = device_nbytes - activations_nbytes
+        activations, device = format_decimal(activations_nbytes), format_decimal(device_nbytes)
+        if room < 0:
+            reason = f"{activations} of activations do not fit into {device}."
+            return Recommendation(name=None, reason=reason, fits=())
+        problems = {stage.name: _problem(stage, room, host_nbytes) for stage in self.stages.values()}
+        fits = tuple(name for name, problem in problems.items() if not problem)
+        device += f" beside {activations} of activations" if activations_nbytes else ""
+        more = "" if self.counted else " Slots and buckets, which a number of parameters does not tell, come on top."
+        if not fits:
+            reason = (
+                f"Nothing fits into {device}: {'; '.join(problems.values())}.{more} Use more processes or larger "
+                "devices, or lightning_zero.NvmeOffload where it is host memory that is missing."
+            )
+            return Recommendation(name=None, reason=reason, fits=())
+        needed = self.stages[fits[0]].peak.total
+        left = format_decimal(room - needed) + ("" if activations_nbytes else " for activations")
+        reason = f"{fits[0]} needs {format_decimal(needed)} at peak, which fits into {device} and leaves {left}.{more}"
+        before = list(problems.values())[: list(problems).index(fits[0])]
+        reason += f" Less would not do: {'; '.join(before)}." if before else " There is no need to split anything."
+        return Recommendation(name=fits[0], reason=reason, fits=fits)
 
     def describe(self, *, offload: bool = False) -> str:
         """A table for people, in units of 1000 as devices and papers have them.
@@ -99,11 +158,51 @@ class MemoryEstimate:
         Args:
             offload: with a column for each stage that offloads.
         """
-        return compare(self, offload=offload)
+        stages = [stage for stage in self.stages.values() if offload or not stage.name.endswith("_offload")]
+        if not stages[1:]:
+            stages = list(self.stages.values())
+        at_rest = [dict(stage.rest.items()) for stage in stages]
+        at_peak = [dict(stage.peak.items()) for stage in stages]
+        rows = [("bytes of one process", *(stage.name for stage in stages))]
+        rows += [_row(word, [column[name] for column in at_rest]) for name, word in _WORDS.items()]
+        rows.append(_row("at rest", [stage.rest.total for stage in stages]))
+        rows += [
+            _row(f"+ {word}", [peak[name] - rest[name] for peak, rest in zip(at_peak, at_rest, strict=True)])
+            for name, word in _WORDS.items()
+        ]
+        rows.append(_row("at peak, without activations", [stage.peak.total for stage in stages]))
+        rows.append(_row("host memory", [stage.host.total for stage in stages]))
+        rows.append(_row("files", [stage.disk.total for stage in stages]))
+        rows.append(_row("sent in a step", [stage.sent_nbytes for stage in stages]))
+        shown = [row for row in rows if row[0].startswith("at ") or any(cell != "-" for cell in row[1:])]
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size:,} processes"
+        lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {processes}", "", *table(shown)]
+        if not self.counted:
+            lines += [
+                "",
+                "From a number of parameters: slots and buckets, which depend on the model's parts, come on top.",
+            ]
+        return "\n".join(lines)
+
+
+def _row(name: str, values: list[int]) -> tuple[str, ...]:
+    return (name, *(format_decimal(value) if value else "-" for value in values))
+
+
+def _problem(stage: StageMemory, room: int, host_nbytes: int | None) -> str:
+    """Why a stage does not fit; empty if it does."""
+    if stage.peak.total > room:
+        return f"{stage.name} needs {format_decimal(stage.peak.total)}"
+    if host_nbytes is not None and stage.host.total > host_nbytes:
+        return (
+            f"{stage.name} needs {format_decimal(stage.host.total)} of host memory, of which there are "
+            f"{format_decimal(host_nbytes)}"
+        )
+    return ""
 
 
 def estimate_memory(
-    model: nn.Module | ZeroPlan | float | str,
+    model: nn.Module | Plan | float | str,
     *,
     world_size: int | None = None,
     optimizer: Optimizer | type | str | OptimizerCost = "AdamW",
@@ -144,7 +243,7 @@ def estimate_memory(
     Source: ZeRO, section 5, table 1 and figure 1 (arXiv:1910.02054).
     """
     cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer)
-    if isinstance(model, ZeroPlan):
+    if isinstance(model, Plan):
         if world_size not in (None, model.world_size) or settings or param_dtype or reduce_dtype:
             raise ValueError("A plan has its own world size and settings: build another one instead.")
         name = f"zero{_number(model.placement)}" + ("" if model.offload is None else "_offload")
@@ -214,18 +313,18 @@ def _of_module(
     for name, (stage, offload) in _STAGES.items():
         if cost.whole and offload is not None and accelerator:
             continue  # refused by the strategy: see optim/rules.py
-        plan = build_plan(module, stage=stage, world_size=world_size, offload=offload, **settings)
+        plan = Plan.build(module, stage=stage, world_size=world_size, offload=offload, **settings)
         if not stages:
             stages.append(_without(plan, cost, accelerator))
         stages.append(_of_plan(name, plan, cost, accelerator, receive_buffer))
     return _estimate(plan.numel, world_size, cost, stages, counted=True)
 
 
-def _of_plan(name: str, plan: ZeroPlan, cost: OptimizerCost, accelerator: bool, receive_buffer: bool) -> StageMemory:
+def _of_plan(name: str, plan: Plan, cost: OptimizerCost, accelerator: bool, receive_buffer: bool) -> StageMemory:
     rank = fullest_rank(plan, whole=cost.whole)
     rest, peak = (
-        plan.expected_memory(
-            rank=rank, optimizer=cost, accelerator=accelerator, receive_buffer=receive_buffer, peak=peak
+        expected_memory(
+            plan, rank=rank, optimizer=cost, accelerator=accelerator, receive_buffer=receive_buffer, peak=peak
         )
         for peak in (False, True)
     )
@@ -233,13 +332,13 @@ def _of_plan(name: str, plan: ZeroPlan, cost: OptimizerCost, accelerator: bool, 
         name=name,
         rest=rest,
         peak=peak,
-        host=plan.expected_host_memory(rank=rank, optimizer_tensors=cost.state, accelerator=accelerator),
-        disk=plan.expected_disk(rank=rank, optimizer_tensors=cost.state),
-        sent_nbytes=_sent(plan.expected_traffic().total.nbytes, plan.world_size),
+        host=expected_host_memory(plan, rank=rank, optimizer_tensors=cost.state, accelerator=accelerator),
+        disk=expected_disk(plan, rank=rank, optimizer_tensors=cost.state),
+        sent_nbytes=_sent(expected_traffic(plan).total.nbytes, plan.world_size),
     )
 
 
-def _without(plan: ZeroPlan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
+def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
     """Plain PyTorch with ``gradient_as_bucket_view=True``; by default DDP holds another copy of the gradients.
 
     Under autocast, which has no masters, autograd keeps a copy of every weight in the dtype of compute until backward.

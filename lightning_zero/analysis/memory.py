@@ -1,0 +1,350 @@
+"""What one rank holds after a training step and at the worst moment of one, computed from a plan: on its device, and
+with offloading in host memory and in files. Activations are not in it.
+
+[Note: the worst moment]
+
+What rests, rests all the time: slots, buckets, shards and state have their memory from set-up to the end. Two things
+come and go beside it:
+
+* In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once:
+  one parameter's at a time. A parameter that is used in several places (tied weights, a shared module) gets its
+  gradient in parts, and autograd holds their sum until the last of them. It adds the last part out of place: a linear
+  layer's part is a transposed view, and what it is a view of shares its memory. For a moment there are three.
+* In a step, the optimizer computes with temporary tensors: see [Note: memory of a step].
+
+Not counted: activations and other tensors of the module's own, what libraries hold for themselves (cuBLAS, nccl), and
+what an allocator keeps in reserve. In a first step a unit that shares its gradient slot with another one may need
+memory of its own for a moment, until the order of the backward is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+
+from lightning_zero.analysis.optimizers import ADAM, BUNDLE_NUMEL, SMALL_NUMEL, OptimizerCost
+from lightning_zero.config import HostOffload, NvmeOffload, Tier
+from lightning_zero.plan import (
+    FETCH_UNITS,
+    PAGE_NBYTES,
+    ROUND_NBYTES,
+    STAGING_BUFFERS,
+    FlatLayout,
+    ParameterSpec,
+    Plan,
+    align_up,
+    deal_out,
+)
+
+__all__ = [
+    "DiskBytes",
+    "HostBytes",
+    "Memory",
+    "expected_disk",
+    "expected_host_memory",
+    "expected_memory",
+    "fullest_rank",
+    "raw_gradient_nbytes",
+]
+
+
+class _Categories:
+    """What all tables of bytes can do."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all categories."""
+        return sum(nbytes for _, nbytes in self.items())
+
+    def items(self) -> tuple[tuple[str, int], ...]:
+        """``(category, bytes)`` for each category, without the total."""
+        return tuple((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(_Categories):
+    """Bytes on the device of one rank, by category.
+
+    Attributes:
+        parameters: full flat buffers in compute dtype, where parameters are replicated.
+        weights: shards in compute dtype that units are gathered from, beside masters that rest elsewhere.
+        masters: master shards; 0 where they are views of replicated parameters.
+        gradients: accumulated gradients, full or sharded.
+        optimizer: optimizer state of the rank's own elements.
+        slots: for unsharded parameters; on an accelerator also for shards that are fetched from host memory ahead of
+            their gather.
+        gradient_slots: for gradients on their way to the reduce-scatter.
+        transport: receive buffers of the reduce-scatter.
+        raw_gradients: gradients in memory of autograd's own, before they are copied; 0 at rest.
+        temporaries: what the optimizer's step computes with; 0 at rest.
+    """
+
+    parameters: int
+    weights: int = 0
+    masters: int
+    gradients: int
+    optimizer: int
+    slots: int = 0
+    gradient_slots: int = 0
+    transport: int = 0
+    raw_gradients: int = 0
+    temporaries: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostBytes(_Categories):
+    """Bytes that offloading keeps in host memory on one rank, by category. All 0 without it.
+
+    Attributes:
+        weights: shards in compute dtype that units are gathered from, beside masters of another dtype.
+        masters: master shards.
+        gradients: reduced gradient shards.
+        optimizer: optimizer state of the rank's own elements.
+        buffers: what bytes on their way go through: the pool for files, shards that are read ahead of their gather, and
+            on an accelerator gradients that are added to others and weights that are cast.
+    """
+
+    weights: int
+    masters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskBytes(_Categories):
+    """Bytes that offloading keeps in the files of one rank, by category, in whole pages. All 0 without it.
+
+    Attributes:
+        weights: shards in compute dtype that units are gathered from, beside masters of another dtype.
+        masters: master shards.
+        optimizer: optimizer state, of whole shards.
+    """
+
+    weights: int
+    masters: int
+    optimizer: int
+
+
+def expected_memory(
+    plan: Plan,
+    *,
+    rank: int = 0,
+    optimizer: OptimizerCost = ADAM,
+    optimizer_tensors: int | None = None,
+    training: bool = True,
+    receive_buffer: bool = True,
+    accelerator: bool = False,
+    peak: bool = False,
+) -> Memory:
+    """What is on one rank's device after a training step.
+
+    Args:
+        plan: the plan.
+        rank: in the shard group. Ranks differ only in ``optimizer``: it counts real elements, not padding.
+        optimizer: what it keeps and makes.
+        optimizer_tensors: how many tensors it keeps for a parameter, where that is known better.
+        training: False: gradients, optimizer state and everything for reductions are absent.
+        receive_buffer: whether the transport keeps one as large as the largest bucket of each reduce dtype. Not within
+            one host, nor on an accelerator.
+        accelerator: whether the device is one, so that copies from and to the host go through buffers, and torch
+            chooses another way to step.
+        peak: at the worst moment of a step instead of after it; see [Note: the worst moment].
+
+    Raises:
+        ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
+    """
+    tensors = optimizer.state if optimizer_tensors is None else optimizer_tensors
+    layouts, trained = _looked_up(plan, rank, tensors, training)
+    stepped = _resting(plan, trained, "state", Tier.DEVICE)
+    replicated = not plan.placement.shards_parameters
+    if optimizer.whole:  # the owner of a parameter keeps a copy of it, with its state
+        state = (1 + tensors) * _whole_nbytes(plan, stepped, rank)
+    else:
+        state = tensors * _owned_nbytes(stepped, rank)
+    fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
+    rest = Memory(
+        parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in layouts) if replicated else 0,
+        weights=sum(map(_weight_nbytes, _resting(plan, layouts, "weights", Tier.DEVICE))),
+        masters=sum(
+            _master_nbytes(layout)
+            for layout in _resting(plan, layouts, "master", Tier.DEVICE)
+            if not (replicated and layout.compute_dtype == layout.dtype)
+        ),
+        gradients=sum(_gradient_nbytes(plan, layout) for layout in trained),
+        optimizer=state,
+        slots=sum(slot.nbytes for slot in plan.slots) + fetched,
+        gradient_slots=sum(slot.nbytes for slot in plan.gradient_slots) if training else 0,
+        transport=_transport_nbytes(trained) if receive_buffer and plan.group_size > 1 else 0,
+    )
+    if not (peak and training):
+        return rest
+    gradients = [(spec, layout.compute_dtype.itemsize) for layout in trained for spec in layout.parameters]
+    backward = raw_gradient_nbytes(gradients)
+    step = _step_nbytes(plan, stepped, rank, optimizer, accelerator)
+    return replace(rest, raw_gradients=backward) if backward >= step else replace(rest, temporaries=step)
+
+
+def expected_host_memory(
+    plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True, accelerator: bool = False
+) -> HostBytes:
+    """What offloading keeps in one rank's host memory. Arguments as for ``expected_memory``.
+
+    Raises:
+        ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
+    """
+    layouts, trained = _looked_up(plan, rank, optimizer_tensors, training)
+    buffers = 0
+    if isinstance(plan.offload, NvmeOffload):
+        buffers += int(plan.offload.buffer_mib * 2**20) + FETCH_UNITS * plan.fetch_nbytes
+    if accelerator and training:
+        buffers += STAGING_BUFFERS * sum(align_up(nbytes, PAGE_NBYTES) for nbytes in plan.staging_nbytes)
+    return HostBytes(
+        weights=sum(map(_weight_nbytes, _resting(plan, layouts, "weights", Tier.HOST))),
+        masters=sum(map(_master_nbytes, _resting(plan, layouts, "master", Tier.HOST))),
+        gradients=sum(map(_master_nbytes, _resting(plan, trained, "gradients", Tier.HOST))),
+        optimizer=optimizer_tensors * _owned_nbytes(_resting(plan, trained, "state", Tier.HOST), rank),
+        buffers=buffers,
+    )
+
+
+def expected_disk(plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True) -> DiskBytes:
+    """What offloading keeps in one rank's files. Arguments as for ``expected_memory``.
+
+    Raises:
+        ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
+    """
+    layouts, trained = _looked_up(plan, rank, optimizer_tensors, training)
+
+    def pages(nbytes: Iterable[int]) -> int:
+        return sum(align_up(size, PAGE_NBYTES) for size in nbytes)
+
+    stepped = _resting(plan, trained, "state", Tier.DISK)
+    owned = [layout for layout in stepped if any(part.numel for part in layout.slices(rank))]
+    return DiskBytes(
+        weights=pages(map(_weight_nbytes, _resting(plan, layouts, "weights", Tier.DISK))),
+        masters=pages(map(_master_nbytes, _resting(plan, layouts, "master", Tier.DISK))),
+        optimizer=optimizer_tensors * pages(map(_master_nbytes, owned)),
+    )
+
+
+def fullest_rank(plan: Plan, *, whole: bool) -> int:
+    """The rank with most optimizer state, the first of equals. Everything else is the same on all ranks.
+
+    Args:
+        plan: the plan.
+        whole: whether the optimizer needs whole parameters.
+    """
+    layouts = plan.trainable_layouts
+    held = [0] * plan.group_size
+    if whole:
+        for owner, nbytes in _owners(plan, layouts):
+            held[owner] += nbytes
+        return held.index(max(held))
+    more = [0] * (plan.group_size + 1)  # than the rank before, by shards that one parameter fills
+    for layout in layouts:
+        shard, itemsize = layout.shard_numel, layout.dtype.itemsize
+        for spec, offset in zip(layout.parameters, layout.offsets, strict=True):
+            if not spec.numel:
+                continue
+            first, last = offset // shard, (offset + spec.numel - 1) // shard
+            held[first] += itemsize * (min(offset + spec.numel, (first + 1) * shard) - offset)
+            if last > first:
+                held[last] += itemsize * (offset + spec.numel - last * shard)
+                more[first + 1] += itemsize * shard
+                more[last] -= itemsize * shard
+    totals = [nbytes + filled for nbytes, filled in zip(held, accumulate(more), strict=False)]
+    return totals.index(max(totals))
+
+
+def _whole_nbytes(plan: Plan, layouts: Sequence[FlatLayout], rank: int) -> int:
+    """Bytes of the whole parameters that ``rank`` owns, for an optimizer that needs them."""
+    return sum(nbytes for owner, nbytes in _owners(plan, layouts) if owner == rank)
+
+
+def _owners(plan: Plan, layouts: Sequence[FlatLayout]) -> list[tuple[int, int]]:
+    """Of each parameter the rank that owns it, and its bytes."""
+    held = [(spec.numel, layout.dtype.itemsize) for layout in layouts for spec in layout.parameters]
+    if not plan.placement.shards_parameters:
+        held.reverse()  # buckets are in backward order, and a tie goes to the first parameter
+    owners = deal_out([numel for numel, _ in held], plan.group_size)
+    return [(owner, numel * itemsize) for (numel, itemsize), owner in zip(held, owners, strict=True)]
+
+
+def raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int:
+    """Most bytes of gradients that autograd holds at once.
+
+    Args:
+        parameters: each with the bytes of an element of its gradient. Those that are reached under several names are
+            taken for tied; a weight that is used twice under one name cannot be told from one that is used once.
+    """
+    sizes = [(spec.numel * itemsize, bool(spec.aliases)) for spec, itemsize in parameters]
+    held = sum(nbytes for nbytes, tied in sizes if tied)
+    return held + max((2 * nbytes if tied else nbytes for nbytes, tied in sizes), default=0)
+
+
+def _step_nbytes(
+    plan: Plan, layouts: Sequence[FlatLayout], rank: int, optimizer: OptimizerCost, accelerator: bool
+) -> int:
+    if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
+        sizes = [spec.numel * layout.dtype.itemsize for layout in layouts for spec in layout.parameters]
+        whole = _whole_nbytes(plan, layouts, rank)
+        return whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
+    parts = [(part.numel, layout.dtype.itemsize) for layout in layouts for part in layout.slices(rank)]
+    small = [numel * itemsize for numel, itemsize in parts if 0 < numel <= SMALL_NUMEL]
+    if accelerator or not small:
+        bundled = 0
+    else:  # copies of the parameters and the gradients, and what is made for them
+        parts = [part for part in parts if not 0 < part[0] <= SMALL_NUMEL]
+        most = BUNDLE_NUMEL * max(itemsize for _, itemsize in [*parts, (0, 4)])
+        bundled = 2 * min(sum(small), most) + optimizer.step_nbytes([min(sum(small), most)], accelerator)
+    sizes = [numel * itemsize for numel, itemsize in parts]
+    # The user's order is that of registration as a rule, and buckets are in the opposite one.
+    return max(bundled, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
+
+
+def _looked_up(
+    plan: Plan, rank: int, optimizer_tensors: int, training: bool
+) -> tuple[tuple[FlatLayout, ...], tuple[FlatLayout, ...]]:
+    """All layouts, and those that are trained."""
+    if not 0 <= rank < plan.group_size:
+        raise ValueError(f"There is no rank {rank} in a shard group of {plan.group_size}.")
+    if optimizer_tensors < 0:
+        raise ValueError(f"optimizer_tensors must be 0 or more, got {optimizer_tensors}.")
+    return plan.layouts, plan.trainable_layouts if training else ()
+
+
+def _resting(plan: Plan, layouts: Iterable[FlatLayout], what: str, tier: Tier) -> list[FlatLayout]:
+    """The layouts whose part of that name (of ``Rest``) is in that tier."""
+    return [layout for layout in layouts if getattr(plan.rest_of(layout), what) is tier]
+
+
+def _master_nbytes(layout: FlatLayout) -> int:
+    return layout.shard_numel * layout.dtype.itemsize
+
+
+def _weight_nbytes(layout: FlatLayout) -> int:
+    return layout.shard_numel * layout.compute_dtype.itemsize
+
+
+def _owned_nbytes(layouts: Iterable[FlatLayout], rank: int) -> int:
+    """Bytes of one state tensor for every element that the rank owns."""
+    return sum(layout.dtype.itemsize * sum(part.numel for part in layout.slices(rank)) for layout in layouts)
+
+
+def _gradient_nbytes(plan: Plan, layout: FlatLayout) -> int:
+    shard = _master_nbytes(layout) if plan.rest_of(layout).gradients is Tier.DEVICE else 0
+    if plan.placement.shards_gradients:
+        return shard
+    # The full local gradients; the averaged shard is a part of them unless the optimizer needs another dtype.
+    full = layout.numel * layout.reduce_dtype.itemsize
+    return full if layout.reduce_dtype == layout.dtype else full + shard
+
+
+def _transport_nbytes(layouts: Iterable[FlatLayout]) -> int:
+    largest: dict[object, int] = {}
+    for layout in layouts:
+        nbytes = layout.numel * layout.reduce_dtype.itemsize
+        largest[layout.reduce_dtype] = max(largest.get(layout.reduce_dtype, 0), nbytes)
+    return sum(largest.values())
