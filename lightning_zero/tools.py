@@ -14,7 +14,7 @@ from tqdm import tqdm
 from lightning_zero.checkpoint import is_checkpoint_directory_at
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint, parse_size
 from lightning_zero.checkpoint.inspection import inspect_checkpoint
-from lightning_zero.checkpoint.verify import verify_checkpoint
+from lightning_zero.checkpoint.load import verify_checkpoint
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["consolidate", "inspect"]

@@ -24,7 +24,6 @@ FUNCTION_LINES = 60
 FOLDER_FILES = 14
 FULLER_FOLDERS = {
     "": 20,
-    "checkpoint": 37,
     "engine": 51,
     "optim": 35,
     "session": 20,

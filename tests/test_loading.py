@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_zero.checkpoint import StoredTensor, open_checkpoint, plain, save_checkpoint_directory
-from lightning_zero.checkpoint.opening import require_lightning
+from lightning_zero.checkpoint import StoredTensor, open_checkpoint, save_checkpoint_directory
+from lightning_zero.checkpoint.format import torch_file
+from lightning_zero.checkpoint.load import require_lightning
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError
 from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
@@ -428,14 +429,14 @@ def test_a_file_that_is_cut_off_while_it_is_opened(tmp_path: Path, monkeypatch: 
     """Its elements are read when they are used, which would then end the process."""
     path = tmp_path / "file.ckpt"
     torch.save({"w": torch.ones(10_000)}, path)
-    load = plain.load_torch
+    load = torch_file.load_torch
 
     def cut(*args: Any, **kwargs: Any) -> Any:
         loaded = load(*args, **kwargs)
         os.truncate(path, 1000)
         return loaded
 
-    monkeypatch.setattr(plain, "load_torch", cut)
+    monkeypatch.setattr(torch_file, "load_torch", cut)
     with pytest.raises(CheckpointError, match="was changed while it was opened"):
         load_full_state_dict(path)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_zero.checkpoint import save_checkpoint_directory
-from lightning_zero.checkpoint.export import save_consolidated_file
+from lightning_zero.checkpoint.consolidated import save_consolidated_file
 from lightning_zero.checkpoint.inspection import inspect_checkpoint, readable_size
 from lightning_zero.cli import main
 from tests.checkpoint.samples import checkpoint, control, end_to_end, parameters

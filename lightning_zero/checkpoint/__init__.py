@@ -1,8 +1,8 @@
 """Bytes on disk: checkpoints as directories that every rank writes and reads its own part of.
 
 The format is a stock ``torch.distributed.checkpoint`` directory, so that others can read it, with a record of our
-own, so that loading is fast and runs no code. See [Note: The directory] in ``schema.py`` and [Note: Publishing] in
-``commit.py``. What other programs write is read too; see ``kinds.py``.
+own, so that loading is fast and runs no code. See [Note: The directory] in ``format/record.py`` and [Note: Publishing]
+in ``storage/publish.py``. What other programs write is read too; see ``load.py``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import os
 
 from lightning_zero.checkpoint.agreement import Control, collect
+from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
-from lightning_zero.checkpoint.export import save_consolidated_file
-from lightning_zero.checkpoint.flat_shard import FlatShard
+from lightning_zero.checkpoint.consolidated import save_consolidated_file
+from lightning_zero.checkpoint.destination import remove_at
+from lightning_zero.checkpoint.directories import is_sharded_checkpoint, load_checkpoint_directory
+from lightning_zero.checkpoint.format.flat_shard import FlatShard
+from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.inspection import inspect_checkpoint
-from lightning_zero.checkpoint.opening import is_checkpoint_directory_at, open_checkpoint
-from lightning_zero.checkpoint.reader import is_sharded_checkpoint, load_checkpoint_directory
-from lightning_zero.checkpoint.remote import remove_at
+from lightning_zero.checkpoint.load import is_checkpoint_directory_at, open_checkpoint, verify_checkpoint
 from lightning_zero.checkpoint.save import save_checkpoint_directory
-from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.checkpoint.stored import Source, StoredTensor
-from lightning_zero.checkpoint.verify import verify_checkpoint
 
 __all__ = [
     "Control",

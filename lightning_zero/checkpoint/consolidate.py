@@ -15,20 +15,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.commit import is_checkpoint_directory
-from lightning_zero.checkpoint.export import RANDOM_KEY, SUMMARY_KEY, by_parameter_index
-from lightning_zero.checkpoint.files import open_folder
-from lightning_zero.checkpoint.opening import open_checkpoint
-from lightning_zero.checkpoint.output import StagedFile, local_output, refuse_overlap, write_bytes
-from lightning_zero.checkpoint.pieces import Pieces
-from lightning_zero.checkpoint.reader import Directory, is_sharded_checkpoint, read_directory
-from lightning_zero.checkpoint.relabel import write_fsdp_directory
-from lightning_zero.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
-from lightning_zero.checkpoint.safetensors_file import SafetensorsFile, TensorSpec
-from lightning_zero.checkpoint.stored import StoredTensor
-from lightning_zero.checkpoint.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.typed_json import DTYPES, Decoder
-from lightning_zero.checkpoint.writer import is_plain
+from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY, by_parameter_index
+from lightning_zero.checkpoint.directories import Directory, is_sharded_checkpoint, read_directory
+from lightning_zero.checkpoint.format.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorSpec
+from lightning_zero.checkpoint.format.stored import StoredTensor
+from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
+from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder
+from lightning_zero.checkpoint.format.writer import is_plain
+from lightning_zero.checkpoint.fsdp import write_fsdp_directory
+from lightning_zero.checkpoint.load import open_checkpoint
+from lightning_zero.checkpoint.pieces import Pieces, write_bytes
+from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
+from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
 
@@ -183,11 +181,7 @@ def _opened(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _renamed(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
-    """The weights with their names to be.
-
-    Raises:
-        ValueError: if no name has the prefix, or two would be the same without it.
-    """
+    """The weights with their names to be."""
     if not prefix:
         return dict(state)
     renamed = {name.removeprefix(prefix): value for name, value in state.items()}
@@ -387,3 +381,34 @@ class _Bar:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+
+
+def refuse_overlap(source: str | os.PathLike[str], out: Path, replaced: Callable[[str], bool]) -> None:
+    """Make sure that no file of a checkpoint is replaced by what is made of it, whatever links lead there.
+
+    Args:
+        source: path or URL of the checkpoint.
+        out: the file or the directory to write.
+        replaced: whether a file of that name in ``out`` would be replaced or deleted.
+
+    Raises:
+        ValueError: if one would be, or ``out`` would lie within the checkpoint.
+    """
+    if is_remote(source):
+        return
+    local = local_path(source)
+    real, target = Path(os.path.realpath(local)), Path(os.path.realpath(out))
+    if target == real or (target.exists() and real.exists() and target.samefile(real)):
+        raise ValueError(f"'{out}' is the source itself: write to another place.")
+    names = _names_of(out)
+    if real.is_dir() and any(name.is_relative_to(real) for name in names):
+        raise ValueError(f"'{out}' is within the source: write to another place.")
+    parts = [real / name for name in os.listdir(real)] if real.is_dir() else [local]
+    for part in (name for given in parts for name in _names_of(given)):
+        if part in names or (part.parent == target and replaced(part.name)):
+            raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
+
+
+def _names_of(path: Path) -> set[Path]:
+    """Of a path, and of what it leads to if it is a link; without links before the last part."""
+    return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}

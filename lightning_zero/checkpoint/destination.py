@@ -1,15 +1,209 @@
-"""Where a checkpoint directory is written, and how it appears there."""
+"""Where a checkpoint directory is written and how it appears there: on a disk, or in an object store without rename.
+
+[Note: Publishing without rename]
+
+One object appears in one step and that is all a store promises. So the record is the commit, and every name it lists
+is new with every save:
+
+    1.  __{rank}_0-<id>.distcp, meta-<id>.pt, meta-<id>.bin     every rank its own
+    2.  zero.json                                               rank 0: from here on this is the new checkpoint
+    3.  .metadata, meta.pt                                      for other readers, who know these names only
+    4.  the objects of the save before are deleted              and what killed saves left
+
+Until step 2 the old checkpoint is whole, after it the new one is. (Other readers see the old one until step 3.) The
+record does not list what step 3 replaces. Deleting a checkpoint deletes ``zero.json``, ``.metadata`` and ``meta.pt``
+first.
+
+Files are written to the local folder for temporary files (``TMPDIR``) first, which needs room for what a rank holds,
+and then uploaded: DCP's format is written to files, and stores want to know sizes, and whole files to repeat.
+
+One run at a time may save to one URL.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from lightning_zero.checkpoint.commit import Staging, local_path
+from fsspec.core import url_to_fs
 
-__all__ = ["Destination", "LocalDestination"]
+from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, Record
+from lightning_zero.checkpoint.storage.files import is_remote, local_path
+from lightning_zero.checkpoint.storage.publish import Staging, remove
+
+__all__ = ["Destination", "LocalDestination", "RemoteDestination", "remove_at"]
+
+_MARKS = (RECORD_FILE, METADATA_FILE, META_FILE)  # what makes a folder a checkpoint, the most important first
+_OURS = re.compile(r"(?:__\d+_\d+|meta)-([0-9a-f]{32})\.(?:distcp|pt|bin)")
+_COPIED = re.compile(r".+\.distcp|meta\.bin")  # of a checkpoint that was written elsewhere, or by another program
+
+
+class RemoteDestination:
+    """A folder behind a URL. See [Note: Publishing without rename].
+
+    Args:
+        url: where the checkpoint shall be; of any protocol of fsspec.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._store: Any = None
+        self._root = ""
+        self._spool: Staging | None = None
+        self._is_first = False  # rank 0
+        self._may_be_published = False
+        self.path = Path()
+        self.suffix = ""
+
+    def begin(self) -> str:
+        """See ``Destination``.
+
+        Raises:
+            IsADirectoryError: if there is a folder that is no checkpoint, or one with folders in it.
+            FileExistsError: if there is a file, or if the folder would lie in a checkpoint.
+        """
+        self._connect()
+        self._is_first = True
+        if self._store.isfile(self._root):
+            raise FileExistsError(f"'{self._url}' is a file. Delete it, or choose another name")
+        _check_is_checkpoint(self._url, _names(self._store, self._root))
+        parent = self._root.rpartition("/")[0]
+        if parent and any(self._store.isfile(f"{parent}/{name}") for name in (RECORD_FILE, METADATA_FILE)):
+            raise FileExistsError(f"the folder that '{self._url}' lies in is a checkpoint. Choose another folder")
+        self._store.makedirs(self._root, exist_ok=True)
+        return uuid.uuid4().hex
+
+    def enter(self, token: str) -> None:
+        """See ``Destination``."""
+        if self._store is None:
+            self._connect()
+        self.suffix = f"-{token}"
+        self._spool = Staging(Path(tempfile.gettempdir()) / uuid.uuid4().hex)
+        self.path = self._spool.path
+
+    def deliver(self, names: Sequence[str]) -> None:
+        """See ``Destination``."""
+        for name in names:
+            self._store.put_file(str(self.path / name), f"{self._root}/{name}")
+
+    def sizes(self) -> Mapping[str, int]:
+        """See ``Destination``."""
+        return {name: int(entry["size"] or 0) for name, entry in _names(self._store, self._root).items()}
+
+    def commit(self) -> None:
+        """See ``Destination``.
+
+        Raises:
+            Exception: what the store raises. If it says nothing definite about ``zero.json``, nothing is deleted.
+        """
+        before = _listed(self._read_record())
+        record = (self.path / RECORD_FILE).read_bytes()
+        self._may_be_published = True
+        try:
+            self._store.pipe_file(f"{self._root}/{RECORD_FILE}", record)
+        except BaseException:
+            # An answer that was lost says nothing about the request.
+            self._may_be_published = self._read_record() in (record, None)
+            raise
+        self._store.put_file(str(self.path / METADATA_FILE), f"{self._root}/{METADATA_FILE}")
+        self._store.put_file(str(self.path / f"meta{self.suffix}.pt"), f"{self._root}/{META_FILE}")
+        with contextlib.suppress(Exception):  # what is left is deleted by the next save
+            for name in _names(self._store, self._root):
+                if name in before or ((ours := _OURS.fullmatch(name)) and ours[1] != self.suffix[1:]):
+                    self._store.rm_file(f"{self._root}/{name}")
+
+    def discard(self) -> None:
+        """See ``Destination``."""
+        if self._spool is not None:
+            self._spool.discard()
+        if self._is_first and self.suffix and not self._may_be_published:
+            with contextlib.suppress(Exception):
+                for name in _names(self._store, self._root):
+                    if (ours := _OURS.fullmatch(name)) and ours[1] == self.suffix[1:]:
+                        self._store.rm_file(f"{self._root}/{name}")
+
+    def _connect(self) -> None:
+        self._store, self._root = url_to_fs(self._url)
+        self._root = self._root.rstrip("/")
+
+    def _read_record(self) -> bytes | None:
+        """What ``zero.json`` holds now: empty if there is none, ``None`` if that cannot be found out."""
+        try:
+            content: bytes = self._store.cat_file(f"{self._root}/{RECORD_FILE}")
+        except FileNotFoundError:
+            return b""
+        except Exception:
+            return None
+        return content
+
+
+def remove_at(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint, a folder or a file, at a path or behind a URL. Nothing there is fine.
+
+    Behind a URL, files that are not of the checkpoint stay.
+
+    Raises:
+        IsADirectoryError: if it is a folder that is no checkpoint, or one with folders in it.
+        OSError: if its name could not be removed; behind a URL, whatever the store raises.
+    """
+    if is_remote(path):
+        _remove_remote(os.fspath(path))
+    else:
+        remove(local_path(path))
+
+
+def _remove_remote(url: str) -> None:
+    store, root = url_to_fs(url.rstrip("/"))
+    store.invalidate_cache()
+    if store.isfile(root):
+        store.rm_file(root)
+        return
+    names = _names(store, root)
+    _check_is_checkpoint(url, names)
+    listed = _listed(store.cat_file(f"{root}/{RECORD_FILE}") if RECORD_FILE in names else None)
+    others = [name for name in names if name in listed or _OURS.fullmatch(name) or _COPIED.fullmatch(name)]
+    for name in (*(mark for mark in _MARKS if mark in names), *others):
+        store.rm_file(f"{root}/{name}")
+    if not _names(store, root):
+        with contextlib.suppress(Exception):  # where folders are nothing but parts of names
+            store.rmdir(root)
+
+
+def _listed(record: bytes | None) -> set[str]:
+    """The names that a record lists, but for those that have the same name in every checkpoint."""
+    try:
+        return set(Record.from_bytes(record or b"").files).difference(_MARKS)
+    except ValueError:  # there is none, or it is damaged or of another version
+        return set()
+
+
+def _names(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
+    """What is in a folder, by name; nothing if there is none."""
+    store.invalidate_cache(root)
+    try:
+        entries = store.ls(root, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    paths = {str(entry["name"]).strip("/"): entry for entry in entries}
+    paths.pop(root.strip("/"), None)  # some stores list an empty object for the folder itself
+    return {os.path.basename(path): entry for path, entry in paths.items()}
+
+
+def _check_is_checkpoint(url: str, names: Mapping[str, Any]) -> None:
+    if names and not any(name in _MARKS or _OURS.fullmatch(name) for name in names):
+        raise IsADirectoryError(f"'{url}' is a folder that is not a checkpoint (it holds {sorted(names)[:3]})")
+    inside = sorted(name for name, entry in names.items() if entry.get("type") == "directory")
+    if inside:
+        raise IsADirectoryError(
+            f"'{url}' is a checkpoint with folders in it ({', '.join(inside[:3])}). Move them away, or choose another "
+            "name"
+        )
 
 
 class Destination(Protocol):

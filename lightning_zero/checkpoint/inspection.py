@@ -9,15 +9,13 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.commit import local_path
-from lightning_zero.checkpoint.export import RANDOM_KEY, SUMMARY_KEY
-from lightning_zero.checkpoint.files import is_remote
-from lightning_zero.checkpoint.kinds import Found, Kind, find_checkpoint
-from lightning_zero.checkpoint.opening import open_checkpoint
+from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY
+from lightning_zero.checkpoint.directories import Directory
+from lightning_zero.checkpoint.format.record import RECORD_FILE
+from lightning_zero.checkpoint.format.typed_json import Decoder, Inexpressible, dtype_name
+from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, open_checkpoint
 from lightning_zero.checkpoint.pieces import stored_identity
-from lightning_zero.checkpoint.reader import Directory
-from lightning_zero.checkpoint.schema import RECORD_FILE
-from lightning_zero.checkpoint.typed_json import Decoder, Inexpressible, dtype_name
+from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
 from lightning_zero.errors import CheckpointError, some

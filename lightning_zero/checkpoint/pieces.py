@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.crc32 import combine
-from lightning_zero.checkpoint.output import PIECE_NBYTES, write_bytes
-from lightning_zero.checkpoint.schema import Chunk
-from lightning_zero.checkpoint.stored import StoredTensor
-from lightning_zero.checkpoint.typed_json import raw_memory
+from lightning_zero.checkpoint.format.record import Chunk
+from lightning_zero.checkpoint.format.stored import StoredTensor
+from lightning_zero.checkpoint.format.typed_json import raw_memory
+from lightning_zero.checkpoint.format.writer import combine
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["Pieces", "stored_identity"]
+__all__ = ["Pieces", "stored_identity", "write_bytes", "write_tensor"]
 
 
 class Pieces:
@@ -129,3 +130,34 @@ def stored_identity(tensor: Tensor) -> Hashable:
     if isinstance(tensor, StoredTensor):
         return id(tensor._source), replace(tensor._item, path=())
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def write_bytes(descriptor: int, offset: int, content: bytes | memoryview) -> None:
+    """Write all of ``content`` at an offset of a file.
+
+    Raises:
+        OSError: if it could not be written.
+    """
+    memory = memoryview(content)
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(descriptor, memory[done:], offset + done)
+
+
+def write_tensor(descriptor: int, offset: int, flat: Tensor) -> int:
+    """Write the elements of a 1-D tensor at an offset of a file, a piece at a time.
+
+    Returns:
+        Their CRC-32; 0 if torch is set to compute none.
+
+    Raises:
+        OSError: if they could not be written.
+    """
+    crc32, wanted = 0, torch.serialization.get_crc32_options()
+    step = max(1, PIECE_NBYTES // flat.dtype.itemsize)
+    for begin in range(0, flat.numel(), step):
+        memory = raw_memory(flat[begin : begin + step])
+        write_bytes(descriptor, offset + begin * flat.dtype.itemsize, memory)
+        if wanted:
+            crc32 = zlib.crc32(memory, crc32)
+    return crc32

@@ -168,14 +168,7 @@ def _read_into_module(
 def _prepared(
     module: LightningModule, source: _Source, state: Mapping[str, Any], kept: Collection[str]
 ) -> OrderedDict[str, Any]:
-    """What the module's ``load_state_dict`` is given.
-
-    Args:
-        module: on its final device.
-        source: where the weights come from.
-        state: by the module's names.
-        kept: names that are right to be missing: their own values stand for them, which are copied onto themselves.
-    """
+    """What the module's ``load_state_dict`` is given."""
     own = module.state_dict(keep_vars=True)
     copied_to = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
     prepared: OrderedDict[str, Any] = OrderedDict()
@@ -239,11 +232,7 @@ class _Streaming(TorchFunctionMode):
 
 
 def _materialise(module: nn.Module, read: set[int], device: torch.device, record: InitRecord | None) -> None:
-    """Give memory to what is on the meta device: empty to what will be ``read``, else with its initial values.
-
-    Raises:
-        MaterialiseError: if neither is possible, naming the tensor.
-    """
+    """Give memory to what is on the meta device: empty to what will be ``read``, else with its initial values."""
     named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
         if not tensor.is_meta:
@@ -270,12 +259,7 @@ def _tied_elsewhere(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
 
 
 def _device(map_location: Any) -> torch.device | None:
-    """The one device that is meant.
-
-    Raises:
-        TypeError: if it is no device, or several.
-        ValueError: for ``"meta"``, where nothing can be read.
-    """
+    """The one device that is meant."""
     given = map_location
     if isinstance(given, Mapping):
         devices = {torch.device(device) for device in given.values()}

@@ -14,11 +14,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.checkpoint import Control, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.agreement import collect
-from lightning_zero.checkpoint.commit import local_path
-from lightning_zero.checkpoint.export import RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
-from lightning_zero.checkpoint.files import is_remote
-from lightning_zero.checkpoint.opening import require_lightning
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.background import Saver
+from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
+from lightning_zero.checkpoint.load import require_lightning
+from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.comm import Groups
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine

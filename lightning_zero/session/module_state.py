@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import Control, FlatShard, StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.agreement import collect
-from lightning_zero.checkpoint.flat_shard import memory_identity
+from lightning_zero.checkpoint.format.flat_shard import memory_identity
 from lightning_zero.engine import ParameterShard, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
 from lightning_zero.session.names import under_own_names, unwrapped

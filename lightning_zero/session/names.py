@@ -67,10 +67,7 @@ class _Change(NamedTuple):
 
 
 def _prefix_changes(stored: Collection[str], own: Collection[str], strict: bool) -> list[_Change]:
-    """The prefixes that could be put before all stored names, or cut off, to make them the module's; at most two.
-
-    None if a name fits as it is, or if no prefix makes all fit (without ``strict``: more than half).
-    """
+    """The prefixes that could be put before all stored names, or cut off, to make them the module's; at most two."""
     if any(name in own for name in stored):
         return []
     longer: dict[str, list[str]] = {}

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import Control, FlatShard
 from lightning_zero.checkpoint.agreement import collect
-from lightning_zero.checkpoint.typed_json import Decoder, Encoder
+from lightning_zero.checkpoint.format.typed_json import Decoder, Encoder
 from lightning_zero.session.module_state import read_slice
 
 __all__ = ["RandomState"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_zero.checkpoint import Control, FlatShard, save_checkpoint_directory
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.background import Saver
 from lightning_zero.comm import Groups
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify

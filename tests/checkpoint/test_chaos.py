@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.checkpoint import Control, commit, load_checkpoint_directory, save_checkpoint_directory
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint import Control, load_checkpoint_directory, save_checkpoint_directory
+from lightning_zero.checkpoint.background import Saver
+from lightning_zero.checkpoint.storage import publish
 from lightning_zero.errors import CheckpointError, CommunicationError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, verify
 
@@ -119,7 +120,7 @@ def whole(path: Path) -> int:
 @pytest.mark.parametrize(("exchange", "kills"), [(True, 70), (False, 40)], ids=["exchange", "link"])
 def test_killed_at_any_moment(tmp_path: Path, exchange: bool, kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchange:
-        monkeypatch.setattr(commit, "_exchange", no_exchange)  # in the ranks too: they are forked
+        monkeypatch.setattr(publish, "_exchange", no_exchange)  # in the ranks too: they are forked
     random.seed(kills)
     folder = tmp_path / "run"
     folder.mkdir()

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import pytest
 
 from lightning_zero.checkpoint import load_checkpoint_directory, remove_checkpoint_directory, save_checkpoint_directory
-from lightning_zero.checkpoint.commit import Exchange, Staging, local_path, sweep
+from lightning_zero.checkpoint.storage.files import local_path
+from lightning_zero.checkpoint.storage.publish import Exchange, Staging, sweep
 from lightning_zero.errors import CheckpointError, CommunicationError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
 from tests.helpers.world import run_world

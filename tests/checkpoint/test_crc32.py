@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.checkpoint.crc32 import ChecksummedFile, combine
-from lightning_zero.checkpoint.writer import save_archive
+from lightning_zero.checkpoint.format.writer import ChecksummedFile, combine, save_archive
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 1000, 65_537])

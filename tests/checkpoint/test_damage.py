@@ -19,11 +19,11 @@ from lightning_zero.checkpoint import (
     load_checkpoint_directory,
     open_checkpoint,
     save_checkpoint_directory,
-    verify,
     verify_checkpoint,
 )
+from lightning_zero.checkpoint import load as loading
+from lightning_zero.checkpoint.format.record import Record
 from lightning_zero.checkpoint.inspection import inspect_checkpoint
-from lightning_zero.checkpoint.schema import Record
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, parameters
 from tests.helpers.world import run_world
@@ -217,7 +217,7 @@ def test_whatever_goes_wrong_while_verifying_is_a_damage(damaged: Path, monkeypa
     def fail(found: Any) -> None:
         raise OverflowError("too large")
 
-    monkeypatch.setattr(verify, "_checks", fail)
+    monkeypatch.setattr(loading, "_checks", fail)
     assert verify_checkpoint(damaged) == [f"'{damaged}' is damaged: OverflowError: too large"]
 
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroStrategy, full_optimizer_state, full_parameters
 from lightning_zero.checkpoint import FlatShard, save_checkpoint_directory
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint, parse_size
-from lightning_zero.checkpoint.export import by_parameter_index, save_consolidated_file
+from lightning_zero.checkpoint.consolidated import by_parameter_index, save_consolidated_file
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import SHAPES, checkpoint, control, end_to_end, one_by_one, parameters

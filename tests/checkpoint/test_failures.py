@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import FlatShard, load_checkpoint_directory, save_checkpoint_directory
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.background import Saver
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
 from tests.helpers.world import run_world

@@ -27,12 +27,12 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from lightning_zero.checkpoint import (
     FlatShard,
     StoredTensor,
-    boxes,
     is_checkpoint_directory_at,
     open_checkpoint,
     save_checkpoint_directory,
 )
-from lightning_zero.checkpoint.archive import find_elements
+from lightning_zero.checkpoint.format import elements
+from lightning_zero.checkpoint.format.archive import find_elements
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import control, end_to_end, parameters, sharded
 from tests.helpers.world import run_world
@@ -137,8 +137,8 @@ def test_an_archive_of_another_kind_is_loaded_once_for_all_pieces(
     save(tmp_path / "c", {"w": whole})
     stored = open_checkpoint(tmp_path / "c", control())["state_dict"]["w"]
     loads = []
-    load = boxes.load_torch
-    monkeypatch.setattr(boxes, "load_torch", lambda *args: loads.append(args) or load(*args))
+    load = elements.load_torch
+    monkeypatch.setattr(elements, "load_torch", lambda *args: loads.append(args) or load(*args))
     assert torch.equal(torch.cat(slices(stored, 5)), whole.reshape(-1))
     assert len(loads) == 1
     assert stored._source._last is None  # nothing is kept of what was read to its end

@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_zero import load_full_state_dict
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint, verify_checkpoint
-from lightning_zero.checkpoint.files import open_folder, read_bytes
+from lightning_zero.checkpoint.storage.files import open_folder, read_bytes
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import control
 from tests.helpers.training import make_trainer, quiet

@@ -15,7 +15,7 @@ SCRIPT = """
 import os, sys, threading
 import torch
 from lightning_zero.checkpoint import FlatShard
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.background import Saver
 from tests.checkpoint.samples import checkpoint, control, end_to_end
 from tests.checkpoint.test_async import to
 

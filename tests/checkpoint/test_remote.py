@@ -17,8 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.checkpoint import load_checkpoint_directory, save_checkpoint_directory
-from lightning_zero.checkpoint.remote import remove_at
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.background import Saver
+from lightning_zero.checkpoint.destination import remove_at
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, parameters, verify
 from tests.helpers.world import run_world

@@ -20,11 +20,11 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
     save_checkpoint_directory,
 )
-from lightning_zero.checkpoint.export import save_consolidated_file
-from lightning_zero.checkpoint.files import LocalFiles
-from lightning_zero.checkpoint.flat_shard import memory_identity
-from lightning_zero.checkpoint.safetensors import read_safetensors
-from lightning_zero.checkpoint.snapshot import Snapshots
+from lightning_zero.checkpoint.background import Snapshots
+from lightning_zero.checkpoint.consolidated import save_consolidated_file
+from lightning_zero.checkpoint.format.flat_shard import memory_identity
+from lightning_zero.checkpoint.format.safetensors import read_safetensors
+from lightning_zero.checkpoint.storage.files import LocalFiles
 from lightning_zero.errors import CheckpointError, OffloadError
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.files import FileSystem

@@ -26,10 +26,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory, verify_checkpoint
-from lightning_zero.checkpoint.chunks import read_chunk
-from lightning_zero.checkpoint.files import LocalFiles
-from lightning_zero.checkpoint.metadata import parse_metadata
-from lightning_zero.checkpoint.schema import Chunk
+from lightning_zero.checkpoint.format.dcp import parse_metadata
+from lightning_zero.checkpoint.format.elements import read_chunk
+from lightning_zero.checkpoint.format.record import Chunk
+from lightning_zero.checkpoint.storage.files import LocalFiles
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
 from tests.helpers.world import run_world

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.checkpoint import FlatShard, save_checkpoint_directory
-from lightning_zero.checkpoint.snapshot import Snapshots
+from lightning_zero.checkpoint.background import Snapshots
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, parameters
 
 

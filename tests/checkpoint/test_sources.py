@@ -27,11 +27,9 @@ from lightning_zero.checkpoint import (
     save_checkpoint_directory,
     verify_checkpoint,
 )
-from lightning_zero.checkpoint.files import LocalFiles, read_bytes
-from lightning_zero.checkpoint.foreign import read_foreign_directory
-from lightning_zero.checkpoint.reader import read_directory
-from lightning_zero.checkpoint.safetensors import read_safetensors
-from lightning_zero.checkpoint.safetensors_file import SAFETENSORS_DTYPES
+from lightning_zero.checkpoint.directories import read_directory, read_foreign_directory
+from lightning_zero.checkpoint.format.safetensors import SAFETENSORS_DTYPES, read_safetensors
+from lightning_zero.checkpoint.storage.files import LocalFiles, read_bytes
 from lightning_zero.errors import CheckpointError
 from lightning_zero.session.state import read_slice
 from tests.checkpoint.samples import checkpoint, control, end_to_end, one_by_one, parameters, verify

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lightning_zero.checkpoint import StoredTensor, open_checkpoint
+from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.pieces import Pieces, stored_identity
-from lightning_zero.checkpoint.schema import Chunk, TensorItem
 from tests.checkpoint.samples import control
 
 

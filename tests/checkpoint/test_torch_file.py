@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_zero.checkpoint.commit import Staging
-from lightning_zero.checkpoint.output import StagedFile, write_bytes
-from lightning_zero.checkpoint.safetensors_file import SafetensorsFile, TensorSpec
-from lightning_zero.checkpoint.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.typed_json import raw_memory
+from lightning_zero.checkpoint.format.safetensors import SafetensorsFile, TensorSpec
+from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
+from lightning_zero.checkpoint.format.typed_json import raw_memory
+from lightning_zero.checkpoint.pieces import write_bytes
+from lightning_zero.checkpoint.storage.publish import StagedFile, Staging
 
 VALUES: dict[str, Tensor] = {
     **{

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_zero.checkpoint.typed_json import Decoder, Encoder, Inexpressible
+from lightning_zero.checkpoint.format.typed_json import Decoder, Encoder, Inexpressible
 
 
 class Colour(Enum):

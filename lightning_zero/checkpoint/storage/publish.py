@@ -33,9 +33,9 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_zero.checkpoint.schema import META_FILE, METADATA_FILE, RECORD_FILE
+from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE
 
-__all__ = ["Staging", "fsync_directory", "is_checkpoint_directory", "local_path", "remove", "sweep"]
+__all__ = ["StagedFile", "Staging", "fsync_directory", "is_checkpoint_directory", "remove", "sweep"]
 
 _TEMPORARY = ".ztmp-"  # being written, or a replaced checkpoint about to be deleted
 _DELETED = ".zdel-"  # being deleted
@@ -136,24 +136,6 @@ class Staging:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """An absolute path in the local (or a mounted) file system; ``~`` is the home directory.
-
-    Raises:
-        ValueError: for any other URL.
-    """
-    text = os.fspath(path)
-    if "://" in text:
-        scheme, rest = text.split("://", 1)
-        if scheme != "file":
-            raise ValueError(
-                f"'{text}' is not in a local or mounted file system, and this works there only. Use such a path, and "
-                "copy what is finished."
-            )
-        text = rest
-    return Path(os.path.abspath(os.path.expanduser(text)))
 
 
 def is_checkpoint_directory(path: Path) -> bool:
@@ -332,3 +314,71 @@ def _delete(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
+
+
+class StagedFile:
+    """A file being written, on the one process that makes and publishes it. See [Note: Publishing].
+
+    It lies in a temporary directory beside its final name, because that is what later saves know how to sweep when the
+    process is killed.
+
+    Args:
+        final: the name to publish under. Its parents are made.
+        nbytes: size of the file.
+        exchange: as for ``Staging``: needed only where a directory has the name.
+
+    Raises:
+        IsADirectoryError: if ``final`` is a directory that is no checkpoint: publishing would delete it.
+        OSError: if the file cannot be made.
+
+    Attributes:
+        path: where the file is until it is published.
+    """
+
+    def __init__(self, final: Path, nbytes: int, exchange: Exchange | None = None) -> None:
+        self.final = final
+        self._exchange = exchange or _exchange
+        self._staging = Staging(final)
+        self.path = self._staging.path / "file"
+        try:
+            with open(self.path, "xb") as file:
+                os.truncate(file.fileno(), nbytes)
+        except BaseException:
+            self.discard()
+            raise
+
+    def publish(self) -> None:
+        """Give the file its final name, durably, then delete what had it.
+
+        Raises:
+            OSError: if it could not. The final name then still leads to what it led to before, or, if only making the
+                name durable failed, to the whole new file.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if self.final.is_dir() and not self.final.is_symlink():
+            self._replace_directory()
+        else:
+            os.replace(self.path, self.final)
+        fsync_directory(self.final.parent)
+        self.discard()
+        sweep(self.final.parent)  # the data of a directory that was published through a link
+
+    def discard(self) -> None:
+        """Delete the file if it was not published. Never raises: the next save sweeps what is left."""
+        self._staging.discard()
+
+    def _replace_directory(self) -> None:
+        """The directory then has the temporary name, and is deleted with it."""
+        try:
+            self._exchange(self.path, self.final)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+            raise IsADirectoryError(
+                f"'{self.final}' is a checkpoint directory, which this file system cannot replace by a file in one "
+                "step. Delete it, or choose another name."
+            ) from error

@@ -11,15 +11,15 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.flat_shard import FlatShard
-from lightning_zero.checkpoint.schema import Index
-from lightning_zero.checkpoint.typed_json import type_name
+from lightning_zero.checkpoint.format.flat_shard import FlatShard
+from lightning_zero.checkpoint.format.record import Index
+from lightning_zero.checkpoint.format.typed_json import type_name
 
-__all__ = ["Leaf", "changed", "check_savable", "describe", "digest", "disagreement", "put_together", "split"]
+__all__ = ["Leaf", "Opened", "changed", "check_savable", "describe", "digest", "disagreement", "put_together", "split"]
 
 _ALWAYS_ROUTED = ("state_dict", "optimizer_states")
 
@@ -47,6 +47,20 @@ class Leaf:
     def is_container(self) -> bool:
         """Whether it is an empty dictionary: of it DCP knows nothing, only our own record does."""
         return isinstance(self.value, Mapping) and not _is_whole(self.value)
+
+
+class Opened(NamedTuple):
+    """What one rank found when it opened a checkpoint.
+
+    Attributes:
+        checkpoint: Lightning's dictionary.
+        digest: equal on ranks that see the same checkpoint.
+        missing: what was left out of it, and why.
+    """
+
+    checkpoint: dict[str, Any]
+    digest: Any = None
+    missing: Sequence[str] = ()
 
 
 def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""Comparing everything that is stored with the checksums that were stored with it.
+"""Opening and verifying a checkpoint of any kind, which is found out by looking.
 
-What has one: in a directory of our own, the record, every file, and every chunk of a tensor, which says whose values
-are damaged; in archives of ``torch.save``, alone or in a stock directory, every entry, unless torch was told not to
-compute any; nothing in safetensors.
+What has checksums: in a directory of our own, the record, every file, and every chunk of a tensor, which says whose
+values are damaged; in archives of ``torch.save``, alone or in a stock directory, every entry, unless torch was told
+not to compute any; nothing in safetensors.
 """
 
 from __future__ import annotations
@@ -12,20 +12,201 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 from lightning_zero.checkpoint.agreement import Control, collect
-from lightning_zero.checkpoint.chunks import PIECE_NBYTES
-from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.foreign import ForeignDirectory
-from lightning_zero.checkpoint.kinds import Found, Kind, find_checkpoint, read_checkpoint
-from lightning_zero.checkpoint.metadata import StoredBytes
-from lightning_zero.checkpoint.reader import Directory
-from lightning_zero.checkpoint.schema import META_FILE, TensorItem
+from lightning_zero.checkpoint.directories import (
+    Directory,
+    ForeignDirectory,
+    load_together,
+    read_directory,
+    read_foreign_directory,
+)
+from lightning_zero.checkpoint.format.dcp import StoredBytes
+from lightning_zero.checkpoint.format.items import Opened
+from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
+from lightning_zero.checkpoint.format.safetensors import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    read_safetensors,
+    read_safetensors_directory,
+)
+from lightning_zero.checkpoint.format.stored import StoredTensor
+from lightning_zero.checkpoint.format.torch_file import read_torch_file
+from lightning_zero.checkpoint.storage.files import (
+    PIECE_NBYTES,
+    Files,
+    HttpFiles,
+    is_folder,
+    open_folder,
+    open_parent,
+    read_bytes,
+)
+from lightning_zero.checkpoint.storage.http import is_http
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["verify_checkpoint", "verify_together"]
+__all__ = [
+    "Found",
+    "Kind",
+    "find_checkpoint",
+    "is_checkpoint_directory_at",
+    "open_checkpoint",
+    "read_checkpoint",
+    "require_lightning",
+    "verify_checkpoint",
+    "verify_together",
+]
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], control: Control, *, verify: bool = False, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Read what a checkpoint says of itself; tensors stay on disk until they are asked for.
+
+    Args:
+        path: a directory of ours, of ``torch.distributed.checkpoint`` or of Hugging Face, a safetensors file, or a
+            file of ``torch.save``; local or the URL of any file system that fsspec knows.
+        control: the ranks.
+        verify: check every checksum there is before anything is used, each rank a part of the files.
+        weights_only: whether pickles of other programs are refused if they could run code, as for ``torch.load``;
+            by default they are. Our own directories hold none that is needed.
+
+    Returns:
+        Lightning's checkpoint dictionary. Tensors are StoredTensors, or mapped from a torch file. What is only
+        weights is under ``state_dict``.
+
+    Raises:
+        CheckpointError: on every rank, naming the file, if it is no whole checkpoint, if it could run code, or if the
+            ranks see different ones.
+
+    Collective: every rank.
+    """
+    found: list[Found] = []
+
+    def load() -> Opened:
+        found.append(find_checkpoint(path))
+        return read_checkpoint(path, found[0], weights_only)
+
+    checkpoint = load_together(path, control, load)
+    if verify:
+        verify_together(path, found[0], control)
+    return checkpoint
+
+
+def require_lightning(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Make sure that Lightning wrote a checkpoint, so that a run can go on from it: ``CheckpointError``."""
+    if "pytorch-lightning_version" not in checkpoint:
+        raise CheckpointError(
+            f"'{os.fspath(path)}' is no checkpoint of a Trainer and holds weights only: a run cannot go on from it. To "
+            "begin one with these weights, use CheckpointPolicy(initial_weights=...) in place of `ckpt_path`."
+        )
+
+
+def is_checkpoint_directory_at(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a directory, local or behind a URL, that ``open_checkpoint`` reads. Looks at names only."""
+    try:
+        return find_checkpoint(path).kind in (Kind.OWN, Kind.FOREIGN, Kind.HUGGING_FACE)
+    except CheckpointError:
+        return False
+
+
+_SAMPLE_NBYTES = 1 << 14
+_END_NBYTES = 1 << 20  # of a torch file: the directory of the archive, with a CRC-32 of every tensor
+
+
+class Kind(Enum):
+    """What a checkpoint is, by what it is told from."""
+
+    OWN = auto()  # a directory with our record
+    FOREIGN = auto()  # a directory with DCP's index
+    HUGGING_FACE = auto()  # a directory with safetensors of the usual names
+    SAFETENSORS = auto()  # a file of that ending
+    TORCH = auto()  # any other file
+
+
+class Found(NamedTuple):
+    """What is at a path.
+
+    Attributes:
+        kind: what it is.
+        files: the folder that is the checkpoint, or that it lies in.
+        name: of the file in it; empty for a folder.
+    """
+
+    kind: Kind
+    files: Files
+    name: str = ""
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Found:
+    """Look what is at a path.
+
+    Raises:
+        CheckpointError: if it is nothing that can be a checkpoint.
+    """
+    if not (_is_folder_of_a_server(path) if is_http(path) else is_folder(path)):
+        files, name = open_parent(path)
+        if not files.has(name):
+            or_hidden = ", or the server does not let us read it" if is_http(path) else ""
+            raise CheckpointError(
+                f"There is no checkpoint at '{os.fspath(path)}': no such file or directory{or_hidden}."
+            )
+        ending = name.partition("?")[0].lower() if is_http(path) else name.lower()
+        return Found(Kind.SAFETENSORS if ending.endswith(".safetensors") else Kind.TORCH, files, name)
+    files = open_folder(path)
+    if files.has(RECORD_FILE):
+        return Found(Kind.OWN, files)
+    if files.has(METADATA_FILE):
+        return Found(Kind.FOREIGN, files)
+    files = open_folder(path, follow_links=True)
+    if files.has(INDEX_FILE) or files.has(SINGLE_FILE):
+        return Found(Kind.HUGGING_FACE, files)
+    raise CheckpointError(
+        f"The directory '{os.fspath(path)}' is no checkpoint: it has neither {RECORD_FILE} nor {METADATA_FILE}, "
+        f"{SINGLE_FILE} or {INDEX_FILE}. If it was being written, use the one before."
+    )
+
+
+def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:
+    """What a checkpoint of any kind says of itself; ``open_checkpoint`` on this rank alone."""
+    kind, files, name = found
+    if kind is Kind.OWN:
+        return read_directory(files)
+    if kind is Kind.FOREIGN:
+        return read_foreign_directory(files, weights_only)
+    if kind is Kind.HUGGING_FACE:
+        return _with_samples(read_safetensors_directory(files), files)
+    if kind is Kind.SAFETENSORS:
+        return _with_samples(read_safetensors(files, name), files)
+    with files.copied(name) if isinstance(files, HttpFiles) else nullcontext() as copied:
+        digest = _samples(files, name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
+        return read_torch_file(path, weights_only, copied)._replace(digest=digest)
+
+
+def _is_folder_of_a_server(url: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint directory lies at an address, by what such directories hold. A signed address has a file."""
+    files = open_folder(url)
+    return "?" not in os.fspath(url) and any(
+        files.has(name) for name in (RECORD_FILE, METADATA_FILE, INDEX_FILE, SINGLE_FILE)
+    )
+
+
+def _with_samples(opened: Opened, files: Files) -> Opened:
+    """Headers of safetensors are the same for all weights of a model: the digest is of some elements too."""
+    stored = [value for value in opened.checkpoint["state_dict"].values() if isinstance(value, StoredTensor)]
+    names = sorted({chunk.file for value in stored for chunk in value._item.chunks})
+    return opened._replace(digest=(opened.digest, *(_samples(files, name) for name in names)))
+
+
+def _samples(files: Files, name: str, end_nbytes: int = _SAMPLE_NBYTES) -> tuple[int, ...]:
+    """The size of a file, and checksums of its beginning, middle and end that tell it from another of that size."""
+    size = files.size(name)
+    parts = [(0, _SAMPLE_NBYTES), (size // 2, _SAMPLE_NBYTES), (max(0, size - end_nbytes), end_nbytes)]
+    return size, *(zlib.crc32(read_bytes(files, name, start, min(nbytes, size - start))) for start, nbytes in parts)
+
 
 Progress = Callable[[int], None]
 
@@ -45,7 +226,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress | None
     try:
         found = find_checkpoint(path)
         checks = _checks(found)
-        damages = [damage for check in checks for damage in check.run(progress or _ignore)]
+        damages = [damage for check in checks for damage in check.run(progress or (lambda nbytes: None))]
         if not damages:
             read_checkpoint(path, found, None)
     except CheckpointError as error:
@@ -56,22 +237,11 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress | None
 
 
 def verify_together(path: str | os.PathLike[str], found: Found, control: Control) -> None:
-    """Verify a checkpoint, each rank a part of its files.
-
-    Args:
-        path: of the checkpoint, for messages.
-        found: what is there, the same on every rank.
-        control: the ranks.
-
-    Raises:
-        CheckpointError: on every rank, naming what is damaged.
-
-    Collective: every rank.
-    """
+    """Verify a checkpoint, each rank a part of its files; ``CheckpointError`` on every rank. Collective."""
 
     def verify() -> None:
         checks = _checks(found)
-        damages = [damage for check in _share(checks, control) for damage in check.run(_ignore)]
+        damages = [damage for check in _share(checks, control) for damage in check.run(lambda nbytes: None)]
         if damages:
             more = [f"and {len(damages) - _NAMED} more"] if len(damages) > _NAMED else []
             raise CheckpointError("\n    ".join(["it is damaged.", *damages[:_NAMED], *more]))
@@ -79,21 +249,8 @@ def verify_together(path: str | os.PathLike[str], found: Found, control: Control
     collect(control, f"verify the checkpoint '{os.fspath(path)}'", verify)
 
 
-class _Check(Protocol):
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-
-    def run(self, progress: Progress) -> list[str]:
-        """Read what is to be checked. Returns the damages."""
-
-
-def _checks(found: Found) -> list[_Check]:
-    """What there is to check, in an order that is the same on every rank.
-
-    Raises:
-        CheckpointError: if that is damaged which says what there is.
-    """
+def _checks(found: Found) -> list[_FileCheck | _ArchiveCheck]:
+    """What there is to check, in an order that is the same on every rank."""
     kind, files, name = found
     if kind is Kind.OWN:
         return _own_checks(Directory(files))
@@ -104,9 +261,9 @@ def _checks(found: Found) -> list[_Check]:
     return []
 
 
-def _share(checks: list[_Check], control: Control) -> list[_Check]:
+def _share(checks: list[_FileCheck | _ArchiveCheck], control: Control) -> list[_FileCheck | _ArchiveCheck]:
     """This rank's part: the largest first, each to the rank that has least to read."""
-    shares: list[list[_Check]] = [[] for _ in range(control.world_size)]
+    shares: list[list[_FileCheck | _ArchiveCheck]] = [[] for _ in range(control.world_size)]
     loads = [0] * control.world_size
     for check in sorted(checks, key=lambda check: -check.nbytes):
         rank = loads.index(min(loads))
@@ -115,24 +272,13 @@ def _share(checks: list[_Check], control: Control) -> list[_Check]:
     return shares[control.rank]
 
 
-def _ignore(nbytes: int) -> None:
-    """Show no progress."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Our own directories
-
-
 @dataclass
 class _FileCheck:
-    """A file against the checksums of the record.
-
-    Attributes:
-        ranges: byte, size and checksum of what has one by itself, and the names of the tensors.
-    """
+    """A file against the checksums of the record."""
 
     directory: Directory
     name: str
+    # Byte, size and checksum of what has one by itself, and the names of the tensors.
     ranges: dict[tuple[int, int, int], list[str]] = field(default_factory=dict)
 
     @property
@@ -200,7 +346,7 @@ class _Reader:
         return memoryview(self._buffer)[offset - self._start : self._filled]
 
 
-def _own_checks(directory: Directory) -> list[_Check]:
+def _own_checks(directory: Directory) -> list[_FileCheck | _ArchiveCheck]:
     checks = {name: _FileCheck(directory, name) for name in directory.record.files}
     for key, item in directory.record.items.items():
         if isinstance(item, TensorItem):
@@ -209,10 +355,6 @@ def _own_checks(directory: Directory) -> list[_Check]:
                     place = (chunk.offset, chunk.numel * item.dtype.itemsize, chunk.crc32)
                     checks[chunk.file].ranges.setdefault(place, []).append(key)
     return [*checks.values()]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Archives of torch.save
 
 
 @dataclass
@@ -288,13 +430,13 @@ class _Window(io.RawIOBase):
         return len(memory)
 
 
-def _foreign_checks(directory: ForeignDirectory) -> list[_Check]:
+def _foreign_checks(directory: ForeignDirectory) -> list[_FileCheck | _ArchiveCheck]:
     names: dict[StoredBytes, list[str]] = {}
     items: Mapping[str, Any] = directory.index.items
     for name, item in items.items():
         for place in [item] if isinstance(item, StoredBytes) else [stored.archive for stored in item.boxes]:
             names.setdefault(place, []).append(name)
-    checks: list[_Check] = [
+    checks: list[_FileCheck | _ArchiveCheck] = [
         _ArchiveCheck(directory.files, place, "the data of " + " and ".join(f"'{name}'" for name in found))
         for place, found in names.items()
     ]

@@ -9,7 +9,7 @@
     __{rank}_0.distcp   one ``torch.save`` archive per box or value that the rank owns
 
 Behind a URL names carry the id of the save (``__0_0-<id>.distcp``, ``meta-<id>.pt``), and neither ``.metadata`` nor
-``meta.pt`` is listed; see [Note: Publishing without rename] in ``remote.py``.
+``meta.pt`` is listed; see [Note: Publishing without rename] in ``destination.py``.
 
 ``zero.json`` is ``{"format", "version", "sha256", "content"}``. The digest is over the compact JSON text of the
 content:
@@ -40,9 +40,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.typed_json import DTYPES, Decoder, Encoder, check_stored, dtype_name
+from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, Encoder, check_stored, dtype_name
 
-__all__ = ["RECORD_FILE", "BlobItem", "Chunk", "FileEntry", "Index", "Item", "Record", "TensorItem", "ValueItem"]
+__all__ = ["BlobItem", "Chunk", "FileEntry", "Index", "Item", "RECORD_FILE", "Record", "TensorItem", "ValueItem"]
 
 RECORD_FILE = "zero.json"
 METADATA_FILE = ".metadata"

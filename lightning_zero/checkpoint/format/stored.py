@@ -9,13 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.15
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.schema import TensorItem
+from lightning_zero.checkpoint.format.record import TensorItem
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.host import host_memory
 
 __all__ = ["Source", "StoredTensor"]
-
-PIECE_NBYTES = 1 << 24  # read from one file and written to another at a time
 
 
 class Source(Protocol):

@@ -18,12 +18,21 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_zero.checkpoint.agreement import Control, collect
-from lightning_zero.checkpoint.crc32 import combine
-from lightning_zero.checkpoint.flat_shard import FlatShard, memory_identity
-from lightning_zero.checkpoint.items import Leaf, check_savable, describe, digest, disagreement, put_together, split
-from lightning_zero.checkpoint.output import StagedFile, local_output, write_bytes, write_tensor
-from lightning_zero.checkpoint.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.writer import is_plain
+from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
+from lightning_zero.checkpoint.format.items import (
+    Leaf,
+    check_savable,
+    describe,
+    digest,
+    disagreement,
+    put_together,
+    split,
+)
+from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
+from lightning_zero.checkpoint.format.writer import combine, is_plain
+from lightning_zero.checkpoint.pieces import write_bytes, write_tensor
+from lightning_zero.checkpoint.storage.files import local_output
+from lightning_zero.checkpoint.storage.publish import StagedFile
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["RANDOM_KEY", "SUMMARY_KEY", "by_parameter_index", "save_consolidated_file"]

@@ -1,4 +1,4 @@
-"""The bytes of a ``torch.save`` archive around tensors that are not there yet.
+"""Checkpoints that are one torch file: reading one, and the bytes around tensors that are not there yet.
 
 [Note: A torch file without its tensors]
 
@@ -17,21 +17,26 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import struct
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+import fsspec
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.writer import is_plain
+from lightning_zero.checkpoint.format.items import Opened
+from lightning_zero.checkpoint.format.writer import is_plain
+from lightning_zero.checkpoint.storage.files import is_remote, local_path
+from lightning_zero.errors import CheckpointError
 
-__all__ = ["Hole", "Place", "TorchFile"]
+__all__ = ["ADVICE", "Hole", "Place", "TorchFile", "load_torch", "read_torch_file"]
 
 _ARCHIVE = "archive"  # torch takes the name of the file, readers take any
 _ALIGNMENT = 64
@@ -311,3 +316,90 @@ def _end(count: int, offset: int, nbytes: int) -> bytes:
     locator = _LOCATOR_64.pack(b"PK\x06\x07", 0, offset + nbytes, 1)
     short = min(count, _MAX_16)
     return end + locator + _END.pack(b"PK\x05\x06", 0, 0, short, short, min(nbytes, _MAX_32), min(offset, _MAX_32), 0)
+
+
+ADVICE = (
+    "allow its classes with `torch.serialization.add_safe_globals` (the Trainer does not hand `weights_only=False` on "
+    "to strategies that load after set-up, as this one does; `load_from_checkpoint` does)"
+)
+
+_ZIP = b"PK\x03\x04"
+
+
+def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None, copied: str | None = None) -> Opened:
+    """What is in a torch file. A local one is mapped into memory: elements are read from disk when they are used.
+
+    While its tensors are in use, a mapped file must not be cut off or written to in place: the operating system ends
+    a process that reads what is no longer there (SIGBUS). Replacing it by another file of the name, or deleting it, is
+    fine: the mapping keeps the old one.
+
+    Args:
+        path: of the file, or its URL.
+        weights_only: as for ``torch.load``.
+        copied: the path of a local copy that is read in its place.
+
+    Returns:
+        Lightning's checkpoint dictionary with ordinary tensors, which must not be written to; a bare state dict is
+        put under ``state_dict``.
+
+    Raises:
+        CheckpointError: if it is no such file, or could run code.
+    """
+    where = f"'{os.fspath(path)}'"
+    try:
+        if copied is None and is_remote(path):
+            with fsspec.open(os.fspath(path), "rb") as file:
+                loaded = load_torch(file, where, weights_only, ADVICE)
+                return Opened(_as_checkpoint(loaded, where))
+        local = local_path(path if copied is None else copied)
+        with open(local, "rb") as file:
+            is_archive = file.read(len(_ZIP)) == _ZIP
+            nbytes = os.fstat(file.fileno()).st_size
+            # What torch wrote until version 1.6 is no archive and cannot be mapped.
+            loaded = load_torch(str(local), where, weights_only, ADVICE, mapped=is_archive)
+            if os.fstat(file.fileno()).st_size != nbytes:  # before anything that is mapped is touched
+                raise CheckpointError(f"{where} was changed while it was opened: it had {nbytes} bytes. Repeat this.")
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}.") from error
+    return Opened(_as_checkpoint(loaded, where))
+
+
+def load_torch(
+    file: str | IO[bytes], where: str, weights_only: bool | None, advice: str, *, mapped: bool = False
+) -> Any:
+    """``torch.load`` into host memory.
+
+    Args:
+        file: a path, or an open file.
+        where: it lies, for messages.
+        weights_only: refuse what could run code; ``None`` does so unless torch's environment variable forbids it.
+        advice: what to do about a refusal, to follow "if you trust the file".
+        mapped: map the file into memory instead of reading it.
+
+    Raises:
+        CheckpointError: if it cannot be loaded.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        if weights_only is False:
+            raise CheckpointError(f"{where} is damaged or no torch file: {error}") from error
+        raise CheckpointError(
+            f"{where} was not loaded: it is damaged, or loading it could run code. If you trust the file, {advice}. "
+            f"The reason: {error}"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{where} is damaged or no torch file: {type(error).__name__}: {error}") from error
+
+
+def _as_checkpoint(loaded: Any, where: str) -> dict[str, Any]:
+    """Lightning's layout for what a torch file held."""
+    if isinstance(loaded, Mapping) and all(isinstance(key, str) for key in loaded):
+        if isinstance(loaded.get("state_dict"), Mapping):
+            return dict(loaded)
+        if any(isinstance(value, Tensor) for value in loaded.values()):
+            return {"state_dict": dict(loaded)}
+    raise CheckpointError(
+        f"{where} holds a {type(loaded).__name__} which is neither a Lightning checkpoint (with a `state_dict`) nor a "
+        "state dict of tensors by name."
+    )

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.flat_shard import Box
-from lightning_zero.checkpoint.typed_json import DTYPES
+from lightning_zero.checkpoint.format.flat_shard import Box
+from lightning_zero.checkpoint.format.typed_json import DTYPES
 
 __all__ = ["Index", "StoredBox", "StoredBytes", "StoredShape", "parse_metadata"]
 

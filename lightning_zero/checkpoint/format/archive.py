@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.typed_json import dtype_name
+from lightning_zero.checkpoint.format.typed_json import dtype_name
 
 __all__ = ["Elements", "find_elements"]
 

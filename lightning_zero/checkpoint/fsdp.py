@@ -36,13 +36,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.commit import Staging, local_path
-from lightning_zero.checkpoint.files import Files, is_folder, is_remote, open_folder, read_bytes
-from lightning_zero.checkpoint.foreign import ForeignDirectory
-from lightning_zero.checkpoint.metadata import Index, StoredBytes
-from lightning_zero.checkpoint.output import PIECE_NBYTES, write_bytes
-from lightning_zero.checkpoint.reader import Directory
-from lightning_zero.checkpoint.schema import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
+from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
+from lightning_zero.checkpoint.format.dcp import Index, StoredBytes
+from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
+from lightning_zero.checkpoint.pieces import write_bytes
+from lightning_zero.checkpoint.storage.files import (
+    PIECE_NBYTES,
+    Files,
+    is_folder,
+    is_remote,
+    local_path,
+    open_folder,
+    read_bytes,
+)
+from lightning_zero.checkpoint.storage.publish import Staging
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["write_fsdp_directory"]
@@ -115,11 +122,7 @@ def _unfit(source: str, why: str) -> CheckpointError:
 
 
 def _new_paths(source: str, index: Index) -> dict[str, tuple[Any, ...]]:
-    """The path in FSDPStrategy's dictionary by old name, in the order of the old one.
-
-    Raises:
-        CheckpointError: if the source has no weights where they are expected.
-    """
+    """The path in FSDPStrategy's dictionary by old name, in the order of the old one."""
     names = [*(name for name in index.paths if name in index.items), *index.items]
     paths = {name: index.paths.get(name, (name,)) for name in names}
     tops = {path[0] for path in paths.values() if len(path) > 1}
@@ -182,11 +185,7 @@ def _meta_file(files: Files, own: Directory | None) -> bytes:
 
 
 def _check_record(own: Directory, directory: ForeignDirectory, sizes: Mapping[str, int]) -> None:
-    """Compare the index and the files it leads to with our record.
-
-    Raises:
-        CheckpointError: if they are not of the same checkpoint.
-    """
+    """Compare the index and the files it leads to with our record."""
     _check_content(own, METADATA_FILE, read_bytes(own.files, METADATA_FILE))
     for name in sizes:
         if name not in own.record.files:

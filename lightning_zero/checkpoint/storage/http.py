@@ -131,12 +131,7 @@ class HttpFolder:
         return response
 
     def _open(self, name: str, part: str | None) -> HTTPResponse:
-        """Ask the server.
-
-        Raises:
-            HTTPError: if it refuses.
-            CheckpointError: if it is not there.
-        """
+        """Ask the server."""
         url = quote(f"{self._url}/{name}", safe=":/?#[]@!$&'()*+,;=%~")
         headers = {"Accept-Encoding": "identity"} | ({"Range": part} if part else {})
         try:

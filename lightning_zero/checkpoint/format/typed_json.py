@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_zero.storage.file_tensor import FileTensor
 
-__all__ = ["DTYPES", "Inexpressible", "Decoder", "Encoder", "check_stored", "dtype_name", "raw_memory", "type_name"]
+__all__ = ["DTYPES", "Decoder", "Encoder", "Inexpressible", "check_stored", "dtype_name", "raw_memory", "type_name"]
 
 _TAG = "$"
 _MAX_DEPTH = 64

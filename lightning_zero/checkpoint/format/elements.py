@@ -1,4 +1,4 @@
-"""Elements of a tensor from the boxes that ``torch.distributed.checkpoint`` stored it in.
+"""Elements of a tensor from where they lie in files: as raw memory, or in the boxes that DCP stored it in.
 
 [Note: Ranges of boxes]
 
@@ -10,6 +10,7 @@ is whole rows, and otherwise the pieces of [Note: Boxes], each a strided view of
 
 from __future__ import annotations
 
+import ctypes
 import io
 import itertools
 import math
@@ -20,17 +21,78 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.archive import find_elements
-from lightning_zero.checkpoint.chunks import PIECE_NBYTES, memory_of, read_chunk
-from lightning_zero.checkpoint.files import Files, read_bytes
-from lightning_zero.checkpoint.flat_shard import Box, boxes
-from lightning_zero.checkpoint.metadata import StoredBox, StoredBytes
-from lightning_zero.checkpoint.plain import load_torch
-from lightning_zero.checkpoint.schema import Chunk, TensorItem
-from lightning_zero.checkpoint.typed_json import check_stored
+from lightning_zero.checkpoint.format.archive import find_elements
+from lightning_zero.checkpoint.format.dcp import StoredBox, StoredBytes
+from lightning_zero.checkpoint.format.flat_shard import Box, boxes
+from lightning_zero.checkpoint.format.record import Chunk, TensorItem
+from lightning_zero.checkpoint.format.torch_file import load_torch
+from lightning_zero.checkpoint.format.typed_json import check_stored
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, read_bytes
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["BoxItem", "BoxSource"]
+__all__ = ["BoxItem", "BoxSource", "ChunkSource", "memory_of", "read_chunk"]
+
+
+class ChunkSource:
+    """Tensors whose chunks are known. Reads the bytes that are asked for, once.
+
+    Args:
+        files: where they lie.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
+        """See ``Source``."""
+        end = start + destination.numel()
+        with untracked():
+            for chunk in item.chunks:
+                first, last = max(start, chunk.start), min(end, chunk.start + chunk.numel)
+                if first < last:
+                    part = destination[first - start : last - start]
+                    read_chunk(self._files, key, chunk, item.dtype, first, part)
+
+
+def read_chunk(files: Files, key: str, chunk: Chunk, dtype: torch.dtype, first: int, destination: Tensor) -> None:
+    """Read elements of one chunk, in pieces.
+
+    Args:
+        files: where it lies.
+        key: the tensor's name, for messages.
+        chunk: where its elements lie.
+        dtype: of what is stored.
+        first: the element of the flattened tensor, inside the chunk, that ``destination[0]`` gets.
+        destination: 1-D, not beyond the chunk, on any device, of any dtype. Written.
+
+    Checksums are not looked at: with them the same bytes took half as long again. ``verify`` is there for that.
+
+    Raises:
+        ValueError: if the range is not inside the chunk.
+        CheckpointError: if the file ends before.
+    """
+    if first < chunk.start or first + destination.numel() > chunk.start + chunk.numel:
+        raise ValueError(
+            f"Elements {first} to {first + destination.numel()} of '{key}' are not in the part of '{chunk.file}' with "
+            f"{chunk.start} to {chunk.start + chunk.numel}."
+        )
+    direct = destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous()
+    direct = direct and type(destination) is Tensor
+    step = max(1, PIECE_NBYTES // dtype.itemsize)
+    buffer = None if direct else torch.empty(min(step, destination.numel()), dtype=dtype)
+    for begin in range(0, destination.numel(), step):
+        part = destination[begin : begin + step]
+        target = part if buffer is None else buffer[: part.numel()]
+        memory = memory_of(target)
+        files.read_into(chunk.file, chunk.offset + (first - chunk.start + begin) * dtype.itemsize, memory)
+        if buffer is not None:
+            part.copy_(target)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """A contiguous host tensor's bytes, to be written to. The tensor must outlive it."""
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
 
 
 @dataclass(frozen=True)
@@ -122,16 +184,7 @@ class BoxSource:
         destination: Tensor,
         start: int,
     ) -> None:
-        """Read elements of one box.
-
-        Args:
-            key: the tensor's name.
-            item: the tensor.
-            stored: the box.
-            part: first and last of the box's own elements.
-            destination: the whole of it.
-            start: the flattened element of the tensor that ``destination[0]`` gets.
-        """
+        """Read elements of one box."""
         first, last = part
         chunk = self.locate(key, item, stored)
         if chunk is None:

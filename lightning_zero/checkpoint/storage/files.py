@@ -13,21 +13,26 @@ from typing import Any, Protocol
 
 from fsspec.core import url_to_fs
 
-from lightning_zero.checkpoint.commit import local_path
-from lightning_zero.checkpoint.http import HttpFolder, is_http
+from lightning_zero.checkpoint.storage.http import HttpFolder, is_http
 from lightning_zero.errors import CheckpointError
 
 __all__ = [
+    "PIECE_NBYTES",
     "Files",
     "HttpFiles",
     "LocalFiles",
     "RemoteFiles",
     "is_folder",
     "is_remote",
+    "local_output",
+    "local_path",
     "open_folder",
     "open_parent",
     "read_bytes",
 ]
+
+PIECE_NBYTES = 1 << 24
+"""What is read, cast, checked and written at a time."""
 
 _OPEN_FILES = 16
 _BLOCK_NBYTES = 1 << 20  # a request takes as long as the transfer of this much, roughly
@@ -333,3 +338,36 @@ def _trimmed(url: str) -> str:
 def _close(descriptor: int, opened: OrderedDict[str, int]) -> None:
     for other in (*opened.values(), descriptor):
         os.close(other)
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """An absolute path in the local (or a mounted) file system; ``~`` is the home directory.
+
+    Raises:
+        ValueError: for any other URL.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        scheme, rest = text.split("://", 1)
+        if scheme != "file":
+            raise ValueError(
+                f"'{text}' is not in a local or mounted file system, and this works there only. Use such a path, and "
+                "copy what is finished."
+            )
+        text = rest
+    return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def local_output(path: str | os.PathLike[str]) -> Path:
+    """An absolute path in the local (or a mounted) file system.
+
+    Raises:
+        ValueError: for a URL: single files are written in pieces at many places, which object stores cannot.
+    """
+    if is_remote(path):
+        raise ValueError(
+            f"Single files are written to local or mounted file systems, not to '{os.fspath(path)}': their pieces are "
+            "written at many places at once, which object stores cannot. Write to a local path and copy the finished "
+            "file."
+        )
+    return local_path(path)
