@@ -22,6 +22,7 @@ autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 
 html_theme = "furo"

@@ -13,7 +13,8 @@ __all__ = ["ZeroPlan", "build_plan"]
 class ZeroPlan(Plan):
     """Who holds what, in what order it moves, and how many bytes that takes. Numbers only; equal on all ranks.
 
-    What is decided is in ``Plan``; the functions of a plan that follow from it can be called as methods.
+    ``build_plan`` makes one. What is decided is in ``Plan``; the functions of a plan that follow from it can be called
+    as methods.
     """
 
     expected_traffic = expected_traffic
