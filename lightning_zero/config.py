@@ -50,13 +50,16 @@ class Placement:
         gradients: ``SHARDED`` reduces and frees gradients in every backward; ``REPLICATED`` keeps the full local
             gradients until the last micro-step of a step.
         optimizer: ``SHARDED`` lets every rank update its own part only. Always sharded here: that is what ZeRO is.
+        span: ranks that share what is sharded; each such group holds all of it, and gradients are averaged across the
+            groups. ``None``: all ranks. So far a plan computes with a smaller one, and the engine refuses it.
 
-    Source: ZeRO, sections 5.1 to 5.3 (arXiv:1910.02054).
+    Source: ZeRO, sections 5.1 to 5.3 (arXiv:1910.02054); MiCS, for the span (arXiv:2205.00119).
     """
 
     parameters: Residence
     gradients: Residence
     optimizer: Residence = Residence.SHARDED
+    span: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("parameters", "gradients", "optimizer"):
@@ -67,6 +70,8 @@ class Placement:
             raise ValueError("Placement.optimizer must be SHARDED: with a replicated optimizer use plain DDP instead.")
         if self.parameters is Residence.SHARDED and self.gradients is not Residence.SHARDED:
             raise ValueError("Placement with sharded parameters needs sharded gradients.")
+        if self.span is not None and (isinstance(self.span, bool) or not isinstance(self.span, int) or self.span < 1):
+            raise ValueError(f"Placement.span must be a whole number of ranks, 1 or more, or None, got {self.span!r}.")
 
     @property
     def shards_parameters(self) -> bool:

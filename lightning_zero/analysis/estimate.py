@@ -24,7 +24,7 @@ from lightning_zero.analysis.memory import (
 )
 from lightning_zero.analysis.optimizers import OptimizerCost
 from lightning_zero.analysis.report import format_decimal, table
-from lightning_zero.analysis.traffic import expected_traffic
+from lightning_zero.analysis.traffic import sent_nbytes
 from lightning_zero.config import HostOffload, Offload, Placement
 from lightning_zero.plan import ParameterSpec, Plan
 
@@ -334,7 +334,7 @@ def _of_plan(name: str, plan: Plan, cost: OptimizerCost, accelerator: bool, rece
         peak=peak,
         host=expected_host_memory(plan, rank=rank, optimizer_tensors=cost.state, accelerator=accelerator),
         disk=expected_disk(plan, rank=rank, optimizer_tensors=cost.state),
-        sent_nbytes=_sent(expected_traffic(plan).total.nbytes, plan.world_size),
+        sent_nbytes=sent_nbytes(plan),
     )
 
 

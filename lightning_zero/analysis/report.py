@@ -32,7 +32,8 @@ def describe(plan: Plan, *, optimizer: OptimizerCost = ADAM, accelerator: bool =
     placement = plan.placement
     lines = [
         f"Plan for {plan.world_size} ranks: parameters {placement.parameters.value}, gradients "
-        f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}",
+        f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}"
+        + (f"; shard groups of {plan.group_size}" if plan.group_size != plan.world_size else ""),
         *([] if plan.offload is None else [f"Offloaded to the {plan.offload.tier.value}: {_offloaded(plan.offload)}"]),
         "",
         *table([_HEADER, *(_row(run) for run in _runs(plan.units)), _total_row(plan)]),
@@ -47,10 +48,11 @@ def describe(plan: Plan, *, optimizer: OptimizerCost = ADAM, accelerator: bool =
                 for kind, part in (
                     ("all-gather", traffic.all_gather),
                     ("reduce-scatter", traffic.reduce_scatter),
+                    ("all-reduce across groups", traffic.all_reduce),
                     ("broadcast of buffers", traffic.broadcast),
                     ("total", traffic.total),
                 )
-                if part.calls or kind != "broadcast of buffers"
+                if part.calls or kind not in ("all-reduce across groups", "broadcast of buffers")
             ),
         ]
     )

@@ -7,6 +7,10 @@ of n elements counts n, of which a rank sends the fraction (world size - 1) / wo
 replicated parameters cost 2 P per step and sharded ones 3 P, less what is still resident in its slot when it is needed
 again. Buffers that rank 0 sends to the others, once per step, come on top: a broadcast of n bytes counts n elements.
 
+With shard groups smaller than the world all of that, but for the buffers, happens within each group; and once per step
+the gradient shards are all-reduced across the groups (the second hop of MiCS, arXiv:2205.00119). An all-reduce of n
+elements counts n, of which a rank sends 2 (groups - 1) / groups.
+
 Prefetching changes when a unit is gathered, not how often, so it appears here only through the number of slots.
 """
 
@@ -17,9 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_zero.plan import FlatLayout, Plan, UnitPlan, make_pieces
+from lightning_zero.plan import Plan, UnitPlan, make_pieces
 
-__all__ = ["CollectiveTraffic", "Traffic", "expected_traffic", "gather_order"]
+__all__ = ["CollectiveTraffic", "Traffic", "expected_traffic", "gather_order", "sent_nbytes"]
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,12 @@ class Traffic:
     all_gather: CollectiveTraffic
     reduce_scatter: CollectiveTraffic
     broadcast: CollectiveTraffic = CollectiveTraffic()
+    all_reduce: CollectiveTraffic = CollectiveTraffic()
 
     @property
     def total(self) -> CollectiveTraffic:
         """All kinds together."""
-        return self.all_gather + self.reduce_scatter + self.broadcast
+        return self.all_gather + self.reduce_scatter + self.broadcast + self.all_reduce
 
 
 def expected_traffic(plan: Plan, *, micro_steps: int = 1) -> Traffic:
@@ -71,15 +76,30 @@ def expected_traffic(plan: Plan, *, micro_steps: int = 1) -> Traffic:
     if plan.world_size == 1:
         return Traffic(CollectiveTraffic(), CollectiveTraffic())
     trainable = plan.trainable_layouts
-    reduced = _add(_calls(layout, layout.reduce_dtype) for layout in trainable)
+    buffers = _add(CollectiveTraffic(1, piece.nbytes, piece.nbytes) for piece in make_pieces(plan.buffers))
+    across = CollectiveTraffic()
+    if plan.group_size != plan.world_size:
+        across = _add(_calls(layout.shard_numel, layout.reduce_dtype) for layout in trainable)
+    if plan.group_size == 1:
+        return Traffic(CollectiveTraffic(), CollectiveTraffic(), buffers, across)
+    reduced = _add(_calls(layout.numel, layout.reduce_dtype) for layout in trainable)
     if plan.placement.shards_gradients:
         reduced = reduced.times(micro_steps)
-    buffers = _add(CollectiveTraffic(1, piece.nbytes, piece.nbytes) for piece in make_pieces(plan.buffers))
     if plan.placement.shards_parameters:
         gathered = _add(_gather(plan.units[index]) for index in gather_order(plan, micro_steps=micro_steps))
     else:  # replicated parameters: what the optimizer updated is gathered once, after it
-        gathered = _add(_calls(layout, layout.compute_dtype) for layout in trainable)
-    return Traffic(gathered, reduced, buffers)
+        gathered = _add(_calls(layout.numel, layout.compute_dtype) for layout in trainable)
+    return Traffic(gathered, reduced, buffers, across)
+
+
+def sent_nbytes(plan: Plan, *, micro_steps: int = 1) -> int:
+    """What one rank sends in a step, of the bytes that ``expected_traffic`` counts; it receives as many."""
+    traffic = expected_traffic(plan, micro_steps=micro_steps)
+    world, group = plan.world_size, plan.group_size
+    sent = (traffic.all_gather.nbytes + traffic.reduce_scatter.nbytes) * (group - 1) // group
+    groups = world // group
+    sent += 2 * traffic.all_reduce.nbytes * (groups - 1) // groups
+    return sent + traffic.broadcast.nbytes * (world - 1) // world
 
 
 def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:
@@ -123,11 +143,11 @@ def _backward_order(plan: Plan) -> list[UnitPlan]:
 
 
 def _gather(unit: UnitPlan) -> CollectiveTraffic:
-    return _add(_calls(layout, layout.compute_dtype) for layout in unit.layouts)
+    return _add(_calls(layout.numel, layout.compute_dtype) for layout in unit.layouts)
 
 
-def _calls(layout: FlatLayout, dtype: torch.dtype) -> CollectiveTraffic:
-    return CollectiveTraffic(1, layout.numel, layout.numel * dtype.itemsize)
+def _calls(numel: int, dtype: torch.dtype) -> CollectiveTraffic:
+    return CollectiveTraffic(1, numel, numel * dtype.itemsize)
 
 
 def _add(parts: Iterable[CollectiveTraffic]) -> CollectiveTraffic:

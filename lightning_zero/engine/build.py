@@ -47,6 +47,9 @@ class UnitBuilder:
         placeholders: what sharded parameters show.
         record: the recorded initialisation of a module on the meta device, if it was built under our eyes.
 
+    Raises:
+        ValueError: if the plan's shard groups are smaller than the world.
+
     Collective: every rank, with equal plans.
     """
 
@@ -60,6 +63,11 @@ class UnitBuilder:
         placeholders: Placeholders,
         record: InitRecord | None,
     ) -> None:
+        if plan.group_size != plan.world_size:
+            raise ValueError(
+                f"The plan has shard groups of {plan.group_size} of {plan.world_size} ranks (Placement.span), but the "
+                "engine shares every flat buffer among all ranks. Leave `span` out."
+            )
         self._parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         self._plan = plan
         self._collectives = collectives

@@ -103,7 +103,7 @@ class Plan:
 
     Attributes:
         placement: what is replicated and what is sharded between uses.
-        world_size: of the shard group.
+        world_size: of all ranks, which are one shard group or, with ``placement.span``, several that hold the same.
         units: sharded parameters: the root first, then units in registration order. Replicated parameters: gradient
             buckets in backward order, frozen ones last.
         slots: for unsharded parameters; none where parameters are replicated.
@@ -131,6 +131,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         validate_offload(self.offload, self.placement)
+        if self.world_size % self.group_size:
+            raise ValueError(f"{self.world_size} ranks cannot be split into shard groups of {self.group_size}.")
         if self.root != (0 if self.placement.shards_parameters else None):
             raise ValueError("A plan has a root unit, its first, exactly where parameters are sharded.")
         seen: set[str] = set()
@@ -148,9 +150,9 @@ class Plan:
     def _prove_unit(self, index: int, unit: UnitPlan) -> None:
         if unit.index != index:
             raise ValueError(f"Unit '{unit.name}' says index {unit.index} but is number {index} of the plan.")
-        if any(layout.world_size != self.world_size for layout in unit.layouts):
+        if any(layout.world_size != self.group_size for layout in unit.layouts):
             raise ValueError(
-                f"Unit '{unit.name}' has a layout for another world size than the plan's {self.world_size}."
+                f"Unit '{unit.name}' has a layout for another world size than the plan's {self.group_size}."
             )
         if any(not 0 <= ancestor < len(self.units) or ancestor == index for ancestor in unit.ancestors):
             raise ValueError(f"Unit '{unit.name}' has ancestors {unit.ancestors} that are no other units of the plan.")
@@ -184,8 +186,8 @@ class Plan:
 
     @property
     def group_size(self) -> int:
-        """Ranks that share each flat buffer."""
-        return self.world_size
+        """Ranks that share each flat buffer: the shard group."""
+        return self.placement.span or self.world_size
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -284,7 +286,7 @@ class Plan:
             module: the root; may be on the meta device.
             placement: what is sharded; None: that of ``stage``.
             stage: used only if ``placement`` is None.
-            world_size: ranks of the shard group.
+            world_size: of all ranks.
             units: class names whose modules become units; None: found automatically. Used only where parameters are
                 sharded, and checked everywhere.
             bucket_mib: size of a gradient bucket in MiB of the reduce dtype. Used only where parameters are replicated.
@@ -309,7 +311,7 @@ class Plan:
         validate_offload(offload, chosen)
         refuse_modules(module, sharded=chosen.shards_parameters, copied=param_dtype is not None)
         specs = find_units(tree, rules) if chosen.shards_parameters else _buckets(tree, rules, bucket_nbytes, dtypes)
-        laid_out, slots, gradient_slots = lay_out(specs, chosen, world_size, dtypes, prefetch)
+        laid_out, slots, gradient_slots = lay_out(specs, chosen, chosen.span or world_size, dtypes, prefetch)
         return cls(
             placement=chosen,
             world_size=world_size,
@@ -338,6 +340,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         f"plan: world size {plan.world_size}, parameters {placement.parameters.value}, "
         f"gradients {placement.gradients.value}, optimizer {placement.optimizer.value}, "
         f"prefetch {plan.prefetch}, root {plan.root}, offload {_offload_text(plan.offload)}"
+        + (f", shard groups of {plan.group_size}" if plan.group_size != plan.world_size else "")
     )
     for unit in plan.units:
         yield (
