@@ -1,8 +1,15 @@
-"""One thread per process, imports paid once, no network interface but loopback, nothing left behind by a test."""
+"""One thread per process, imports paid once, no network interface but loopback, nothing left behind by a test.
+
+Every test gets the marker of its rung (``tests/helpers/rungs.py``). Those that measure seconds come last, each alone.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import gc
+import importlib
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -29,9 +36,54 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 
-import lightning_zero  # noqa: E402, F401
+import lightning_zero  # noqa: E402
+from tests.helpers import rungs  # noqa: E402
 
 torch.set_num_threads(1)
+for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero."):  # also those that are imported late
+    if not _module.name.endswith("__main__"):
+        importlib.import_module(_module.name)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rung = {}
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        rung[item] = rungs.rung_of(item)
+        item.add_marker(rung[item])
+    items.sort(key=lambda item: rung[item] == "timing")
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: neither this process nor a rank that it forks looks through it for garbage again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """With ``pytest -n``, a test that measures seconds waits until the other workers rest, and has them wait.
+
+    The gate is held by who waits, so that the others do not begin one test after the other meanwhile.
+    """
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+    with open(folder / "gate", "w") as gate, open(folder / "machine", "w") as machine:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(machine, fcntl.LOCK_EX if item.get_closest_marker("timing") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _guard_of_pure(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("pure") is None:
+        yield
+        return
+    with rungs.forbid_processes():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -79,6 +79,7 @@ def test_losses_are_compared_on_every_rank(step_time: ModuleType) -> None:
     assert step_time.difference([[2.0, 4.0], [1.0, 6.0]], expected) == 0.25
 
 
+@pytest.mark.world
 def test_a_world_says_why_it_failed(worlds: ModuleType) -> None:
     def train(turns: object) -> None:
         raise ValueError("no such model")
@@ -91,6 +92,7 @@ def test_a_world_says_why_it_failed(worlds: ModuleType) -> None:
         world.close()
 
 
+@pytest.mark.world
 def test_steps_of_a_turn_are_timed_but_for_the_first(worlds: ModuleType) -> None:
     import torch
 

@@ -23,6 +23,7 @@ from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.storage import publish
 from lightning_zero.errors import CheckpointError, CommunicationError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, verify
+from tests.helpers.waiting import until
 
 ENDED_BY_THE_DEATH_OF_ANOTHER = 7
 
@@ -84,25 +85,27 @@ def fork(rank: int, *arguments: Any) -> int:
     return pid
 
 
+def ends(pids: list[int], rank: int) -> bool:
+    """Whether the rank has ended, which it must by itself."""
+    pid, status = os.waitpid(pids[rank], os.WNOHANG)
+    if pid:
+        pids[rank] = 0
+        assert os.waitstatus_to_exitcode(status) == ENDED_BY_THE_DEATH_OF_ANOTHER
+    return pid != 0
+
+
 def kill_in_the_middle(
     store: Path, folder: Path, first: int, progress: Progress, victims: set[int], later: bool
 ) -> None:
     """Start two ranks, let them save at least once, and kill some of them; the others must end by themselves."""
     pids = [fork(rank, store, folder, first, progress, later) for rank in range(2)]
     try:
-        deadline = time.monotonic() + 20
-        while progress.version < first and time.monotonic() < deadline:
-            time.sleep(0.002)
-        assert progress.version >= first, "no save finished before the kill"
+        assert until(lambda: progress.version >= first, 20), "no save finished before the kill"
         time.sleep(random.random() * 0.1)
         for rank in victims:
             os.kill(pids[rank], signal.SIGKILL)
         for rank in {0, 1} - victims:
-            while (ended := os.waitpid(pids[rank], os.WNOHANG)) == (0, 0):
-                assert time.monotonic() < deadline, f"rank {rank} waits for the dead one"
-                time.sleep(0.002)
-            pids[rank] = 0
-            assert os.waitstatus_to_exitcode(ended[1]) == ENDED_BY_THE_DEATH_OF_ANOTHER
+            assert until(lambda rank=rank: ends(pids, rank), 20), f"rank {rank} waits for the dead one"
     finally:
         for pid in filter(None, pids):
             os.kill(pid, signal.SIGKILL)

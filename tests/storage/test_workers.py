@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_zero.storage.workers import Job, Meter, Workers
+from tests.helpers.waiting import until
 
 PATIENCE_SECONDS = 10.0
 
@@ -17,17 +18,14 @@ def job(move: Callable[[], None], *, droppable: bool = False, meter: Meter | Non
     return Job(move, 7, meter or Meter(), droppable)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+def wait_until(condition: Callable[[], bool]) -> None:
+    assert until(condition, PATIENCE_SECONDS)
 
 
 def test_settling_drops_what_was_not_begun_and_finishes_the_rest() -> None:
     workers, moved = Workers(1, "test-workers"), []
     dropped = job(lambda: moved.append("dropped"), droppable=True)
-    first = job(lambda: until(lambda: dropped.done))  # under way until settling has dropped the second one
+    first = job(lambda: wait_until(lambda: dropped.done))  # under way until settling has dropped the second one
     kept = job(lambda: moved.append("kept"))
     workers.submit([first, dropped, kept])
     workers.settle()
@@ -91,4 +89,4 @@ def test_a_thread_that_frees_the_owner_does_not_wait_for_itself() -> None:
     workers.wait(lambda: closing.done)
     assert closing.error is None
     assert ended == [True]
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("test-workers")])
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("test-workers")])

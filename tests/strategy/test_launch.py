@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ import lightning_zero
 from lightning_zero import HostOffload, ZeroStrategy, full_parameters
 from tests.helpers import launched
 from tests.helpers.training import quiet
+from tests.helpers.waiting import until
 from tests.helpers.world import _reserved_port, run_world, subprocess_env
 
 SCRIPT = str(Path(launched.__file__))
@@ -74,10 +74,7 @@ def launch(ways: Sequence[str], *programs: Program) -> Reports:
         folder = Path(name)
         complete = [Program([*p.arguments, SCRIPT, name, *ways], p.variables) for p in programs]
         with running(complete, folder) as processes:
-            end = time.monotonic() + DEADLINE
-            for process in processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, end - time.monotonic()))
+            until(lambda: all(process.poll() is not None for process in processes), DEADLINE)
             codes = [process.poll() for process in processes]
         output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.log")))
         assert codes == [0] * len(programs), f"exit codes {codes}\n{output[-8000:]}"

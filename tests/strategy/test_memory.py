@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from lightning_zero.storage import FileTensor
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
 from tests.helpers.models import ZOO, MixedDtypes, OddSizes
 from tests.helpers.probe import Probe, fit
+from tests.helpers.waiting import until
 from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
@@ -104,12 +104,8 @@ def alive() -> Storages:
 def alive_beside(known: Storages) -> Storages:
     """``alive``, once nothing but ``known`` is left or will not go: a gloo thread lets go of a small message's tensors
     a moment after the wait for them has returned."""
-    deadline = time.monotonic() + 2
-    while True:
-        found = alive()
-        if found.keys() <= known.keys() or time.monotonic() > deadline:
-            return found
-        time.sleep(0.01)
+    until(lambda: alive().keys() <= known.keys(), seconds=2)
+    return alive()
 
 
 def keeps_receive_buffer(strategy: Any) -> bool:
