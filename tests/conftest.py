@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: worlds are forked from this process, and an OpenMP team does not survive a fork.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
@@ -44,6 +45,12 @@ for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero.")
     if not _module.name.endswith("__main__"):
         importlib.import_module(_module.name)
 
+if not torch.accelerator.is_available():
+    # Seeding notes a stack of the whole program for each kind of device that is not there: an eighth of a short fit.
+    for _kind in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        if hasattr(_kind, "_lazy_call"):
+            _kind._lazy_call = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,6 +66,30 @@ def pytest_collection_finish() -> None:
     """What is there by now stays: neither this process nor a rank that it forks looks through it for garbage again."""
     gc.collect()
     gc.freeze()
+
+
+# What the tests of these files share takes long to make: with `pytest -n`, one worker makes it.
+_TOGETHER = (
+    "tests/checkpoint/test_export.py",
+    "tests/checkpoint/test_processes.py",
+    "tests/examples/test_language_model.py",
+    "tests/strategy/test_elastic.py",
+    "tests/strategy/test_offload_limits.py",
+    "tests/strategy/test_portable.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Single tests in their order to whoever is free, the files above first, since they take longest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in _TOGETHER else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout

@@ -19,21 +19,15 @@ PACKAGE = ROOT / "lightning_zero"
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
 MODULE_LINES = 450
-LONGER_MODULES = {"engine/engine.py": 600, "strategy.py": 600, "trainer/strategy.py": 600}
+LONGER_MODULES = {"engine/engine.py": 600, "trainer/strategy.py": 520}
 FUNCTION_LINES = 60
 FOLDER_FILES = 14
-FULLER_FOLDERS = {
-    "": 20,
-    "engine": 51,
-    "optim": 35,
-    "session": 20,
-    "trainer": 28,
-}
-ALL_LINES = 35_750
-ALL_FILES = 215
-CIRCLES_OF_PACKAGES = 2
-CIRCLES_OF_MODULES = 6
-FILES_WITH_HOOKS = 6
+FULLER_FOLDERS = {"engine": 20, "optim": 22}
+ALL_LINES = 35_200
+ALL_FILES = 170
+CIRCLES_OF_PACKAGES = 1
+CIRCLES_OF_MODULES = 3
+FILES_WITH_HOOKS = 5
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers: a folder or a file of the top level belongs to one, and imports from its own and from those above it only.
@@ -52,10 +46,7 @@ ORDER = {
     "checkpoint": {"checkpoint"},
     "session": {"session"},
     # Files of the top level that go into `session` or `trainer`.
-    "moving": {
-        *{"state", "random_state", "handover", "offloading", "refusals", "shown_state", "offline_trainer"},
-        *{"strategy", "precision", "checkpoints", "callbacks", "planning", "cli", "tools"},
-    },
+    "moving": {"callbacks", "cli", "offline_trainer", "offloading", "planning", "shown_state", "tools"},
     "leaves": {"debug", "loading"},
     "trainer": {"trainer"},
     "door": {"__init__", "__main__"},
@@ -69,12 +60,12 @@ STRANGERS = {
     "checkpoint": {"analysis", "init", "activations", "engine", "optim"},
 }
 # Until the files of the top level have moved.
-ALSO = {"session": {"moving"}, "moving": {"leaves", "trainer"}, "leaves": {"moving"}}
+ALSO = {"session": {"moving"}, "moving": {"leaves", "trainer"}}
 
 # What a layer may use of torch.distributed and of Lightning. `_torch` shields the rest from torch's private names, and
 # the strategy answers Lightning's barrier and broadcast, which are about the default group.
 DISTRIBUTED = {"comm/": "torch.distributed", "checkpoint/": "torch.distributed.checkpoint"}
-DISTRIBUTED |= dict.fromkeys(("_torch.py", "strategy.py", "trainer/strategy.py"), "torch.distributed")
+DISTRIBUTED |= dict.fromkeys(("_torch.py", "trainer/strategy.py"), "torch.distributed")
 LIGHTNING = {"trainer", "moving", "leaves", "door"}
 HOOKS = {"engine", "optim", "session", "moving", "init"}
 THIRD_PARTY = {"torch", "lightning", "lightning_utilities", "torchmetrics", "jsonargparse", "fsspec", "tqdm"}

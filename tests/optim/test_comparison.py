@@ -127,18 +127,16 @@ def test_every_change_between_steps_is_seen() -> None:
 
 def test_the_number_does_not_depend_on_the_process() -> None:
     script = "from tests.optim.test_comparison import *; print(number(adamw(lr=0.3)), number(adamw(), [['x'], ['y']]))"
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            check=True,
-            timeout=100,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert found[0] == found[1]
-    assert found[0].strip()
+    another = 1 + int(os.environ.get("PYTHONHASHSEED", "random").replace("random", "0"))
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONHASHSEED": str(another), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=True,
+        timeout=100,
+        text=True,
+    ).stdout
+    assert found.split() == [str(number(adamw(lr=0.3))), str(number(adamw(), [["x"], ["y"]]))]
 
 
 # ---------------------------------------------------------------------------------------------------- descriptions

@@ -125,6 +125,9 @@ def unlike(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
 @pytest.mark.parametrize("part", [0, 1])
 def test_elementwise_optimizers_of_torch(world_size: int, part: int) -> None:
     makes = dict(list(variants().items())[part::2])
+    # Which stage it is decides which gradients and parameters a shard gets, not how it is stepped: of each two variants
+    # of an optimizer one is taken in stage 1 and the other in stage 3, where cuts fall alike.
+    first = [[3], [1]][part] if world_size == 2 else [3]
 
     def run(rank: int) -> dict[str, list[str]]:
         found = {}
@@ -135,7 +138,7 @@ def test_elementwise_optimizers_of_torch(world_size: int, part: int) -> None:
             unchanged = [key for key in trainable if torch.equal(start[key], expected[key])]
             # The reference itself trains: all but the gain that nobody uses.
             found[f"reference of {name}"] = [key for key in unchanged if not key.endswith("gain")]
-            for stage in (1, 3) if world_size == 2 else (3,):
+            for stage in first:
                 found[f"{name}, stage {stage}"] = unlike(expected, sharded(ODD, stage, make))
         return found
 
