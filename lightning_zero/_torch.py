@@ -10,6 +10,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import methodcaller
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "all_gather_single",
     "asks_for_default_device",
     "bare_step",
+    "compiler_of_frames",
     "current_graph_task",
     "default_store",
     "describes_tensors",
@@ -41,6 +43,7 @@ __all__ = [
     "is_tracing",
     "new_group",
     "next_sequence_number",
+    "opaque_to_dynamo",
     "pop_saved_tensor_hooks",
     "profiler_runs",
     "push_saved_tensor_hooks",
@@ -102,30 +105,22 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def current_graph_task() -> int:
-    """The id of the backward running on this thread, -1 outside of one. 2.11 to 2.15."""
-    return int(torch._C._current_graph_task_id())
-
-
-def sequence_number(node: Any) -> int:
-    """The autograd node's creation number on its thread. 2.11 to 2.15."""
-    return int(node._sequence_nr())
-
-
-def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:
-    """Install a saved-tensor hook pair for this thread. 2.11 to 2.15."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def pop_saved_tensor_hooks() -> None:
-    """Remove the innermost saved-tensor hook pair of this thread. 2.11 to 2.15."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
-    """The innermost active saved-tensor hook pair, or ``None``. 2.11 to 2.15."""
-    hooks: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+# Called some times for every unit and tensor, so they are torch's own functions and not wrapped. 2.11 to 2.15.
+_autograd: Any = torch._C._autograd
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The id of the backward running on this thread, -1 outside of one."""
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""An autograd node's creation number on its thread."""
+next_sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+"""The creation number that the next autograd node of this thread will get."""
+push_saved_tensor_hooks: Callable[[Pack, Unpack], None] = _autograd._push_saved_tensors_default_hooks
+pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+top_saved_tensor_hooks: Callable[[], tuple[Pack, Unpack] | None] = functools.partial(
+    _autograd._top_saved_tensors_default_hooks, False
+)
+"""The innermost active saved-tensor hook pair of this thread, or ``None``."""
+watched: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+"""Whether a torch function mode sees what is done to tensors now."""
 
 
 def asks_for_default_device(frame: FrameType) -> FrameType | None:
@@ -238,15 +233,24 @@ def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     from ``function`` kept from it as well. 2.11 to 2.15.
     """
     disabled: Callable[..., Any] = torch._dynamo.disable(function)
-    compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
     def call(*args: Any) -> Any:
-        if compiling() is None:
+        if compiler_of_frames() is None:
             return function(*args)
         return disabled(*args)
 
+    return opaque_to_dynamo(call, function)
+
+
+compiler_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What compiles the frames of this thread, ``None`` where no ``torch.compile`` runs. 2.11 to 2.15."""
+
+
+def opaque_to_dynamo(call: Callable[..., Any], function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Have Dynamo call ``call``, which may stand for ``function``, without looking inside: see ``disable_dynamo``."""
     marked: Any = torch._dynamo.decorators.skip(call)
-    functools.update_wrapper(marked, function)
+    if function is not None:
+        functools.update_wrapper(marked, function)
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = None
     marked._torchdynamo_disable_recursive = True
@@ -262,7 +266,7 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 def take_gradient(parameter: Tensor) -> Tensor | None:
     """A parameter's gradient, which it no longer has then; unseen by torch function modes. 2.11 to 2.15."""
-    if not _modes():
+    if not watched():
         gradient = _get_gradient(parameter)
         _set_gradient(parameter, None)
         return gradient
@@ -342,7 +346,7 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:
     Returns:
         Whether it was done; not where the tensor has hooks already, or somebody looks at what is done to it.
     """
-    if type(tensor) is not Tensor or _modes() or tensor._backward_hooks is not None:
+    if type(tensor) is not Tensor or watched() or tensor._backward_hooks is not None:
         return False
     node: Any = tensor.grad_fn
     hooks: OrderedDict[int, Any] = OrderedDict()
@@ -350,19 +354,6 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
     return True
-
-
-def watched() -> bool:
-    """Whether a torch function mode sees what is done to tensors now. 2.11 to 2.15."""
-    return bool(_modes())
-
-
-_modes = torch._C._is_torch_function_mode_enabled
-
-
-def next_sequence_number() -> int:
-    """The creation number that the next autograd node of this thread will get. 2.11 to 2.15."""
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 _HOOKED_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__

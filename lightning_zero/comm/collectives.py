@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.groups import naming_failures
+from lightning_zero.comm.groups import raise_failure
 from lightning_zero.comm.streams import Event, Streams
 
 # How long a backward waits for memory that a reduction still uses before it takes fresh memory instead. Waiting for
@@ -116,9 +116,11 @@ class Pending:
         """
         if self._done:
             return
-        with naming_failures(self._what, self._rank):
+        try:
             for work in self._works:
                 work.wait()
+        except RuntimeError as error:
+            raise_failure(self._what, self._rank, error)
         if self._streams is not None:
             self._streams.wait(self._event)
         if self._finish is not None:

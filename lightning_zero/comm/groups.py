@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -55,14 +55,19 @@ def naming_failures(what: str, rank: int) -> Iterator[None]:
     """Turn a transport's error (a dead peer, a timeout) into one that says what was being done and what to do next."""
     try:
         yield
-    except (DivergenceError, CommunicationError):
-        raise
     except RuntimeError as error:
-        raise CommunicationError(
-            f"Rank {rank}: {what} did not complete: {error}\n"
-            "Another rank has died, raised an error, or did not arrive within the process group's timeout. Look at the "
-            "log of the rank that stopped first. Checkpoints that were saved before are intact."
-        ) from error
+        raise_failure(what, rank, error)
+
+
+def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
+    """Raise what ``naming_failures`` makes of an error."""
+    if isinstance(error, DivergenceError | CommunicationError):
+        raise error
+    raise CommunicationError(
+        f"Rank {rank}: {what} did not complete: {error}\n"
+        "Another rank has died, raised an error, or did not arrive within the process group's timeout. Look at the "
+        "log of the rank that stopped first. Checkpoints that were saved before are intact."
+    ) from error
 
 
 class ControlGroup:

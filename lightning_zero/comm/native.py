@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_zero._torch import all_gather_single, reduce_scatter_single
 from lightning_zero.comm.collectives import Collectives, Pending
-from lightning_zero.comm.groups import Groups, naming_failures
+from lightning_zero.comm.groups import Groups, raise_failure
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.comm.sums import RankOrderSum
 
@@ -100,25 +100,29 @@ class GlooCollectives(NativeCollectives):
 
     def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
         size = buffer.numel() // self.world_size
-        mine = self.own_range(buffer)
+        mine = buffer.narrow(0, self.rank * size, size)
         if source is not None:
             mine.copy_(source)
         works: list[Any] = []
         # Every rank starts with its neighbour, so that no rank is asked for everything at once.
-        with naming_failures(what, self.rank):
+        try:
             for step in range(1, self.world_size):
                 peer = (self.rank - step) % self.world_size
                 works.append(dist.irecv(buffer.narrow(0, peer * size, size), peer, group=self.groups.gather))
             for step in range(1, self.world_size):
                 works.append(dist.isend(mine, (self.rank + step) % self.world_size, group=self.groups.gather))
+        except RuntimeError as error:
+            raise_failure(what, self.rank, error)
         return Pending(what, self.rank, works=works, keep=(buffer,))
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
         received, lent = self._receive_buffer(bucket)
         if bucket.dtype == torch.float16:
             bucket.div_(self.world_size)
-        with naming_failures(what, self.rank):
+        try:
             work = dist.all_to_all_single(received, bucket, group=self.groups.reduce, async_op=True)
+        except RuntimeError as error:
+            raise_failure(what, self.rank, error)
 
         def sum_in_rank_order() -> None:
             pieces = received.view(self.world_size, -1).unbind(0)

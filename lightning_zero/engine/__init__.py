@@ -2,8 +2,7 @@
 
 from lightning_zero.engine.activations import Activations
 from lightning_zero.engine.buffers import BufferBroadcast
-from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.registry import engine_of
+from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.shards.flat import ParameterShard
 
 __all__ = ["Activations", "BufferBroadcast", "ParameterShard", "ZeroEngine", "engine_of"]

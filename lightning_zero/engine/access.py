@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from weakref import proxy
 
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from lightning_zero.shards.sliced_values import values_of
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ class ParameterAccess:
         """Tells whether an optimizer step is what called; ``None`` while there is none."""
         self.check_trainer: Callable[[nn.Module], object] = lambda module: None
         """Raises if somebody else trains the module now."""
-        self.gradients = UserGradients(self.writes, lambda: self._engine.in_backward)
+        self.gradients = UserGradients(self.writes, self._engine)
         self._edited: dict[Unit, None] = {}  # absent, and written to in slices
         self._replaced: tuple[int, str] = (0, "")  # what got other values last, and after how many forwards
         self._assigned: dict[Binding, None] = {}  # in the order of their first assignment
@@ -368,24 +367,29 @@ class ParameterWatch:
         self._module = module
         self._names = names
         self._frozen = [p for flat in flats if not flat.layout.trainable for p in flat.parameters]
-        self._owners: dict[int, list[tuple[Mapping[str, Any], str, nn.Parameter]]] = {}
 
-    def check_identity(self, unit: ShardedUnit) -> None:
-        """Raise if a parameter object of a unit was replaced since set-up.
+    def find_holders(self, units: Sequence[Unit]) -> None:
+        """Note where every parameter of sharded units is an attribute, under all its names."""
+        for unit in units:
+            if isinstance(unit, ShardedUnit):
+                unit.holders = [
+                    (vars(self._module.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2], parameter)
+                    for flat in unit.flats
+                    for spec, parameter in zip(flat.layout.parameters, flat.parameters, strict=True)
+                    for name in (spec.name, *spec.aliases)
+                ]
+
+    def refuse_replaced(self, unit: Unit, key: str, parameter: nn.Parameter) -> NoReturn:
+        """Raise because a parameter object of a unit was replaced since set-up.
 
         Raises:
             ParameterAccessError: naming the parameter.
         """
-        owners = self._owners.get(unit.index)
-        if owners is None:
-            owners = self._owners[unit.index] = self._find_owners(unit)
-        for owner, key, parameter in owners:
-            if owner["_parameters"].get(key) is not parameter:
-                raise ParameterAccessError(
-                    f"Parameter '{self._names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
-                    "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "
-                    "weight). Change its values inside `with lightning_zero.full_parameters(module):` instead."
-                )
+        raise ParameterAccessError(
+            f"Parameter '{self._names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
+            "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "
+            "weight). Change its values inside `with lightning_zero.full_parameters(module):` instead."
+        )
 
     def check_trainable(self) -> None:
         """Raise if a parameter was thawed since set-up: its gradients would stay local and never be used.
@@ -401,12 +405,3 @@ class ParameterWatch:
                 "is laid out at set-up: leave it trainable from the start (keep it out of the optimizer, or set "
                 "its learning rate to 0 until it is to move), or start a new fit after unfreezing."
             )
-
-    def _find_owners(self, unit: ShardedUnit) -> list[tuple[Mapping[str, Any], str, nn.Parameter]]:
-        owners: list[tuple[Mapping[str, Any], str, nn.Parameter]] = []
-        for flat in unit.flats:
-            for spec, parameter in zip(flat.layout.parameters, flat.parameters, strict=True):
-                for name in (spec.name, *spec.aliases):
-                    prefix, _, key = name.rpartition(".")
-                    owners.append((vars(self._module.get_submodule(prefix)), key, parameter))
-        return owners

@@ -12,8 +12,9 @@ backward). The bucket then starts another *round*; rounds of one backward add up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,11 +26,49 @@ from lightning_zero.plan import FlatLayout
 from lightning_zero.shards.flat import FlatParameters, cut, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
-__all__ = ["GradientBucket"]
+__all__ = ["GradientBucket", "collector"]
 
 _STRIDED = torch.strided
 _get_gradient: Any = getattr(Tensor.grad, "__get__")  # noqa: B009 - past what user code sees: ``shards/binding.py``
 _set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009
+
+
+class Reduces(Protocol):
+    """What looks after gradients that are more than one of several to be copied."""
+
+    def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None:
+        """Take one finished gradient over from autograd."""
+
+    def bucket_filled(self, bucket: GradientBucket) -> None:
+        """The last gradient of a bucket was copied."""
+
+
+def collector(bucket: GradientBucket, position: int, owner: Reduces) -> Callable[[Tensor], None]:
+    """What autograd calls with a parameter whose gradient is finished.
+
+    Nearly all gradients only have to be copied into a buffer that is there: this is the whole way of theirs.
+    """
+    # Weak: Python's collector does not see through this kind of hook, so what it held would never be freed.
+    weak_owner, weak_bucket = ref(owner), ref(bucket)
+
+    def arrived(parameter: Tensor) -> None:
+        bucket, owner = weak_bucket(), weak_owner()
+        if bucket is None or owner is None:
+            return
+        views = bucket.views
+        if bucket.plain and views and not bucket.arrived[position] and not torch.is_grad_enabled() and not watched():
+            gradient = _get_gradient(parameter)
+            if gradient is not None and gradient.layout is _STRIDED:
+                views[position].copy_(gradient)
+                _set_gradient(parameter, None)
+                bucket.arrived[position] = True
+                bucket.missing -= 1
+                if not bucket.missing:
+                    owner.bucket_filled(bucket)
+                return
+        owner.gradient_arrived(bucket, position, parameter)
+
+    return arrived
 
 
 class GradientBucket:
@@ -71,6 +110,8 @@ class GradientBucket:
         self.shard_views = cut(shard, flat.slices)
         self._collectives = collectives
         self._transfers = transfers
+        self.leaves = transfers is not None
+        """Whether reduced gradients go to the host."""
         self._leaving: Transfer | None = None  # brings the reduced gradients to the host, out of the full buffer
         count = len(flat.parameters)
         self.numbers = [0] * count
@@ -86,17 +127,16 @@ class GradientBucket:
         self._gaps = _gaps_of(resident, flat.layout) if resident is not None else []
         # The buffer that is given again, and views of it.
         self._known: tuple[Tensor, list[Tensor], list[Tensor]] | None = None
-        self._plain = False  # in this round gradients only have to be copied: nothing is added to anything
+        self.plain = False  # in this round gradients only have to be copied: nothing is added to anything
         self.missing = count  # gradients of the running round, while it is plain
         self._shard_parameters = [shard.parameter for shard in flat.shards]
-        self._fresh = not self.in_place  # nothing has arrived yet, and nothing is left of before in the full buffer
         self.pending: Pending | None = None  # the reduction under way
         self._what = f"gradients of '{unit.name}'"
         self._direct = False  # the reduction under way writes the shard itself
         # Where nothing has to be added to the shard, a reduction's result can be the shard as it is: it lies elsewhere
         # than the full buffer, and no one has to convert it.
         self._is_apart = not self.in_place and transfers is None and flat.layout.reduce_dtype == shard.dtype
-        self._is_alone = self._is_apart and resident is None and collectives.world_size == 1
+        self.is_alone = self._is_apart and resident is None and collectives.world_size == 1
         # In place, new gradients overwrite the reduced ones of earlier backwards; those wait here to be added again.
         self._carry: Tensor | None = None
         self._carried = [False] * count
@@ -105,11 +145,6 @@ class GradientBucket:
     def touched(self) -> bool:
         """Whether any gradient arrived in the running backward or is left from earlier micro-steps."""
         return True in self.arrived or True in self.used or True in self.local
-
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient arrived in the running round, whatever earlier micro-steps had."""
-        return False not in self.arrived
 
     def drainable(self, seconds: float) -> bool:
         """Whether ``drain`` would return within ``seconds``."""
@@ -122,7 +157,7 @@ class GradientBucket:
     @property
     def has_gradients(self) -> bool:
         """Whether that is so for all of them."""
-        return self.complete or all(map(self.has_gradient, range(len(self.arrived))))
+        return False not in self.arrived or all(map(self.has_gradient, range(len(self.arrived))))
 
     def give_buffer(self, full: Tensor | None, lasting: bool = False) -> None:
         """Collect into ``full`` from now on.
@@ -133,7 +168,7 @@ class GradientBucket:
         """
         if self._leaving is not None:
             self._empty_buffer()
-        self.full, self._plain = full, False
+        self.full, self.plain = full, False
         if full is None:
             self.views, self._gaps = None, []
             return
@@ -146,7 +181,7 @@ class GradientBucket:
 
     def collect_in_shard(self) -> bool:
         """Collect where the averages are to be, if no other rank adds to them and nothing is there. Returns whether."""
-        if not self._is_alone or self.launched or True in self._keeps():
+        if not self.is_alone or self.launched or True in self._keeps():
             return False
         self.give_buffer(self.shard, lasting=True)
         return True
@@ -160,12 +195,6 @@ class GradientBucket:
         """
         if self.views is None:
             raise RuntimeError(f"A gradient of unit '{self.unit.name}' arrived before memory for it was claimed.")
-        if self._fresh and not torch.is_grad_enabled():
-            self._fresh, self.dirty = False, True
-            self._plain = True
-            if self.copy_in(position, gradient):
-                return
-        self._fresh = False
         if not self.dirty and self.in_place:
             self._save_reduced()
         again = self.arrived[position] or (self.local[position] and self._has_grad(position))
@@ -182,42 +211,14 @@ class GradientBucket:
                 self.views[position].copy_(gradient)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
-        self._plain = self._carry is None and True not in self.local and not torch.is_grad_enabled()
+        self.plain = self._carry is None and True not in self.local and not torch.is_grad_enabled()
         self.missing = self.arrived.count(False)
-
-    def take(self, position: int, parameter: Tensor) -> bool:
-        """Take a gradient from its parameter if all that has to be done is a copy, and more are to come.
-
-        Most gradients of a backward are such: this is the whole way of theirs. Returns whether it was done.
-        """
-        if not self._plain or self.missing < 2 or self.arrived[position] or torch.is_grad_enabled() or watched():
-            return False
-        gradient = _get_gradient(parameter)
-        if gradient is None or gradient.layout is not _STRIDED or self.views is None:
-            return False
-        self.views[position].copy_(gradient)
-        _set_gradient(parameter, None)
-        self.arrived[position] = True
-        self.missing -= 1
-        return True
-
-    def copy_in(self, position: int, gradient: Tensor) -> bool:
-        """``add`` where that is nothing but a copy, which is nearly always. Returns whether it was done.
-
-        Afterwards ``missing`` says how many gradients of the round are left.
-        """
-        if not self._plain or self.arrived[position] or gradient.layout is not _STRIDED or self.views is None:
-            return False
-        self.views[position].copy_(gradient)
-        self.arrived[position] = True
-        self.missing -= 1
-        return True
 
     def start_round(self) -> None:
         """Make room for gradients that arrive after this backward's reduction was launched."""
         self.drain()
         self._empty_buffer()
-        self._plain = False
+        self.plain = False
         self.used = [a or b or c for a, b, c in zip(self.used, self.arrived, self.local, strict=True)]
         self.arrived = [False] * len(self.arrived)
         self.local = [False] * len(self.local)
@@ -230,8 +231,8 @@ class GradientBucket:
         full, views = self.full, self.views
         if full is None or views is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
-        if full is self.shard and self._plain and not self.missing:  # all of it is there, and nobody else's is to come
-            self._direct, self.launched, self.dirty, self._plain = True, True, False, False
+        if full is self.shard and self.plain and not self.missing:  # all of it is there, and nobody else's is to come
+            self._direct, self.launched, self.dirty, self.plain = True, True, False, False
             return
         if not self.dirty and self.in_place and True not in self.local:
             self._save_reduced()
@@ -240,7 +241,7 @@ class GradientBucket:
             self._carried = [kept and (self._has_grad(i) or self.used[i]) for i, kept in enumerate(self._carried)]
         with untracked():
             empty = self._gaps
-            if not self.complete:
+            if False in self.arrived:
                 missing = [i for i, a in enumerate(self.arrived) if not a and not self.still_local(i)]
                 empty = [*(views[position] for position in missing), *empty]
             if empty:
@@ -248,7 +249,7 @@ class GradientBucket:
             self._direct = full is self.shard or (self._is_apart and True not in self._keeps())
             target = self.shard if self._direct else self._collectives.own_range(full)
             self.pending = self._collectives.reduce_scatter(full, target, self._what)
-        self.launched, self.dirty, self._plain = True, False, False
+        self.launched, self.dirty, self.plain = True, False, False
 
     def drain(self) -> None:
         """Wait for the reduction and add its result to the shard.
@@ -275,11 +276,6 @@ class GradientBucket:
                         target.add_(source)
                     else:
                         target.copy_(source)
-
-    @property
-    def leaves(self) -> bool:
-        """Whether reduced gradients go to the host."""
-        return self._transfers is not None
 
     def drain_if_ready(self) -> bool:
         """``drain`` if that would not wait. Returns whether nothing is left to be drained."""
@@ -313,7 +309,7 @@ class GradientBucket:
         """End a micro-step without a reduction: full gradients stay, the optimizer sees this rank's part."""
         if self.full is None:
             return
-        self._plain = False
+        self.plain = False
         with untracked():
             own = cut(self._collectives.own_range(self.full), self.flat.slices)
         if self._transfers is not None:
@@ -333,11 +329,11 @@ class GradientBucket:
         """Forget the backward, not the gradients."""
         count = len(self.arrived)
         self.arrived, self.local, self.used = [False] * count, [False] * count, [False] * count
-        self.launched, self.dirty, self._plain, self._fresh = False, False, False, not self.in_place
+        self.launched, self.dirty, self.plain = False, False, False
         self.missing = count
         self.merged.clear()
         self.pending, self._carry, self._leaving = None, None, None
-        if self.resident is None:
+        if self.resident is None and self.full is not None:
             self.give_buffer(None)
 
     def _has_grad(self, position: int) -> bool:

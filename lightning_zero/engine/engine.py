@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,6 @@ from lightning_zero.engine.build import UnitBuilder, build_reducer, check_materi
 from lightning_zero.engine.events import Phase, Span, Spans
 from lightning_zero.engine.hooks import EngineHooks, ForwardCall, hook_outputs, refuse_double_backward
 from lightning_zero.engine.reducer import GradientReducer, report_width
-from lightning_zero.engine.registry import forget, register
 from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
 from lightning_zero.engine.schedule import UnitSchedule
 from lightning_zero.engine.sharded import ShardedUnit
@@ -46,7 +46,7 @@ from lightning_zero.shards.flat import ParameterShard
 from lightning_zero.shards.placeholder import Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 
-__all__ = ["ZeroEngine"]
+__all__ = ["ZeroEngine", "engine_of"]
 
 _Differ = Callable[[ControlGroup], None]
 _RESUME = "No rank goes on with half-updated weights. Resume from the last checkpoint, which is intact."
@@ -54,6 +54,17 @@ _TORN = (
     "{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old and partly new. Resume "
     "from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
 )
+
+
+# Which engine looks after a module: user code that wants to look inside has only its module in hand, and nothing is
+# ever attached to the user's objects. The one global of the package; both sides are weak.
+_ENGINES: WeakKeyDictionary[nn.Module, ref[ZeroEngine]] = WeakKeyDictionary()
+
+
+def engine_of(module: nn.Module) -> ZeroEngine | None:
+    """The engine that looks after ``module`` (the root or any module below it), if there is one."""
+    engine = _ENGINES.get(module)
+    return None if engine is None else engine()
 
 
 class ZeroEngine:
@@ -102,15 +113,18 @@ class ZeroEngine:
         self.shards: dict[str, ParameterShard] = {shard.spec.name: shard for flat in flats for shard in flat.shards}
         self.reduce_gradients = True
         self._always_reduces = plan.placement.shards_gradients
+        self._reduces = True  # whether the running backward does
         self.updating = False  # between the beginning and the end of an optimizer step: masters may be half updated
         self.listeners: list[Callable[[], None]] = []  # told when masters were written from outside
         self._reducer: GradientReducer | None = None
         self._watch = ParameterWatch(module, self.names, flats)
+        self._watch.find_holders(self.units)
         self._replicated = [u for u in self.units if isinstance(u, ReplicatedUnit) and not u.always_bound]
         width = 5 + report_width(sum(flat.layout.trainable for flat in flats))
         self._agreement = Agreement(control, width, self.spans)
         self.access = ParameterAccess(self)
         self._schedule = self._make_schedule()
+        self._sharded = self._schedule.sharded
         self.weights = PublishedWeights(self._replicated, collectives, self.spans, self.access.writes, module)
         self._stepped: Unit | None = None  # whose masters are on their way back from the host
         self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
@@ -126,17 +140,11 @@ class ZeroEngine:
             root = self._schedule.root
             scoped = [*self._replicated, *([root] if root is not None else [])]
             self._hooks.watch_forwards(module, self._sharded, scoped)
-        register(module.modules(), self)
-
-    @property
-    def _sharded(self) -> tuple[ShardedUnit, ...]:
-        return self._schedule.sharded
+        for part in module.modules():
+            _ENGINES[part] = ref(self)
 
     def prepare_training(self) -> None:
-        """Allocate what gradients need and start to collect them.
-
-        Once; a module that is only evaluated needs neither.
-        """
+        """Allocate what gradients need and start to collect them. Once; evaluation needs neither."""
         if self._reducer is None:
             self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.tiers)
             self._reducer.spans = self.spans
@@ -149,10 +157,7 @@ class ZeroEngine:
     def step(self, name: str) -> Iterator[None]:
         """Everything a Lightning step method does: root parameters are in place, units are gathered as they are called.
 
-        Args:
-            name: the method. Calls of one name share an order of units.
-
-        Collective: every rank, with the same names in the same order.
+        Collective: every rank, with the same names of methods in the same order. Calls of one name share an order.
         """
         if self._depth == 0:
             if self.updating and self.plan.offload is not None:
@@ -176,6 +181,7 @@ class ZeroEngine:
         self._depth += 1
         if self._depth > 1 or self.in_backward:
             return
+        self.spans.listen()
         self.collectives.settle()
         self._scope, self._segment = name, 0
         self.weights.bind(name)
@@ -219,25 +225,22 @@ class ZeroEngine:
             self._open_forward()
 
     def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
-        """Meet the other ranks outside of a phase and exchange a few numbers.
-
-        Raises:
-            DivergenceError: on every rank, if the others are at another place.
-
-        Collective: every rank.
-        """
+        """Meet the other ranks outside of a phase and exchange a few numbers: see ``Agreement.round``."""
         return self._agreement.round(place, values)
 
-    def before_unit_forward(self, unit: ShardedUnit) -> None:
-        """Make a unit's full parameters available for its forward."""
+    def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None:
+        """Make a unit's full parameters available for its forward. ``called``: what its module is called with."""
         implicit = self._depth == 0 and not self.in_backward
         if implicit:
             self.enter(f"forward of '{unit.name}'")
-        self._watch.check_identity(unit)
+        for owner, key, parameter in unit.holders:
+            if owner["_parameters"].get(key) is not parameter:
+                self._watch.refuse_replaced(unit, key, parameter)
         self._schedule.unshard(unit)
         guarded = torch.is_grad_enabled()
         call = ForwardCall(unit, unit.version, next_sequence_number(), guarded, implicit, self.in_backward)
-        call.span = self.spans.begin(Phase.FORWARD, unit.name, unit.nbytes)
+        if self.spans.heard:
+            call.span = self.spans.begin(Phase.FORWARD, unit.name, unit.nbytes)
         self._calls.append(call)
         if guarded:
             self._schedule.guard.push()
@@ -247,7 +250,8 @@ class ZeroEngine:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # abandoned in between
         call = self._calls.pop()
-        self.spans.end(call.span)
+        if call.span is not None:
+            self.spans.end(call.span)
         if call.guarded:
             self._schedule.guard.pop()
             if not failed and hook_outputs(output, call, self.before_unit_backward) and not call.recomputed:
@@ -261,10 +265,7 @@ class ZeroEngine:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """One whole backward, so that its end is known even if activation checkpointing runs others inside.
-
-        Collective: every rank.
-        """
+        """One whole backward, whose end is known even if activation checkpointing runs others inside. Collective."""
         self._recover()
         self.begin_backward()
         self._explicit = True
@@ -288,10 +289,12 @@ class ZeroEngine:
         else:
             self.access.take_over(plain=False)
             self._segment = 0
+        self.spans.listen()
         self.weights.bind()
         self.in_backward = True
+        self._reduces = self.reduce_gradients or self._always_reduces
         self._backwards += 1
-        if self._reduces_now or self._sharded:
+        if self._reduces or self._sharded:
             # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
             self._agreement.round(f"begin of backward {self._backwards} (of {self._scope})")
             self.collectives.settle()  # what a backward before this one was doing when an error stopped it
@@ -306,14 +309,16 @@ class ZeroEngine:
 
     def before_unit_backward(self, call: ForwardCall) -> None:
         """Make a unit available for its backward, and let those go whose backward is over."""
-        refuse_double_backward()
+        if torch.is_grad_enabled():
+            refuse_double_backward()
         unit = call.unit
         if call.version != unit.version:
             raise RuntimeError(
                 f"The weights of unit '{unit.name}' were changed (by an optimizer step) between this forward and its "
                 "backward, so the gradients would be wrong. Run forward again after the step, or step later."
             )
-        self.begin_backward()
+        if not self.in_backward:
+            self.begin_backward()
         if call.counted:
             call.counted = False
             unit.outstanding = max(0, unit.outstanding - 1)
@@ -323,7 +328,8 @@ class ZeroEngine:
             self._schedule.unshard(unit)
             self._active.append(unit)
             unit.in_backward = True
-            unit.span = self.spans.begin(Phase.BACKWARD, unit.name, unit.nbytes)
+            if self.spans.heard:
+                unit.span = self.spans.begin(Phase.BACKWARD, unit.name, unit.nbytes)
 
     def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None:
         """Take one finished gradient over from autograd."""
@@ -334,27 +340,29 @@ class ZeroEngine:
             refuse_double_backward()
         if not self.in_backward:
             self.begin_backward()
-        self._reducer.arrive(bucket, position, gradient, self.reduce_gradients or self._always_reduces)
+        self._reducer.arrive(bucket, position, gradient, self._reduces)
+
+    def bucket_filled(self, bucket: GradientBucket) -> None:
+        """Reduce a bucket whose last gradient has arrived, if no forward of its unit waits for its backward."""
+        if self._reduces and self._reducer is not None and bucket.unit.outstanding == 0:
+            self._reducer.finish(bucket.unit.index)
 
     def end_backward(self) -> None:
-        """Reduce what is left, agree with the other ranks that the backward is over, and show gradients to optimizers.
-
-        Collective: every rank.
-        """
+        """Reduce what is left, agree that the backward is over, and show gradients to optimizers. Collective."""
         if not self.in_backward:
             return
         for unit in list(self._active):
             self._finish(unit)
         self._end_span("backward")
-        report = self._reducer.report() if self._reducer is not None and self._reduces_now else []
+        report = self._reducer.report() if self._reducer is not None and self._reduces else []
         rows: list[list[int]] = [report]
         if self._sharded:
             rows = self._schedule.close(report)
-        elif self._reduces_now and self._reducer is not None:
+        elif self._reduces and self._reducer is not None:
             place = f"backward {self._backwards} (of {self._scope})"
             rows = [row[5:] for row in self._agreement.round(place, [0, 0, 0, 0, 0, *report])]
         if self._reducer is not None:
-            if self._reduces_now:
+            if self._reduces:
                 self._reducer.close(rows)
             else:
                 self._reducer.keep_local()
@@ -368,10 +376,6 @@ class ZeroEngine:
     def _end_implicit_backward(self) -> None:
         if self.in_backward and not self._explicit:
             self.end_backward()
-
-    @property
-    def _reduces_now(self) -> bool:
-        return self.reduce_gradients or self._always_reduces
 
     # -------------------------------------------------------------------- step
 
@@ -456,24 +460,14 @@ class ZeroEngine:
         self._returned.add(index)
 
     def agree_stepped(self, failure: BaseException | None) -> None:
-        """Tell the other ranks how the update went.
-
-        Raises:
-            OffloadError: on every rank, if it failed on one.
-
-        Collective: every rank.
-        """
+        """Tell the other ranks how the update went. Collective: every rank; raises on all if it failed on one."""
         self._publish_stepped()
         self.control.raise_together(failure, "take its part of an optimizer step", _RESUME)
 
     def take_over_shown(self, on_disk: bool = True) -> None:
         """Bring home what the user wrote to parameters that show their values all the time. Local.
 
-        Args:
-            on_disk: also to masters on disk.
-
-        Raises:
-            OffloadError: if a disk failed.
+        ``on_disk``: also to masters on disk, which raises ``OffloadError`` if a disk failed.
         """
         self.access.take_over()
         self.access.note_written()
@@ -483,10 +477,7 @@ class ZeroEngine:
                     flat.take_over_shown()
 
     def masters_changed(self, units: Sequence[int]) -> None:
-        """Publish masters that were written from outside (a loaded checkpoint). Not inside a step.
-
-        Collective: every rank.
-        """
+        """Publish masters that were written from outside (a loaded checkpoint). Not inside a step. Collective."""
         torn, self.updating = self.updating, False
         self.access.note_units_replaced(units)
         self.weights.settle()
@@ -534,7 +525,8 @@ class ZeroEngine:
         self.weights.settle()
         self._hooks.remove()
         self.access.release()
-        forget(self.module.modules())
+        for part in self.module.modules():
+            _ENGINES.pop(part, None)
 
     # ----------------------------------------------------------------- private
 
@@ -574,9 +566,10 @@ class ZeroEngine:
     def _finish(self, unit: ShardedUnit) -> None:
         self._active.remove(unit)
         unit.in_backward = False
-        self.spans.end(unit.span)
+        if unit.span is not None:
+            self.spans.end(unit.span)
         self._schedule.reshard(unit)
-        if self._reducer is not None and self._reduces_now and unit.outstanding == 0:
+        if self._reducer is not None and self._reduces and unit.outstanding == 0:
             self._reducer.finish(unit.index)
 
     def _memory_for_backward(self, unit: ShardedUnit) -> tuple[Tensor, bool]:

@@ -108,13 +108,14 @@ class Spans:
 
     def __init__(self) -> None:
         self.observers: list[SpanObserver] = []
+        self.heard = False
+        """Whether anybody listened when the running forward, backward or step began."""
         # Who was told of the beginning is told of the end, whoever comes or goes in between.
         self._open: dict[Span, tuple[tuple[SpanObserver, ...], record_function | None]] = {}
 
-    @property
-    def heard(self) -> bool:
-        """Whether anybody listens now."""
-        return profiler_runs() or bool(self.observers)
+    def listen(self) -> None:
+        """Note in ``heard`` whether anybody listens now: at the beginning of what has many spans."""
+        self.heard = bool(self.observers) or profiler_runs()
 
     def of(self, phase: Phase, unit: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
         """A span around a block of code. Arguments as for ``Span``."""

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,12 @@ from lightning_zero.shards.elements import flat_range
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 
 __all__ = ["UserGradients"]
+
+
+class RunsBackward(Protocol):
+    """What runs backwards."""
+
+    in_backward: bool
 
 
 class _Place(NamedTuple):
@@ -50,14 +56,14 @@ class UserGradients:
 
     Args:
         writes: told of edits.
-        running: whether a backward runs.
+        engine: knows whether a backward runs.
     """
 
-    def __init__(self, writes: ExternalWrites, running: Callable[[], bool]) -> None:
+    def __init__(self, writes: ExternalWrites, engine: RunsBackward) -> None:
         self.whole: dict[nn.Parameter, Tensor | None] = {}
         """Averages in the user's hands (``full_gradients``), by parameter."""
         self._writes = writes
-        self._running = running
+        self._engine = engine
         self._shown: dict[nn.Parameter, tuple[int, SlicedTensor]] = {}  # by the number of the gradient it is of
 
     def watch(self, buckets: Iterable[GradientBucket], bindings: Mapping[nn.Parameter, Binding]) -> None:
@@ -95,7 +101,7 @@ class UserGradients:
             self.whole[parameter] = value
             return
         place = binding.place
-        if place is None or place.shard is None or self._running():
+        if place is None or place.shard is None or self._engine.in_backward:
             set_gradient(parameter, value)
             return
         set_gradient(parameter, None)  # of a backward that this engine has not seen
@@ -126,7 +132,7 @@ class UserGradients:
     def let_go(self, binding: Binding) -> None:
         """``.grad = None`` in a ``zero_grad``, for which this is the quick way."""
         place = binding.place
-        if place is None or self.whole or self._running():
+        if place is None or self.whole or self._engine.in_backward:
             self.write(binding, None)
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -162,7 +168,7 @@ class UserGradients:
             ParameterAccessError: if what was accumulated before is averaged already.
         """
         bucket, position = place
-        if not self._running():
+        if not self._engine.in_backward:
             return local
         whole = place.whole
         if whole is not None:

@@ -24,7 +24,9 @@ from torch import Tensor
 from lightning_zero._torch import (
     Pack,
     Unpack,
+    compiler_of_frames,
     disable_dynamo,
+    opaque_to_dynamo,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     storage_key,
@@ -82,9 +84,9 @@ class SavedTensorGuard:
         self._was_read = was_read
         self._slots: dict[int, Slot] = {}
         self._outer: list[tuple[Pack, Unpack] | None] = []
+        self._kinds: set[type[Tensor]] = {Tensor}  # classes of which nobody looks at what is done
         # Permanent objects that Dynamo does not trace: a fresh closure per forward would be recompiled every time.
-        self._pack_hook = disable_dynamo(self._pack)
-        self._unpack_hook = disable_dynamo(self._unpack)
+        self._pack_hook, self._unpack_hook = self._hooks()
 
     @property
     def depth(self) -> int:
@@ -94,6 +96,10 @@ class SavedTensorGuard:
     def know(self, slot: Slot) -> None:
         """Watch views of a slot's memory."""
         self._slots[slot.key] = slot
+
+    def know_kinds(self, unit: ShardedUnit) -> None:
+        """Expect leaves of the classes that a unit's parameters have while they show their values."""
+        self._kinds.update(kind for _, _, kind in unit.home_views)
 
     def forget_empty(self, permanent: set[int]) -> None:
         """Stop watching memory that was only borrowed and has been given up."""
@@ -115,8 +121,41 @@ class SavedTensorGuard:
         self._outer.pop()
         pop_saved_tensor_hooks()
 
+    def _hooks(self) -> tuple[Pack, Unpack]:
+        """Both hooks, with the way that is nearly always taken: some ten times for every unit, so that calls count."""
+        slots, outer, kinds = self._slots, self._outer, self._kinds
+        pack_otherwise, unpack_otherwise = disable_dynamo(self._pack), disable_dynamo(self._unpack)
+
+        def pack(tensor: Tensor) -> Any:
+            if compiler_of_frames() is not None or type(tensor) not in kinds:
+                return pack_otherwise(tensor)
+            try:
+                slot = slots.get(tensor.untyped_storage()._cdata)
+            except NotImplementedError:  # it has no memory of its own: see ``storage_key``
+                return pack_otherwise(tensor)
+            if slot is None:
+                if outer and outer[-1] is None:
+                    version = tensor._version
+                    return (tensor, version) if version else tensor  # no tuple: less for the collector
+            elif type(unit := slot.owner) is ShardedUnit and (slot is unit.home or slot is unit.own):
+                return _new(_SlotView, (unit, unit.version, _detach(tensor), slot, tensor._version))
+            return pack_otherwise(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            if compiler_of_frames() is None:
+                if type(packed) is _SlotView:
+                    unit, version, view, slot, writes = packed
+                    current = unit.version == version and (writes < 0 or view._version == writes)
+                    if current and unit.in_backward and unit.storage is slot and not _makes_graph():
+                        return view  # its backward is running, as nearly always
+                elif type(packed) is Tensor and not packed._version:
+                    return packed
+            tensor: Tensor = unpack_otherwise(packed)
+            return tensor
+
+        return opaque_to_dynamo(pack, self._pack), opaque_to_dynamo(unpack, self._unpack)
+
     def _pack(self, tensor: Tensor) -> Any:
-        # Some ten times in every unit's forward: what is not called, or not made, counts.
         slot = self._slots.get(storage_key(tensor))
         if slot is not None and isinstance(slot.owner, ShardedUnit):
             unit = slot.owner
@@ -132,7 +171,7 @@ class SavedTensorGuard:
         if outer is not None:
             return _Handed(outer[0](tensor), outer[1])
         version = tensor._version
-        return (tensor, version) if version else tensor  # no tuple where nothing was changed: less for the collector
+        return (tensor, version) if version else tensor
 
     def _unpack(self, packed: Any) -> Tensor:
         kind = type(packed)

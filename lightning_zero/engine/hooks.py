@@ -12,8 +12,15 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from lightning_zero._torch import disable_dynamo, forward_hooks, in_function_transform, is_tracing
-from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero._torch import (
+    compiler_of_frames,
+    disable_dynamo,
+    forward_hooks,
+    in_function_transform,
+    is_tracing,
+    opaque_to_dynamo,
+)
+from lightning_zero.engine.bucket import GradientBucket, collector
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
@@ -75,13 +82,10 @@ class EngineHooks:
         """Gather ``unit`` around every forward of ``module``, before the user's own hooks see it."""
         engine = self._engine
 
-        def before(module: nn.Module, args: Any) -> None:
-            engine.before_unit_forward(unit)
-
         def after(module: nn.Module, args: Any, output: Any) -> None:
             engine.after_unit_forward(unit, output, output is None and sys.exc_info()[1] is not None)
 
-        self._around(module, before, after)
+        self._around(module, partial(engine.before_unit_forward, unit), after)
 
     def watch_scope(self, module: nn.Module, name: str, units: Sequence[ReplicatedUnit] = ()) -> None:
         """Keep the root's parameters in place around every forward of a module that is not a unit itself.
@@ -122,26 +126,15 @@ class EngineHooks:
         self._handles.clear()
 
     def _watch_gradient(self, parameter: nn.Parameter, bucket: GradientBucket, position: int) -> None:
-        # Weak: Python's collector does not see through this kind of hook, so what it held would never be freed.
-        weak_engine, weak_bucket = ref(self._engine), ref(bucket)
-
-        def arrived(parameter: Tensor) -> None:
-            bucket = weak_bucket()
-            if bucket is None or bucket.take(position, parameter):
-                return
-            engine = weak_engine()
-            if engine is not None:
-                engine.gradient_arrived(bucket, position, parameter)
-
         register: Any = Tensor.register_post_accumulate_grad_hook
-        handle = register(parameter, arrived)
+        handle = register(parameter, collector(bucket, position, self._engine))
         self._handles.append(handle)
         binding = binding_of(parameter)
         if binding is not None:
             binding.last_hook = handle.id
 
     def _around(self, module: nn.Module, before: Any, after: Any) -> None:
-        first, last = (_Attached(disable_dynamo(hook), module) for hook in (before, after))
+        first, last = (_Attached(hook, module) for hook in (before, after))
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
 
@@ -157,17 +150,18 @@ class _Attached:
         module: where it is registered.
     """
 
-    __slots__ = ("_function", "_module")
+    __slots__ = ("_disabled", "_function", "_module")
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
         self._function = function
+        self._disabled = disable_dynamo(function)
         self._module = ref(module)
 
     def __call__(self, *args: Any) -> None:
         if is_tracing():
             self._refuse("A trace")
         try:
-            self._function(*args)
+            (self._function if compiler_of_frames() is None else self._disabled)(*args)
         except ZeroError:
             raise
         except RuntimeError as error:
@@ -178,6 +172,8 @@ class _Attached:
                 "where its parameters cannot be put together. Use torch.autograd.grad; or run the transform inside "
                 "`with lightning_zero.full_parameters(module):`, on every rank, outside of a step; or use stage 1 or 2."
             ) from error
+
+    opaque_to_dynamo(__call__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         self._check_shown("A copy")

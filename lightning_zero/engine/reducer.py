@@ -102,17 +102,13 @@ class GradientReducer:
             gradient: full shape. Read once.
             reduce: whether this micro-step reduces at all.
         """
-        if bucket.copy_in(position, gradient):
-            if reduce and not bucket.missing and bucket.unit.outstanding == 0:
-                self.finish(bucket.unit.index)
-            return
         if bucket.launched and not bucket.dirty:
             bucket.start_round()
         homeless = bucket.full is None or (bucket.resident is None and bucket.launched and not bucket.dirty)
-        if homeless and not bucket.collect_in_shard():
+        if homeless and not (bucket.is_alone and bucket.collect_in_shard()):
             self._claim(bucket)
         bucket.add(position, gradient)
-        if reduce and bucket.complete and bucket.unit.outstanding == 0:
+        if reduce and not bucket.missing and bucket.unit.outstanding == 0:
             self.finish(bucket.unit.index)
 
     def finish(self, unit: int) -> None:
@@ -250,7 +246,8 @@ class GradientReducer:
             parts = _carve(buffer, group)
         for member, full in zip(group, parts, strict=True):
             if member.full is None or not member.dirty:
-                member.drain()
+                if member.pending is not None:
+                    member.drain()
                 member.give_buffer(full, lasting=buffer is slot.buffer)
 
     def _drainable(self, holders: Sequence[GradientBucket]) -> bool:

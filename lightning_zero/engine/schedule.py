@@ -27,7 +27,7 @@ from lightning_zero.engine.agreement import Agreement, ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.order import OrderChange, UnitOrder
-from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.sharded import ShardedUnit, UnitState
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
 from lightning_zero.plan import Plan
@@ -86,6 +86,7 @@ class UnitSchedule:
         self._root_is_guarded = False
         for unit in self.sharded:
             self.guard.know(unit.home)
+            self.guard.know_kinds(unit)
         self._at = {unit.index: unit for unit in self.sharded}
         self._permanent = {unit.home.key for unit in self.sharded}
         self._whole = self._in_their_shards() if collectives.world_size == 1 and fetcher is None else ()
@@ -99,7 +100,7 @@ class UnitSchedule:
             agreement,
             slots,
             self._issue,
-            lambda index: self._at[index].resident,
+            self._resident,
             self._may_take,
             plan.prefetch,
             None if fetcher is None else lambda index: fetcher.ahead(self._at[index].sources),
@@ -187,11 +188,10 @@ class UnitSchedule:
     def unshard(self, unit: ShardedUnit) -> None:
         """Make a unit whole, show its values in the user's parameters, and keep them there until ``reshard``."""
         self._order.need(unit.index)
-        if unit.pending:
+        if self._spans.heard and not all(handle.done for handle in unit.pending):
             with self._spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes):
                 unit.wait()
         unit.bind()
-        unit.pin()
 
     def reshard(self, unit: ShardedUnit) -> None:
         """Take back one ``unshard``; the last one lets the memory be used by another unit."""
@@ -293,6 +293,10 @@ class UnitSchedule:
         self._failure = self._failure or failure
         if unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
             self.guard.know(unit.storage)
+
+    def _resident(self, index: int) -> bool:
+        unit = self._at[index]
+        return unit.machine.state is not UnitState.SHARDED and unit.filled_at == unit.version
 
     def _may_take(self, index: int) -> bool:
         unit = self._at[index]

@@ -137,6 +137,8 @@ class ShardedUnit(Unit):
         self.nbytes = sum(flat.layout.numel * flat.layout.compute_dtype.itemsize for flat in flats)
         self.in_backward = False  # acquired for its running backward
         self.span: Span | None = None  # of that, if somebody listens
+        self.holders: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        """Where each parameter is an attribute: the module's ``vars``, and its name there."""
         self.machine = UnitStateMachine(self.name)
         self.storage: Slot | None = None  # where the full parameters are: home, or memory for this once
         self.pins = 0
@@ -149,11 +151,11 @@ class ShardedUnit(Unit):
         self.sources = [flat.master if flat.weights is None else flat.weights for flat in flats]
         """What the full parameters are gathered from, of each layout: 1-D, wherever it rests."""
         self._home_buffers = self._carve(slot)
-        self._home_views = self._bindings(self._home_buffers)
+        self.home_views = self._bindings(self._home_buffers)
         self._moves = list(zip(self.sources, self._home_buffers, strict=True))
-        self._views = self._home_views
+        self._views = self.home_views
         self._what = f"parameters of unit '{self.name}'"
-        self._filled_at = -1  # version of the weights in storage
+        self.filled_at = -1  # version of the weights in storage
         self._scratch: Slot | None = None
         self.own: Slot | None = None
         """This rank's shard, where it is the whole unit and can be computed with as it lies."""
@@ -198,7 +200,7 @@ class ShardedUnit(Unit):
     @property
     def resident(self) -> bool:
         """Whether the full, current weights are here or on their way."""
-        return self.machine.state is not UnitState.SHARDED and self._filled_at == self.version
+        return self.machine.state is not UnitState.SHARDED and self.filled_at == self.version
 
     def launch(
         self,
@@ -226,14 +228,24 @@ class ShardedUnit(Unit):
         if in_place and self.own is not None and not self.pins:
             self.release()
             streams.wait(masters)
-            self._is_filled(self.own, self._own_views)
+            self._is_filled(self.own, self._own_views, [])
             return None
-        target = self._take_storage()
+        home = self.home
+        if self.pins or home.pins:
+            target = self._take_storage()
+        else:
+            if self.machine.state is not UnitState.SHARDED:
+                self.release()
+            if home.owner is not None and home.owner is not self:
+                home.owner.release()
+            target = home
         at_home = target is self.home
         if at_home and fetcher is None and not streams.beside:  # once or twice for every unit: nothing to be ordered
+            pending = []
             with untracked():
-                pending = [collectives.all_gather(buffer, self._what, None, source) for source, buffer in self._moves]
-            self._is_filled(target, self._home_views, pending)
+                for source, buffer in self._moves:
+                    pending.append(collectives.all_gather(buffer, self._what, None, source))
+            self._is_filled(target, self.home_views, pending)
             return None
         buffers = self._home_buffers if at_home else self._carve(target)
         pending = []
@@ -250,34 +262,29 @@ class ShardedUnit(Unit):
                 handle.wait()
             self._scratch = None
             return failure
-        self._is_filled(target, self._home_views if at_home else self._bindings(buffers), pending)
+        self._is_filled(target, self.home_views if at_home else self._bindings(buffers), pending)
         return failure
 
     def _is_filled(
         self,
         storage: Slot,
         views: list[tuple[nn.Parameter, Tensor, type[nn.Parameter]]],
-        pending: Sequence[Pending] = (),
+        pending: list[Pending],
     ) -> None:
         """Note where the current weights are, or will be when what is ``pending`` has come."""
-        self.storage, self._views, self._filled_at = storage, views, self.version
-        self.pending = [handle for handle in pending if not handle.done]
+        self.storage, self._views, self.filled_at = storage, views, self.version
+        self.pending = pending
         storage.owner = self
         self.machine.move(UnitState.GATHERING)
 
     def _take_storage(self) -> Slot:
-        """The slot, given up by its last owner, or fresh memory where that is not possible."""
-        if self.pins:
-            self._scratch = Slot.allocate(self.home.buffer.numel(), self.home.buffer.device)
-            return self._scratch
-        if self.machine.state is not UnitState.SHARDED:
+        """Fresh memory, where the slot, or the unit itself, is in use."""
+        if not self.pins and self.machine.state is not UnitState.SHARDED:
             self.release()
-        home = self.home
-        if home.pins:
-            return Slot.allocate(home.buffer.numel(), home.buffer.device)
-        if home.owner is not None and home.owner is not self:
-            home.owner.release()
-        return home
+        memory = Slot.allocate(self.home.buffer.numel(), self.home.buffer.device)
+        if self.pins:
+            self._scratch = memory
+        return memory
 
     def wait(self) -> None:
         """Order everything from now on behind the gather."""
@@ -288,11 +295,15 @@ class ShardedUnit(Unit):
             self.machine.move(UnitState.UNSHARDED)
 
     def bind(self) -> None:
-        """Let the user's parameters be views of the full values."""
+        """Let the user's parameters be views of the full values, and pin these."""
         machine = self.machine
+        if machine.state is UnitState.GATHERING:
+            self.wait()
+        self.pins += 1
+        if self.storage is not None:
+            self.storage.pins += 1
         if machine.state is UnitState.BOUND:
             return
-        self.wait()
         machine.move(UnitState.BOUND)
         if not self.held:
             for parameter, view, kind in self._views:
@@ -305,8 +316,10 @@ class ShardedUnit(Unit):
             return
         self.machine.move(UnitState.UNSHARDED)
         if not self.held:
-            self.show_placeholders()
-        if self.storage is not None:
+            for parameter, placeholder, kind in self._placeholders:  # as ``show_placeholders`` does
+                set_data(parameter, placeholder)
+                parameter.__class__ = kind
+        if streams.beside and self.storage is not None:
             self.storage.free = streams.mark()
 
     def pin(self) -> None:
@@ -367,7 +380,7 @@ class ShardedUnit(Unit):
         if self.storage is not None and self.storage.owner is self:
             self.storage.owner = None
         self.storage = None
-        self._views = self._home_views
+        self._views = self.home_views
         self.machine.move(UnitState.SHARDED)
 
     def poison(self, streams: Streams) -> None:
@@ -388,7 +401,7 @@ class ShardedUnit(Unit):
         if self.storage is not None:
             self.storage.pins = 0
             self.storage.owner = None
-        self.storage, self.pending, self._views = None, [], self._home_views
+        self.storage, self.pending, self._views = None, [], self.home_views
         self.pins, self.outstanding, self.in_backward, self.kept = 0, 0, False, False
         self.machine = UnitStateMachine(self.name)
 

@@ -206,7 +206,10 @@ class _Shown:
 
     @property
     def grad(self: Any) -> Tensor | None:
-        caller, binding = sys._getframe(1), binding_of(self)
+        caller, weak = sys._getframe(1), _BINDINGS.get(id(self))
+        binding = None if weak is None else weak()  # ``binding_of``, without a call: every `zero_grad` is here
+        if binding is not None and binding.parameter is not self:
+            binding = None
         let_go = None if binding is None else binding.let_go
         if let_go is not None and id(caller.f_code) in ZERO_GRADS and caller.f_locals["set_to_none"]:
             let_go(binding)  # it only asks whether there is one: none is made to be shown

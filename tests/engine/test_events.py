@@ -27,6 +27,7 @@ class Listener:
 def test_nobody_listens() -> None:
     spans = Spans()
 
+    spans.listen()
     assert not spans.heard
     assert spans.of(Phase.GATHER, "a", 1) is spans.of(Phase.STEP)  # one shared context, which does nothing
     assert spans.begin(Phase.GATHER, "a", 1) is None
@@ -46,6 +47,7 @@ def test_a_listener_is_told_of_both_ends() -> None:
 
     gather, forward = (Phase.GATHER, "a", 12), (Phase.FORWARD, "b", 0)
     assert listener.heard == [("begin", *gather), ("begin", *forward), ("end", *gather), ("end", *forward)]
+    spans.listen()
     assert spans.heard
 
 
@@ -101,6 +103,7 @@ def test_equal_spans_are_told_apart() -> None:
 def test_a_profiler_shows_ranges() -> None:
     spans = Spans()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        spans.listen()
         assert spans.heard
         span = spans.begin(Phase.FORWARD, "layers.0")
         with spans.of(Phase.WAIT_GATHER, "layers.1"):
@@ -110,6 +113,7 @@ def test_a_profiler_shows_ranges() -> None:
     names = {event.key for event in profiler.key_averages()}
 
     assert {"zero: forward layers.0", "zero: wait for gather layers.1", "zero: step"} <= names
+    spans.listen()
     assert not spans.heard
 
 

@@ -61,6 +61,7 @@ class World:
         self.guard.push()
         yield self.module[index]
         self.guard.pop()
+        unit.unpin()
         unit.unbind(Streams(CPU))
 
 

@@ -1,0 +1,91 @@
+"""One steady training step in a trace: how many of the package's functions it calls, in how many files."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
+
+PACKAGE = str(Path(lightning_zero.__file__).parent)
+TRACED = 4  # the step that is traced: by then orders are recorded
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.phase = "forward"
+        self.calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(torch.ones(2, 128)).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.phase = "forward"
+        if batch_idx == TRACED:
+            sys.setprofile(self._note)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.phase = "backward"
+
+    def on_after_backward(self) -> None:
+        self.phase = "step"
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            place = f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]} {frame.f_code.co_name}"
+            self.calls[self.phase][place] += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def trace(rank: int, stage: Any) -> dict[str, Counter[str]]:
+    torch.manual_seed(0)
+    net = Net()
+    with quiet():
+        trainer = make_trainer(ZeroStrategy(stage=stage, units=["Block"]), gradient_clip_val=1.0)
+        trainer.fit(net, DataLoader(range(TRACED + 1), batch_size=None))
+    return dict(net.calls)
+
+
+# Four units of four parameters. In stage 3 each is gathered, bound, guarded and let go twice, and autograd saves seven
+# tensors in its forward; a gradient of every parameter arrives, and is cleared by zero_grad.
+LIMITS = {
+    1: {"forward": (90, 17), "backward": (160, 16)},
+    3: {"forward": (320, 25), "backward": (445, 20)},
+}
+
+
+@pytest.mark.parametrize("stage", LIMITS)
+def test_a_step_takes_few_calls_in_few_files(stage: int) -> None:
+    found = run_world(2, trace, stage, environment={"LIGHTNING_ZERO_SHARED_MEMORY": "0"})[0]
+    for phase, (calls, files) in LIMITS[stage].items():
+        counted = found[phase]
+        assert sum(counted.values()) <= calls, f"{phase}: {sum(counted.values())} calls: {counted.most_common(20)}"
+        names = sorted({place.split()[0] for place in counted})
+        assert len(names) <= files, f"{phase}: {names}"
