@@ -3,33 +3,59 @@
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, Protocol
 from weakref import proxy
 
+import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
+from lightning_zero.comm import ControlGroup
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import copy_slice
 from lightning_zero.engine.gradients import UserGradients
-from lightning_zero.engine.replicated import ReplicatedUnit
+from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.plan import Plan
 from lightning_zero.shards.binding import Binding, get_data, is_absent
+from lightning_zero.shards.flat import FlatParameters, ParameterShard
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import values_of
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.engine import ZeroEngine
-from collections.abc import Mapping
-
-import torch
-
-from lightning_zero.shards.flat import FlatParameters
+from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["ParameterAccess", "ParameterWatch"]
+
+
+class RunsUnits(Protocol):
+    """What the access to parameters asks of its engine."""
+
+    units: list[Unit]
+    shards: dict[str, ParameterShard]
+    plan: Plan
+    tiers: MemoryTiers
+    control: ControlGroup
+    device: torch.device
+    weights: PublishedWeights
+    in_backward: bool
+    updating: bool
+    forwards: int
+
+    @property
+    def computes(self) -> bool:
+        """Whether a forward or a backward runs."""
+
+    @property
+    def gathered(self) -> bool:
+        """Whether units beside the root were gathered in the running phase."""
+
+    def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
+        """Meet the other ranks. Collective: every rank."""
+
+    def masters_were_written(self, units: Sequence[int] = ()) -> None:
+        """Note that masters were written past the optimizer."""
 
 
 class ParameterAccess:
@@ -39,8 +65,8 @@ class ParameterAccess:
         engine: who asked for it; its units are built.
     """
 
-    def __init__(self, engine: ZeroEngine) -> None:
-        self._engine: ZeroEngine = proxy(engine)
+    def __init__(self, engine: RunsUnits) -> None:
+        self._engine: RunsUnits = proxy(engine)
         self.writes = ExternalWrites()
         self.stepping: Callable[[], bool] | None = None
         """Tells whether an optimizer step is what called; ``None`` while there is none."""
@@ -146,7 +172,7 @@ class ParameterAccess:
 
         def editable() -> bool:
             """Whether nobody gathers the values, or has saved any, or shows them."""
-            if engine.computes and (engine.in_backward or engine._schedule.gathered or sharded.resident):
+            if engine.computes and (engine.in_backward or engine.gathered or sharded.resident):
                 return False
             return not (binding.held or sharded.outstanding or engine.updating)
 
@@ -201,7 +227,7 @@ class ParameterAccess:
 
     def note_replaced(self, what: str) -> None:
         """Note that parameters have other values than their units have gathered."""
-        self._replaced = self._engine._forwards, what
+        self._replaced = self._engine.forwards, what
 
     def note_units_replaced(self, units: Sequence[int]) -> None:
         """The same of whole units."""
@@ -215,7 +241,7 @@ class ParameterAccess:
             ParameterAccessError: if a parameter was written to after the forward.
         """
         forwards, what = self._replaced
-        if forwards == self._engine._forwards and isinstance(error, RuntimeError) and "inplace operation" in str(error):
+        if forwards == self._engine.forwards and isinstance(error, RuntimeError) and "inplace operation" in str(error):
             raise ParameterAccessError(
                 f"{what}: other values were written between a forward and its backward, which needs those of the "
                 "forward. Write to parameters before the forward, or after the backward (`on_after_backward`)."

@@ -130,7 +130,7 @@ class ZeroEngine:
         self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
         self._running: dict[str, Span | None] = {}  # stretches of time that begin and end in different calls
         self._depth, self._scope, self._segment = 0, "", 0
-        self._forwards, self._backwards, self._steps = 0, 0, 0
+        self.forwards, self._backwards, self._steps = 0, 0, 0
         self.in_backward = False  # a backward runs
         self._explicit = False
         self._active: list[ShardedUnit] = []
@@ -409,7 +409,7 @@ class ZeroEngine:
         self._returned.clear()
         self.take_over_shown(on_disk=False)  # those are stepped on from what is shown
         self._steps += 1
-        place = f"step {self._steps} of {label}, after {self._forwards} forwards and {self._backwards} backwards"
+        place = f"step {self._steps} of {label}, after {self.forwards} forwards and {self._backwards} backwards"
         rows = self._agreement.round(place, [self.access.writes.digest, *values])
         self.access.writes.compare([row[0] for row in rows], self.control)
         if differ is not None and any(row != rows[0] for row in rows):
@@ -495,6 +495,11 @@ class ZeroEngine:
             listener()
 
     @property
+    def gathered(self) -> bool:
+        """Whether units beside the root were gathered in the running phase."""
+        return self._schedule.gathered
+
+    @property
     def computes(self) -> bool:
         """Whether a forward or a backward runs, in which units are gathered."""
         return self._depth > 0 or self.in_backward
@@ -555,8 +560,8 @@ class ZeroEngine:
             self.spans.end(self._running.pop(name, None))
 
     def _open_forward(self) -> None:
-        self._forwards += 1
-        name, place = f"forward {self._segment} of {self._scope}", f"forward {self._forwards} ({self._scope})"
+        self.forwards += 1
+        name, place = f"forward {self._segment} of {self._scope}", f"forward {self.forwards} ({self._scope})"
         self._schedule.open(name, place, amid=self._segment > 0)
 
     def _close_forward(self) -> None:

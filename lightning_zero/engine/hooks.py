@@ -6,38 +6,53 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero._torch import (
     compiler_of_frames,
     disable_dynamo,
     forward_hooks,
+    hook_gradient,
     in_function_transform,
     is_tracing,
     opaque_to_dynamo,
+    sequence_number,
 )
-from lightning_zero.engine.bucket import GradientBucket, collector
-from lightning_zero.engine.replicated import ReplicatedUnit
+from lightning_zero.engine.bucket import GradientBucket, Reduces, collector
+from lightning_zero.engine.events import Span
+from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
 from lightning_zero.shards.binding import binding_of, is_absent
 
-if TYPE_CHECKING:
-    from lightning_zero.engine.engine import ZeroEngine
-from dataclasses import dataclass
-
-import torch
-from torch.utils._pytree import tree_leaves
-
-from lightning_zero._torch import hook_gradient, sequence_number
-from lightning_zero.engine.events import Span
-
 __all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "refuse_double_backward", "unhooked"]
+
+
+class Verbs(Reduces, Protocol):
+    """What hooks call."""
+
+    module: nn.Module
+    weights: PublishedWeights
+
+    def enter(self, name: str, called: bool = False) -> None:
+        """Begin a scope in which units may be needed."""
+
+    def leave(self, failed: bool) -> None:
+        """End it."""
+
+    def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None:
+        """Make a unit's full parameters available for its forward."""
+
+    def after_unit_forward(self, unit: ShardedUnit, output: Any, failed: bool) -> None:
+        """Let it go after that."""
 
 
 class EngineHooks:
@@ -47,7 +62,7 @@ class EngineHooks:
         engine: whose verbs they call.
     """
 
-    def __init__(self, engine: ZeroEngine) -> None:
+    def __init__(self, engine: Verbs) -> None:
         self._engine = engine
         self._handles: list[Any] = []
 
@@ -237,7 +252,7 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
                     table.move_to_end(earlier, last=False)
 
 
-def _keep(engine: ZeroEngine, *args: Any) -> None:
+def _keep(engine: Verbs, *args: Any) -> None:
     """A hook that does nothing but hold the engine."""
 
 
