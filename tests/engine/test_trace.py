@@ -76,8 +76,8 @@ def trace(rank: int, stage: Any) -> dict[str, Counter[str]]:
 # Four units of four parameters. In stage 3 each is gathered, bound, guarded and let go twice, and autograd saves seven
 # tensors in its forward; a gradient of every parameter arrives, and is cleared by zero_grad.
 LIMITS = {
-    1: {"forward": (90, 17), "backward": (160, 16)},
-    3: {"forward": (320, 25), "backward": (445, 20)},
+    1: {"forward": (100, 19), "backward": (160, 17)},
+    3: {"forward": (330, 26), "backward": (445, 21)},
 }
 
 
@@ -85,7 +85,7 @@ LIMITS = {
 def test_a_step_takes_few_calls_in_few_files(stage: int) -> None:
     found = run_world(2, trace, stage, environment={"LIGHTNING_ZERO_SHARED_MEMORY": "0"})[0]
     for phase, (calls, files) in LIMITS[stage].items():
-        counted = found[phase]
+        counted = Counter(found[phase])
         assert sum(counted.values()) <= calls, f"{phase}: {sum(counted.values())} calls: {counted.most_common(20)}"
         names = sorted({place.split()[0] for place in counted})
         assert len(names) <= files, f"{phase}: {names}"
