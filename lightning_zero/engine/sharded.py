@@ -219,9 +219,7 @@ class ShardedUnit(Unit):
             fetcher: brings shards from where they rest; ``None``: all rest on the device.
             in_place: compute in the shard if it is the whole unit, and gather nothing.
 
-        Returns:
-            Why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
-
+        Returns why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
         Collective: every rank, in the agreed order of units.
         """
         failure: OffloadError | None = None
@@ -234,11 +232,11 @@ class ShardedUnit(Unit):
         if self.pins or home.pins:
             target = self._take_storage()
         else:
+            target = home
             if self.machine.state is not UnitState.SHARDED:
                 self.release()
             if home.owner is not None and home.owner is not self:
                 home.owner.release()
-            target = home
         at_home = target is self.home
         if at_home and fetcher is None and not streams.beside:  # once or twice for every unit: nothing to be ordered
             pending = []
