@@ -196,13 +196,17 @@ Offload = HostOffload | NvmeOffload
 
 def _check_offloaded(policy: Offload) -> None:
     name = type(policy).__name__
-    for field in ("optimizer", "parameters"):
-        if not isinstance(getattr(policy, field), bool):
-            raise ValueError(f"{name}.{field} must be true or false, got {getattr(policy, field)!r}.")
+    _check_switches(policy, "optimizer", "parameters")
     if not policy.optimizer and not policy.parameters:
         raise ValueError(f"{name} with optimizer=False and parameters=False offloads nothing: leave `offload` out.")
     if policy.threads is not None:
         _check_threads(f"{name}.threads", policy.threads)
+
+
+def _check_switches(policy: object, *fields: str) -> None:
+    for field in fields:
+        if not isinstance(value := getattr(policy, field), bool):
+            raise ValueError(f"{type(policy).__name__}.{field} must be true or false, got {value!r}.")
 
 
 def _check_threads(name: str, threads: int) -> None:
@@ -253,8 +257,7 @@ class ActivationPolicy:
                     "ActivationPolicy.checkpointing must be 'units', a list of class names such as ['Block'], or left "
                     f"out; got {self.checkpointing!r}."
                 ) from None
-        if not isinstance(self.offload, bool):
-            raise ValueError(f"ActivationPolicy.offload must be true or false, got {self.offload!r}.")
+        _check_switches(self, "offload")
         if isinstance(self.min_kib, bool) or not isinstance(self.min_kib, (int, float)) or not self.min_kib >= 0:
             raise ValueError(f"ActivationPolicy.min_kib must be a number of KiB, 0 or more, got {self.min_kib!r}.")
 
@@ -292,9 +295,7 @@ class CheckpointPolicy:
     def __post_init__(self) -> None:
         if self.format not in ("sharded", "consolidated"):
             raise ValueError(f"CheckpointPolicy.format must be 'sharded' or 'consolidated', got {self.format!r}.")
-        for name in ("async_save", "exclude_frozen", "verify", "strict_initial_weights"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"CheckpointPolicy.{name} must be true or false, got {getattr(self, name)!r}.")
+        _check_switches(self, "async_save", "exclude_frozen", "verify", "strict_initial_weights")
         if self.initial_weights is not None and not (isinstance(self.initial_weights, str) and self.initial_weights):
             raise ValueError(
                 f"CheckpointPolicy.initial_weights must be a path or URL as a string, got {self.initial_weights!r}."

@@ -84,40 +84,24 @@ class PlanCLI(ZeroCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what describes the model and the machine, and the settings of the plan."""
-        add = parser.add_argument
-        add("--hf_config", "--hf-config", type=str | None, default=None, help="A config.json, or a folder with one.")
-        add("--parameters", type=str | None, default=None, help="A number of parameters instead of a model: 7.5B.")
-        sizes = {
-            "device_memory": "Memory of one device, for example 80GB or 24GiB: recommends a stage that fits.",
-            "host_memory": "Host memory for each process. As much as it takes if not given.",
-            "activations": "What has to stay free on the device.",
-        }
-        for name, text in sizes.items():
+
+        def add(name: str, of: Any, text: str) -> None:
+            """An option that may be left out, with its hyphens as hyphens too."""
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-            add(*spellings, type=str | None, default=None, help=text)
-        add("--stage", type=Stage | None, default=None, help="ZeRO stage. From trainer.strategy if not given.")
-        add(
-            "--world_size",
-            "--world-size",
-            type=PositiveInt | None,
-            default=None,
-            help="Number of processes. trainer.devices * trainer.num_nodes if not given.",
-        )
-        add("--units", type=list[str] | None, default=None, help="Class names that become units.")
-        add(
-            "--bucket_mib",
-            "--bucket-mib",
-            type=PositiveFloat | None,
-            default=None,
-            help="Size of a gradient bucket in MiB (stages 1 and 2).",
-        )
-        add("--prefetch", type=NonNegativeInt | None, default=None, help="Units gathered ahead (stage 3).")
-        add(
-            "--offload",
-            type=Literal["host", "nvme", "none"] | None,
-            default=None,
-            help="Where optimizer state rests, in stage 3 parameters too. From trainer.strategy if not given.",
-        )
+            parser.add_argument(*spellings, type=of | None, default=None, help=text)
+
+        add("hf_config", str, "A config.json, or a folder with one.")
+        add("parameters", str, "A number of parameters instead of a model: 7.5B.")
+        add("device_memory", str, "Memory of one device, for example 80GB or 24GiB: recommends a stage that fits.")
+        add("host_memory", str, "Host memory for each process. As much as it takes if not given.")
+        add("activations", str, "What has to stay free on the device.")
+        add("stage", Stage, "ZeRO stage. From trainer.strategy if not given.")
+        add("world_size", PositiveInt, "Number of processes. trainer.devices * trainer.num_nodes if not given.")
+        add("units", list[str], "Class names that become units.")
+        add("bucket_mib", PositiveFloat, "Size of a gradient bucket in MiB (stages 1 and 2).")
+        add("prefetch", NonNegativeInt, "Units gathered ahead (stage 3).")
+        rests = "Where optimizer state rests, in stage 3 parameters too. From trainer.strategy if not given."
+        add("offload", Literal["host", "nvme", "none"], rests)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse ``args``, the command line without the word ``plan``.

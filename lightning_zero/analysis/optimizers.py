@@ -60,13 +60,8 @@ class OptimizerCost:
             raise ValueError(f"way must be 'loop', 'foreach' or 'fused', got {self.way!r}.")
 
     def way_on(self, accelerator: bool) -> str:
-        """How it steps on such a device."""
-        return self.way or ("foreach" if accelerator and self.foreach_exists else "loop")
-
-    @property
-    def foreach_exists(self) -> bool:
-        """Whether torch chooses to step on all parameters at once. Whole parameters are stepped on one by one."""
-        return not self.whole
+        """How it steps on such a device. Whole parameters are stepped on one by one."""
+        return self.way or ("foreach" if accelerator and not self.whole else "loop")
 
     def step_nbytes(self, sizes: Sequence[int], accelerator: bool) -> int:
         """Most bytes that a step makes and holds at once.

@@ -204,11 +204,8 @@ class CommunicationMonitor(StepMonitor):
         Trainer(strategy="zero3", callbacks=[lightning_zero.CommunicationMonitor()])
     """
 
-    def __init__(self, every_n_steps: int | None = None, summary: bool | None = None) -> None:
-        super().__init__(every_n_steps, summary)
-        self._clear()
-
-    def _clear(self) -> None:
+    def _forget(self) -> None:
+        super()._forget()
         self._clock: PhaseClock | None = None
         self._sent: dict[str, CollectiveTraffic] = {}
         self._inside = False  # a step is running
@@ -220,7 +217,6 @@ class CommunicationMonitor(StepMonitor):
 
     def attach(self, trainer: pl.Trainer, engine: ZeroEngine) -> None:
         """Count collectives from now on."""
-        self._clear()
         self._clock = PhaseClock(engine.device)
         engine.collectives.observers.append(self._note)
 

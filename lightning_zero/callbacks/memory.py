@@ -68,8 +68,8 @@ class MemoryMonitor(StepMonitor):
         Trainer(strategy="zero3", callbacks=[lightning_zero.MemoryMonitor(every_n_steps=100)])
     """
 
-    def __init__(self, every_n_steps: int | None = None, summary: bool | None = None) -> None:
-        super().__init__(every_n_steps, summary)
+    def _forget(self) -> None:
+        super()._forget()
         self._watermark: _Watermark | None = None
         self._expected: _Expected | None = None
         self._held: MemoryStats | None = None
@@ -78,7 +78,6 @@ class MemoryMonitor(StepMonitor):
 
     def attach(self, trainer: pl.Trainer, engine: ZeroEngine) -> None:
         """Look at the plan."""
-        self._held, self._beside, self._process = None, 0, {}
         self._expected = expected_of(strategy_of(trainer))
         if engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(engine.device)  # set-up has a peak of its own

@@ -25,16 +25,7 @@ STEADY = 3
 
 
 class StepMonitor(pl.Callback):
-    """Calls ``begin`` and ``end`` around every optimizer step with all its micro-steps.
-
-    Args:
-        every_n_steps: how often a step is measured and logged, beginning with the third; ``None``: the Trainer's
-            ``log_every_n_steps``.
-        summary: whether a table appears at the end of a fit, on rank 0; ``None``: where the Trainer has no logger.
-
-    Raises:
-        ValueError: if a setting is not usable.
-    """
+    """Calls ``begin`` and ``end`` around every optimizer step with all its micro-steps."""
 
     def __init__(self, every_n_steps: int | None = None, summary: bool | None = None) -> None:
         if every_n_steps is not None and (isinstance(every_n_steps, bool) or every_n_steps < 1):
@@ -45,6 +36,7 @@ class StepMonitor(pl.Callback):
         self._forget()
 
     def _forget(self) -> None:
+        """What an earlier fit has left."""
         self._every = 0
         self._step = 0  # optimizer steps of this fit that have ended
         self._micro_steps = 0  # of the running step
