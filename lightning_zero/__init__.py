@@ -43,7 +43,7 @@ __all__ = [
     "register_strategies",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def register_strategies() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_zero
 from lightning_zero import build_plan
 from lightning_zero.checkpoint import save_checkpoint_directory
 from lightning_zero.comm import ControlGroup
@@ -217,3 +218,8 @@ def test_quoted_messages_are_those_of_the_package() -> None:
     strings = strings_of_the_package()
     unknown = [message for message in quoted if not any(message in string for string in strings)]
     assert not unknown
+
+
+def test_changelog_has_this_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[{re.escape(lightning_zero.__version__)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE)
