@@ -37,6 +37,7 @@ from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import SHAPES, checkpoint, control, end_to_end, one_by_one, parameters
 from tests.helpers.script import run_script
 from tests.helpers.training import make_trainer
+from tests.helpers.waiting import until
 from tests.helpers.world import run_world
 from tests.strategy.runs import quiet
 
@@ -347,7 +348,13 @@ def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path: Path)
     save_file(tmp_path / "c.ckpt", 1)
     chance = random.Random(0)
     versions = set()
+
+    def written() -> tuple[int, int]:
+        found = (tmp_path / "c.ckpt").stat()
+        return found.st_ino, found.st_mtime_ns
+
     for first in range(100, 2600, 100):
+        before = written()
         pid = os.fork()
         if pid == 0:
             try:
@@ -355,6 +362,8 @@ def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path: Path)
                     save_file(tmp_path / "c.ckpt", version)
             finally:
                 os._exit(1)
+        if first % 200:  # every other time not before it has saved one, however busy the machine is
+            assert until(lambda before=before: written() != before, seconds=20)
         time.sleep(chance.uniform(0.0, 0.05))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
