@@ -13,8 +13,7 @@ from lightning_zero.analysis.memory import expected_disk
 from lightning_zero.comm import ControlGroup, Streams
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.optim.groups import Flat
-from lightning_zero.optim.offloaded import OffloadedSteps
+from lightning_zero.optim.groups import Flat, OffloadedSteps
 from lightning_zero.plan import Plan
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.files import FileSystem

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
-from lightning_zero.analysis.optimizers import ADAM, BUNDLE_NUMEL, SMALL_NUMEL, OptimizerCost
+from lightning_zero.analysis.optimizers import ADAM, SEGMENT_NUMEL, SMALL_NUMEL, OptimizerCost
 from lightning_zero.config import HostOffload, NvmeOffload, Tier
 from lightning_zero.plan import (
     FETCH_UNITS,
@@ -294,14 +294,14 @@ def _step_nbytes(
     parts = [(part.numel, layout.dtype.itemsize) for layout in layouts for part in layout.slices(rank)]
     small = [numel * itemsize for numel, itemsize in parts if 0 < numel <= SMALL_NUMEL]
     if accelerator or not small:
-        bundled = 0
+        together = 0
     else:  # copies of the parameters and the gradients, and what is made for them
         parts = [part for part in parts if not 0 < part[0] <= SMALL_NUMEL]
-        most = BUNDLE_NUMEL * max(itemsize for _, itemsize in [*parts, (0, 4)])
-        bundled = 2 * min(sum(small), most) + optimizer.step_nbytes([min(sum(small), most)], accelerator)
+        most = SEGMENT_NUMEL * max(itemsize for _, itemsize in [*parts, (0, 4)])
+        together = 2 * min(sum(small), most) + optimizer.step_nbytes([min(sum(small), most)], accelerator)
     sizes = [numel * itemsize for numel, itemsize in parts]
     # The user's order is that of registration as a rule, and buckets are in the opposite one.
-    return max(bundled, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
+    return max(together, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
 
 
 def _looked_up(

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["ADAM", "BUNDLE_NUMEL", "SMALL_NUMEL", "OptimizerCost"]
+__all__ = ["ADAM", "SEGMENT_NUMEL", "SMALL_NUMEL", "OptimizerCost"]
 
 SMALL_NUMEL = 4_096
 """Elements of the largest parameter that a step on a CPU puts together with others."""
 
-BUNDLE_NUMEL = 65_536
+SEGMENT_NUMEL = 65_536
 """Elements that are put together at most: in float32 256 KiB, which a core's cache holds."""
 
 

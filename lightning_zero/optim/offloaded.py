@@ -2,9 +2,8 @@
 
 [Note: a step before the step]
 ``optimizer.step()`` stays what schedulers, step hooks and the user call. Its last pre-hook updates the units one after
-the other, so that each one's weights are on their way to the device while the next one is stepped on, and hides the
-gradients then: the call that torch makes of the optimizer's own ``step`` finds nothing left to do. The first post-hook
-shows the gradients again.
+the other, so that each one's weights are on their way to the device while the next one is stepped on. The groups are
+empty then: the call that torch makes of the optimizer's own ``step`` finds nothing left to do.
 
 [Note: a failure on one rank]
 Publishing a unit may be a collective. A rank that cannot step on a unit (a full disk, an optimizer that raises)
@@ -20,15 +19,13 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from lightning_zero.config import Tier
-from lightning_zero.optim.bare import BareStep, threads
-from lightning_zero.optim.groups import OwnedParameter
-from lightning_zero.optim.memory_step import MemoryStep
-from lightning_zero.optim.pieces import Member, members_of
+from lightning_zero.optim.files import WindowedStep
+from lightning_zero.optim.groups import OffloadedSteps, OwnedParameter
+from lightning_zero.optim.segments import Member, members_of
 from lightning_zero.optim.state import StateRegions
-from lightning_zero.optim.steps import OffloadedSteps
-from lightning_zero.optim.windows import WindowedStep
+from lightning_zero.optim.stepper import SegmentStepper, threads
 
-__all__ = ["OffloadedSteps", "OffloadedUpdate"]
+__all__ = ["OffloadedUpdate"]
 
 
 class OffloadedUpdate:
@@ -42,9 +39,10 @@ class OffloadedUpdate:
 
     def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, regions: StateRegions | None) -> None:
         self._steps = steps
-        bare = BareStep(optimizer)
-        self._memory = MemoryStep(optimizer, bare, steps.piece_numel)
-        self._windows = None if regions is None else WindowedStep(optimizer, bare, steps, regions)
+        self._memory = SegmentStepper(optimizer, steps.range_numel)
+        self._windows = None if regions is None else WindowedStep(optimizer, steps, regions)
+        self._groups: Sequence[Sequence[OwnedParameter]] | None = None
+        self._units: list[tuple[int, list[Member]]] = []  # what is in memory of each unit with trainable parameters
 
     def forget(self) -> None:
         """Hold no state any more: it is about to be loaded anew, or given up."""
@@ -54,14 +52,21 @@ class OffloadedUpdate:
         """One step. See [Note: a failure on one rank].
 
         Args:
-            groups: the parameters of each param group.
+            groups: the parameters of each param group. The same object means the same parameters.
 
         Raises:
             OffloadError: on every rank, if one could not make the step.
 
         Collective: every rank.
         """
-        turns = _Turns(groups, self._memory, self._steps)
+        if groups is not self._groups:
+            units: dict[int, list[Member]] = {}
+            for member in members_of(groups):
+                found = units.setdefault(member.entry.unit, [])
+                if member.entry.flat.rest.master is not Tier.DISK:
+                    found.append(member)
+            self._groups, self._units = groups, sorted(units.items())
+        turns = _Turns(self._units, self._memory, self._steps)
         failure: Exception | None = None
         try:
             with threads(self._steps.threads):
@@ -79,18 +84,14 @@ class OffloadedUpdate:
 class _Turns:
     """The units of one step in their order: steps on what is in memory of each, and says that it is finished."""
 
-    def __init__(self, groups: Sequence[Sequence[OwnedParameter]], memory: MemoryStep, steps: OffloadedSteps) -> None:
+    def __init__(
+        self, units: Sequence[tuple[int, list[Member]]], memory: SegmentStepper, steps: OffloadedSteps
+    ) -> None:
         self._memory = memory
-        self._groups = len(groups)
         self._steps = steps
         # Whether publishing itself failed: then the other ranks cannot be reached.
         self.broken = False
-        units: dict[int, list[Member]] = {
-            entry.unit: [] for group in groups for entry in group if entry.shard.parameter is not None
-        }
-        for member in members_of(groups, (Tier.DEVICE, Tier.HOST)):
-            units[member.entry.unit].append(member)
-        self._left = deque(sorted(units.items()))
+        self._left = deque(units)
 
     def finish_before(self, unit: int) -> None:
         while self._left and self._left[0][0] < unit:
@@ -108,8 +109,8 @@ class _Turns:
             self._publish()
 
     def _finish(self) -> None:
-        _, members = self._left[0]
-        self._memory.run(members, self._groups)
+        unit, members = self._left[0]
+        self._memory.run(members, unit)
         self._publish()
 
     def _publish(self) -> None:

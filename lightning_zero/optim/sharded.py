@@ -24,15 +24,24 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
-from lightning_zero.optim.bundles import Bundles
 from lightning_zero.optim.fingerprint import Fingerprint
-from lightning_zero.optim.groups import BeforeStep, Flat, OwnedParameter, ParamGroups, Shard, restore_options
+from lightning_zero.optim.groups import (
+    BeforeStep,
+    Flat,
+    OffloadedSteps,
+    OwnedParameter,
+    ParamGroups,
+    Shard,
+    restore_options,
+)
 from lightning_zero.optim.kept import Kept, holds, kept_of
-from lightning_zero.optim.offloaded import OffloadedSteps, OffloadedUpdate
+from lightning_zero.optim.offloaded import OffloadedUpdate
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
+from lightning_zero.optim.segments import Member, members_of
 from lightning_zero.optim.shown import Slices
 from lightning_zero.optim.state import SCALARS, StateHomes, StateRegions, copied, covers
 from lightning_zero.optim.step_hooks import HiddenGradients, InnermostHooks, OutermostStep
+from lightning_zero.optim.stepper import SegmentStepper
 from lightning_zero.optim.view import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
 
@@ -99,8 +108,10 @@ class ShardedOptimizer:
             self._regions = kept_regions or StateRegions(optimizer, label, offload.store, offload.check_room)
         self.homes = StateHomes(self._regions)
         self._update = None if offload is None else OffloadedUpdate(optimizer, offload, self._regions)
-        together = offload is None and self.rule == "elementwise" and Bundles.serves(optimizer)
-        self._bundles = Bundles(optimizer) if together else None
+        # Small parameters in host memory are stepped on together; the rest is left to the optimizer's own step.
+        together = offload is None and self.rule == "elementwise"
+        self._segments = SegmentStepper(optimizer, None) if together else None
+        self._segments_of: tuple[Any, list[Member]] = (None, [])
         self._view = OptimizerView(optimizer, label, owned, self.homes, slices, whole=self.rule == "whole")
         self.adopt_new_groups()
         if kept is not None:
@@ -202,9 +213,11 @@ class ShardedOptimizer:
             self._hidden.hide((p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None)
         elif self._update is not None:
             self._update.run(self.groups)
-            self._hidden.hide((p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None)
-        elif self._bundles is not None:
-            self._hidden.hide(self._bundles.run(self.groups))
+            self._view.pass_over(None)
+        elif self._segments is not None:
+            if self._segments_of[0] is not self.groups:
+                self._segments_of = self.groups, members_of(self.groups)
+            self._view.pass_over(self._segments.run(self._segments_of[1]))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._steps.ends():
@@ -271,8 +284,8 @@ class ShardedOptimizer:
     def _take_over(self) -> None:
         """Take over state that a constructor has made, or user code has put in place of all that was there. Local."""
         if self._view.replaced:
-            if self._bundles is not None:
-                self._bundles.forget()
+            if self._segments is not None:
+                self._segments.forget()
             self._view.take_over(self._put)
 
     def _put(self, entry: OwnedParameter, state: dict[str, Any]) -> None:
@@ -360,8 +373,8 @@ class ShardedOptimizer:
             )
         restore_options(self.optimizer, groups, self._own_options)
         self.state.clear()
-        if self._bundles is not None:
-            self._bundles.forget()
+        if self._segments is not None:
+            self._segments.forget()
         if self._whole is not None:
             self._whole.load()
             self._whole_is_stale = False

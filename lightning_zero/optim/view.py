@@ -6,7 +6,7 @@ See [Note: the user's view of an optimizer].
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -102,6 +102,12 @@ class OptimizerView:
         for group, parameters in zip(groups, self._lists, strict=True):
             group["params"] = parameters
         self._set_state(self.state)
+
+    def pass_over(self, stepped: Iterable[nn.Parameter] | None) -> None:
+        """Leave what is stepped on already, or everything, to no other step than that."""
+        done = None if stepped is None else set(stepped)
+        for group, parameters in zip(self._optimizer.param_groups, self._lists, strict=True):
+            group["params"] = [p for p in parameters if p not in done] if done is not None else []
 
     def leave(self) -> None:
         """Let the user see groups and state again. May be called again."""

@@ -126,7 +126,7 @@ class Rig:
                 check_room=lambda nbytes: None if self.store is None else self.store.check_space(nbytes),
                 store=self.store,
                 threads=self._threads,
-                piece_numel=1024,
+                range_numel=1024,
             ),
         )
 

@@ -181,11 +181,12 @@ def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
     state = [value for found in states for values in found.values() for value in values.values()]
     return {
         "chunk to sum in": {} if keeps_receive_buffer(trainer.strategy) else storages(engine.collectives.buffers),
-        "counters of bundles": storages(
+        "counters of segments": storages(
             value
             for adapter in trainer.strategy.session.adapters
-            for bundle in (adapter._bundles._bundles if adapter._bundles is not None else ())
-            for value in bundle._state.values()
+            for plan in (adapter._segments._plans.values() if adapter._segments is not None else ())
+            for segment in plan.together
+            for value in segment._state.values()
             if isinstance(value, Tensor) and not value.dim()
         ),
         "step counters": storages(value for value in state if not value.dim()),

@@ -8,7 +8,7 @@ A window is a range of one layout's shard that starts at a multiple of 4096 elem
     windows   [     0     )[     1     )[     2     )[     3     )
     stepped on  a0           a1 b1       b2 c2        c3           (d has no gradient: its end of the file is not read)
 
-Of each window the optimizer gets pieces of parameters: see [Note: pieces]. Their state is taken over when the last
+Of each window the optimizer gets ranges of parameters: see [Note: segments]. Their state is taken over when the last
 window of the unit is done.
 """
 
@@ -24,11 +24,10 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import untracked
 from lightning_zero.config import Tier
-from lightning_zero.optim.bare import BareStep
-from lightning_zero.optim.groups import Flat, OwnedParameter
-from lightning_zero.optim.pieces import Member, Piece, PieceByPiece, members_of
+from lightning_zero.optim.groups import Flat, OffloadedSteps, OwnedParameter
+from lightning_zero.optim.segments import Member, Range, members_of
 from lightning_zero.optim.state import Kind, StateRegions, covers
-from lightning_zero.optim.steps import OffloadedSteps
+from lightning_zero.optim.stepper import SegmentStep
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.nvme import WINDOW_ALIGNMENT
 from lightning_zero.storage.pipeline import Request, Waitable
@@ -42,7 +41,7 @@ class _Window:
     unit: int
     start: int
     numel: int
-    pieces: Sequence[Piece]
+    ranges: Sequence[Range]
     kinds: Mapping[Kind, bool]
     """State in the order of the buffers behind the master's, and whether it is read."""
     last: bool
@@ -54,14 +53,13 @@ class WindowedStep:
 
     Args:
         optimizer: the user's, adapted to shards.
-        bare: its arithmetic.
         steps: the run's side of it.
         regions: where its state rests.
     """
 
-    def __init__(self, optimizer: Optimizer, bare: BareStep, steps: OffloadedSteps, regions: StateRegions) -> None:
+    def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, regions: StateRegions) -> None:
         self._optimizer = optimizer
-        self._pieces = PieceByPiece(optimizer, bare)
+        self._segments = SegmentStep(optimizer)
         self._steps = steps
         self._regions = regions
 
@@ -82,19 +80,20 @@ class WindowedStep:
         Raises:
             OffloadError: if something could not be read or written. Masters and state are useless then.
         """
-        self._pieces.start()
-        members = members_of(groups, (Tier.DISK,))
+        self._segments.begin()
+        found = [m for m in members_of(groups) if m.entry.flat.rest.master is Tier.DISK]
+        members = [member for member in found if member.parameter.grad is not None]
         self._settle([entry for group in groups for entry in group])
-        self._step_empty([member for member in members if not member.numel], len(groups))
+        self._step_empty([member for member in members if not member.numel])
         windows = self._plan([member for member in members if member.numel], groups)
 
         def work(request: Request, buffers: list[Tensor]) -> Sequence[Waitable]:
             window: _Window = request.tag
             finish_before(window.unit)
-            self._step(window, buffers, len(groups))
+            memory = self._step(window, buffers)
             waits = self._steps.window_stepped(window.flat, window.start, buffers[0])
             if window.last:
-                self._pieces.commit(self._resting)
+                self._segments.commit(memory)
                 finish_through(window.unit)
             return waits
 
@@ -166,11 +165,11 @@ class WindowedStep:
         stored = {kind: [entry for entry in holders if kind in self._stored(entry)] for kind in needed}
         for position, (start, end) in enumerate(ranges):
             inside = [member for member in members if member.start < end and start < member.end]
-            pieces = [
-                piece
+            ranges_inside = [
+                part
                 for member in inside
-                for piece in member.pieces(
-                    self._steps.piece_numel,
+                for part in member.ranges(
+                    self._steps.range_numel,
                     max(start, member.start) - member.start,
                     min(end, member.end) - member.start,
                 )
@@ -183,7 +182,8 @@ class WindowedStep:
                 )
                 for kind in wanted
             }
-            yield _Window(flat, unit, start, end - start, pieces, reads, ends_unit and position == len(ranges) - 1)
+            last = ends_unit and position == len(ranges) - 1
+            yield _Window(flat, unit, start, end - start, ranges_inside, reads, last)
 
     def _stored(self, entry: OwnedParameter) -> set[Kind]:
         """What of a parameter's state is in files."""
@@ -215,7 +215,7 @@ class WindowedStep:
 
     # -------------------------------------------------------------------- work
 
-    def _step(self, window: _Window, buffers: Sequence[Tensor], groups: int) -> None:
+    def _step(self, window: _Window, buffers: Sequence[Tensor]) -> _InWindow:
         """Step on what takes part of one window, in the memory of the window."""
         master, *state = buffers
         with untracked():
@@ -227,18 +227,14 @@ class WindowedStep:
         place = _InWindow(window, master, dict(zip(window.kinds, state, strict=True)), self._regions)
         # One at a time where each operation goes over all that it is given before the next one begins.
         foreach = any(group.get("foreach") for group in self._optimizer.param_groups)
-        for pieces in [[piece] for piece in window.pieces] if foreach else [window.pieces]:
-            self._pieces.run(pieces, (), groups, place)
+        for ranges in [[part] for part in window.ranges] if foreach else [window.ranges]:
+            self._segments.run(ranges, place)
+        return place
 
-    def _resting(self, entry: OwnedParameter, kind: Kind, held: Any) -> Tensor:
-        if isinstance(held, FileTensor) and held.dtype == kind.dtype:
-            return held
-        return self._regions.part(entry, kind)
-
-    def _step_empty(self, members: Sequence[Member], groups: int) -> None:
+    def _step_empty(self, members: Sequence[Member]) -> None:
         """Step on parameters of which nothing lies on this rank, so that their counters go on as on every rank."""
-        self._pieces.run([Piece(member, 0, 0) for member in members], (), groups, _Empty())
-        self._pieces.commit(lambda entry, kind, held: torch.empty(0, dtype=kind.dtype) if held is None else held)
+        self._segments.run([Range(member, 0, 0) for member in members], _Empty())
+        self._segments.commit(_Empty())
 
 
 @dataclass(frozen=True)
@@ -250,33 +246,41 @@ class _InWindow:
     kinds: Mapping[Kind, Tensor]
     regions: StateRegions
 
-    def master(self, piece: Piece) -> Tensor:
-        return self.memory.narrow(0, self._start(piece), piece.numel)
+    def master(self, part: Range) -> Tensor:
+        return self.memory.narrow(0, self._start(part), part.numel)
 
-    def state(self, piece: Piece, kind: Kind) -> Tensor | None:
+    def state(self, part: Range, kind: Kind) -> Tensor | None:
         found = self.kinds.get(kind)
-        return None if found is None else found.narrow(0, self._start(piece), piece.numel)
+        return None if found is None else found.narrow(0, self._start(part), part.numel)
 
-    def keep(self, piece: Piece, kind: Kind, values: Tensor) -> None:
+    def keep(self, part: Range, kind: Kind, values: Tensor) -> None:
         """Nobody knew of it when the window was read."""
         region = self.regions.of(self.window.flat, kind)
-        region.part(piece.member.start + piece.start, piece.numel).write(values)
+        region.part(part.member.start + part.start, part.numel).write(values)
 
-    def _start(self, piece: Piece) -> int:
-        return piece.member.start + piece.start - self.window.start
+    def whole(self, member: Member, kind: Kind, held: Any) -> Tensor:
+        if isinstance(held, FileTensor) and held.dtype == kind.dtype:
+            return held
+        return self.regions.part(member.entry, kind)
+
+    def _start(self, part: Range) -> int:
+        return part.member.start + part.start - self.window.start
 
 
 class _Empty:
     """The memory of nothing."""
 
-    def master(self, piece: Piece) -> Tensor:
-        return torch.empty(0, dtype=piece.member.entry.layout.dtype)
+    def master(self, part: Range) -> Tensor:
+        return torch.empty(0, dtype=part.member.entry.layout.dtype)
 
-    def state(self, piece: Piece, kind: Kind) -> Tensor | None:
+    def state(self, part: Range, kind: Kind) -> Tensor | None:
         return torch.empty(0, dtype=kind.dtype)
 
-    def keep(self, piece: Piece, kind: Kind, values: Tensor) -> None:
+    def keep(self, part: Range, kind: Kind, values: Tensor) -> None:
         pass
+
+    def whole(self, member: Member, kind: Kind, held: Any) -> Tensor:
+        return torch.empty(0, dtype=kind.dtype) if held is None else held
 
 
 def _cut(members: Sequence[Member], shard_numel: int, window_numel: int) -> list[tuple[int, int]]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step
-from lightning_zero.optim.bare import BareStep
 from lightning_zero.optim.state import probe_state
+from lightning_zero.optim.stepper import SegmentStep
 from tests.optim.test_optimizers import ELEMENTWISE, FUSED
 
 optim = torch.optim
@@ -66,7 +66,7 @@ def test_fused_runs_where_it_changes_no_bit(options: dict[str, Any], dtype: torc
         for optimizer in (plain, bare):
             set_gradients(optimizer, step)
         plain.step()
-        BareStep(bare)([bare.param_groups[0]["params"]])
+        SegmentStep(bare).bare([bare.param_groups[0]["params"]])
     assert (True in bare.seen) == fused
     assert all(bare.param_groups[0][key] is value for key, value in before.items() if key != "params")
     for expected, found in zip(plain.param_groups[0]["params"], bare.param_groups[0]["params"], strict=True):
@@ -99,7 +99,7 @@ def test_only_the_stand_ins_are_stepped_on_and_groups_come_back_after_an_error()
         for parameter in (first, second, third):
             parameter.grad = torch.ones(3)
         third.data.fill_(1.0)
-        step = BareStep(optimizer)
+        step = SegmentStep(optimizer).bare
         if cls is Failing:
             with pytest.raises(ArithmeticError):
                 step([[], [third]])
