@@ -24,7 +24,7 @@ from lightning_zero import ZeroPlan, build_plan
 from lightning_zero.comm import Collectives, ControlGroup, Groups, LocalCollectives, NativeCollectives, Streams
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.shown_state import StateSlices
+from lightning_zero.optim.state import Slices
 from lightning_zero.storage.tiers import MemoryTiers
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
@@ -219,7 +219,7 @@ class Zero(Way):
             engine.collectives,
             engine.before_optimizer_step,
             engine.after_optimizer_step,
-            StateSlices(engine),
+            Slices(engine.access.writes.note, engine.device),
             writable=not self.plan.placement.shards_parameters and not mixed,
         )
 

@@ -45,7 +45,7 @@ from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offloading import make_tiers, offloaded_steps
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.shown_state import StateSlices
+from lightning_zero.optim.state import Slices
 from lightning_zero.storage.files import FileSystem
 from lightning_zero.storage.host import host_memory, view_of
 from lightning_zero.storage.pipeline import Request
@@ -125,7 +125,7 @@ class Rig:
             for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
         }
         before, after = engine.before_optimizer_step, engine.after_optimizer_step
-        slices, steps = StateSlices(engine), offloaded_steps(engine, 1)
+        slices, steps = Slices(engine.access.writes.note, engine.device), offloaded_steps(engine, 1)
         ShardedOptimizer(self.optimizer, "AdamW", owned, collectives, before, after, slices, offload=steps)
         gradients_of(engine, model)
 

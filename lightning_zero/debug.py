@@ -23,7 +23,7 @@ from lightning_zero.engine.full import gather_layout, gathered, gathered_gradien
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.errors import OffloadError
-from lightning_zero.optim.clip import gradient_norm
+from lightning_zero.optim.gradients import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.shards.flat import FlatParameters

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from lightning_zero.analysis.memory import expected_disk
 from lightning_zero.comm import ControlGroup, Streams
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.optim.groups import Flat, OffloadedSteps
+from lightning_zero.optim.groups import OffloadedSteps
 from lightning_zero.plan import Plan
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.files import FileSystem
@@ -120,8 +119,8 @@ def offloaded_steps(engine: ZeroEngine, local_ranks: int) -> OffloadedSteps | No
     if offload is None or not offload.optimizer:
         return None
 
-    def window_stepped(flat: Flat, start: int, values: Tensor) -> tuple[()]:
-        cast("FlatParameters", flat).refresh_part(start, values)  # all that optimizers know are these
+    def window_stepped(flat: FlatParameters, start: int, values: Tensor) -> tuple[()]:
+        flat.refresh_part(start, values)
         return ()
 
     return OffloadedSteps(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import full_gradient, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine import engine_of
-from lightning_zero.optim.clip import gradient_norm
+from lightning_zero.optim.gradients import gradient_norm
 from tests.helpers.cases import Case, Stack, case
 from tests.helpers.models import ZOO
 from tests.helpers.training import build, make_trainer, quiet

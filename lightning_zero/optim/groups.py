@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,73 +13,27 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Tier
-from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, ShardSlice
+from lightning_zero.plan import FlatLayout, ShardSlice
+from lightning_zero.shards.flat import FlatParameters, ParameterShard
 from lightning_zero.storage.nvme import NvmeStore
 from lightning_zero.storage.pipeline import Waitable
 
 __all__ = [
     "OffloadedSteps",
     "BeforeStep",
-    "Flat",
     "OwnedParameter",
     "ParamGroups",
-    "Shard",
     "Targets",
     "restore_options",
 ]
 
 
-class Shard(Protocol):
-    """This rank's part of one parameter, as the engine keeps it."""
+BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None], Callable[[], bool]], None]
+"""Lets all ranks agree that they are about to take the same step; collective: every rank.
 
-    @property
-    def spec(self) -> ParameterSpec: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def data(self) -> Tensor: ...
-    @property
-    def parameter(self) -> nn.Parameter | None: ...
-
-
-class Flat(Protocol):
-    """The parameters of one layout, as the engine keeps them.
-
-    ``master`` is 1-D, ``layout.shard_numel`` elements of ``layout.dtype``: in memory, or a ``FileTensor``.
-    ``slices`` and ``shards`` say what of it belongs to which parameter, in the layout's order. ``shown`` is 1-D, as
-    long and of the same dtype, where the user can write to the values at any time: a step begins with what is there,
-    not with what is in the master.
-    """
-
-    @property
-    def layout(self) -> FlatLayout: ...
-    @property
-    def rest(self) -> Rest: ...
-    @property
-    def master(self) -> Tensor: ...
-    @property
-    def shown(self) -> Tensor | None: ...
-    @property
-    def slices(self) -> Sequence[ShardSlice]: ...
-    @property
-    def shards(self) -> Sequence[Shard]: ...
-
-
-class BeforeStep(Protocol):
-    """Lets all ranks agree that they are about to take the same step.
-
-    ``values`` are 64-bit numbers that have to be equal on all of them; if they are not, ``differ`` is called on every
-    rank to find out, and raises if it matters. ``running`` tells whether the step is what called.
-    Collective: every rank.
-    """
-
-    def __call__(
-        self,
-        label: str,
-        values: Sequence[int] = (),
-        differ: Callable[[ControlGroup], None] | None = None,
-        running: Callable[[], bool] = bool,
-    ) -> None: ...
+It gets the optimizer's label; 64-bit numbers that have to be equal on all ranks; what is called on every rank if they
+are not, to find out and raise if it matters; and what tells whether the step is what called.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,9 +47,9 @@ class OwnedParameter:
         position: which parameter of its layout.
     """
 
-    shard: Shard
+    shard: ParameterShard
     unit: int
-    flat: Flat
+    flat: FlatParameters
     position: int
 
     @property
@@ -139,7 +93,7 @@ class OffloadedSteps:
     """
 
     unit_stepped: Callable[[int], None]
-    window_stepped: Callable[[Flat, int, Tensor], Sequence[Waitable]]
+    window_stepped: Callable[[FlatParameters, int, Tensor], Sequence[Waitable]]
     agree: Callable[[BaseException | None], None]
     check_room: Callable[[int], None]
     store: NvmeStore | None

@@ -10,7 +10,7 @@ passes them over.
 
 Shards are in the groups during a step only: see [Note: the user's view of an optimizer].
 
-Where masters do not rest on the device, the update happens in ``optim/offloaded.py``.
+Where masters do not rest on the device, the update happens in ``optim/files.py``.
 """
 
 from __future__ import annotations
@@ -24,28 +24,25 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
-from lightning_zero.optim.fingerprint import Fingerprint
+from lightning_zero.optim.agreement import Fingerprint
+from lightning_zero.optim.files import OffloadedUpdate
 from lightning_zero.optim.groups import (
     BeforeStep,
-    Flat,
     OffloadedSteps,
     OwnedParameter,
     ParamGroups,
-    Shard,
     restore_options,
 )
 from lightning_zero.optim.kept import Kept, holds, kept_of
-from lightning_zero.optim.offloaded import OffloadedUpdate
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
 from lightning_zero.optim.segments import Member, members_of
-from lightning_zero.optim.shown import Slices
-from lightning_zero.optim.state import SCALARS, StateHomes, StateRegions, copied, covers
+from lightning_zero.optim.state import SCALARS, Slices, StateHomes, StateRegions, copied, covers
 from lightning_zero.optim.step_hooks import HiddenGradients, InnermostHooks, OutermostStep
 from lightning_zero.optim.stepper import SegmentStepper
-from lightning_zero.optim.view import OptimizerView
+from lightning_zero.optim.visible import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
 
-__all__ = ["Flat", "OffloadedSteps", "OwnedParameter", "Shard", "ShardedOptimizer", "optimizer_rule"]
+__all__ = ["OffloadedSteps", "OwnedParameter", "ShardedOptimizer", "optimizer_rule"]
 
 
 class ShardedOptimizer:

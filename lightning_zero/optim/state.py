@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero._torch import bare_step, untracked
 from lightning_zero.config import Tier
-from lightning_zero.optim.groups import Flat, OwnedParameter
+from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.plan import ALIGNMENT
+from lightning_zero.shards.elements import fingerprint
+from lightning_zero.shards.flat import FlatParameters
+from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.shards.sliced_values import state_of
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.host import padded_nbytes
 from lightning_zero.storage.nvme import NvmeStore
 
 __all__ = [
+    "Slices",
     "probe_state",
     "ConstantState",
     "Kind",
@@ -61,6 +67,45 @@ def cut_out(value: Tensor, entry: OwnedParameter) -> Tensor:
 def copied(value: Any) -> Any:
     """A scalar state that can be changed without changing ``value``."""
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+class Slices:
+    """How slices of state are shown to user code.
+
+    Args:
+        note: called with what user code writes, so that the ranks find out whether all did: to what, in words that mean
+            the same on every rank, and all of what is there now, or a number that tells it from others.
+        device: where user code computes.
+    """
+
+    def __init__(self, note: Callable[[str, Tensor | int], None], device: torch.device) -> None:
+        self._note = note
+        self._device = device
+
+    def show(self, entry: OwnedParameter, key: str, own: Tensor, alive: Callable[[], bool]) -> Tensor:
+        """A tensor of the parameter's shape for this rank's elements ``own``, 1-D, as long as they are ``alive``."""
+        shard, start = entry.shard, entry.shard.start if own.numel() else 0
+        edited, meaning = partial(self._note, _name(entry, key)), state_of(shard.spec.name, key)
+        cut = entry.layout.cut_of(entry.position)
+        return SlicedTensor(own, start, shard.spec.shape, shard.spec.name, alive, edited, self._device, meaning, cut)
+
+    def own(self, entry: OwnedParameter, value: Tensor) -> Tensor | None:
+        """This rank's elements, 1-D, of what ``show`` gave, or was made from it; ``None`` for any other tensor.
+
+        Raises:
+            ParameterAccessError: if they are not those that this rank has of the entry's parameter, or are gone.
+        """
+        return value.elements(entry.layout.cut_of(entry.position)) if isinstance(value, SlicedTensor) else None
+
+    def note(self, entry: OwnedParameter, key: str, value: Any) -> None:
+        """Note what user code put into the state."""
+        if isinstance(value, SlicedTensor):
+            value = value.history
+        self._note(_name(entry, key), value if isinstance(value, Tensor) else fingerprint(value))
+
+
+def _name(entry: OwnedParameter, key: str) -> str:
+    return f"the optimizer state '{key}' of '{entry.shard.spec.name}'"
 
 
 class StateHomes:
@@ -187,12 +232,12 @@ class StateRegions:
         self._store = store
         self._check_room = check_room
         self._regions: dict[tuple[int, Kind], FileTensor] = {}
-        self._flats: dict[int, Flat] = {}  # kept alive, because regions are found by their ``id``
+        self._flats: dict[int, FlatParameters] = {}  # kept alive, because regions are found by their ``id``
         self._expected: dict[tuple[int, torch.dtype], list[Kind]] = {}
         # An optimizer that nobody holds any more has no use for its regions, whether anybody has said so or not.
         weakref.finalize(optimizer, _give_back, weakref.ref(store), self._regions).atexit = False
 
-    def expected(self, flat: Flat, group: int) -> list[Kind]:
+    def expected(self, flat: FlatParameters, group: int) -> list[Kind]:
         """What the optimizer will make for a parameter of a param group when it first steps on it."""
         place = (group, flat.layout.dtype)
         if place not in self._expected:
@@ -211,7 +256,7 @@ class StateRegions:
 
         Collective: every rank.
         """
-        wanted: dict[tuple[int, Kind], Flat] = {}
+        wanted: dict[tuple[int, Kind], FlatParameters] = {}
         for index, group in enumerate(groups):
             for entry in group:
                 if entry.shard.parameter is not None and entry.flat.rest.state is Tier.DISK and entry.slice.numel:
@@ -235,7 +280,7 @@ class StateRegions:
         _give_back(weakref.ref(self._store), self._regions)
         self._flats.clear()
 
-    def of(self, flat: Flat, kind: Kind) -> FileTensor:
+    def of(self, flat: FlatParameters, kind: Kind) -> FileTensor:
         """1-D, as many elements as the shard; any content where nothing was written.
 
         Raises:
@@ -247,7 +292,7 @@ class StateRegions:
             self._flats[id(flat)] = flat
         return self._regions[place]
 
-    def _take(self, flat: Flat, kind: Kind) -> FileTensor:
+    def _take(self, flat: FlatParameters, kind: Kind) -> FileTensor:
         numel, free = flat.layout.shard_numel, _FREE.get(self._store, [])
         for index, region in enumerate(free):
             if region.numel() == numel and region.dtype == kind.dtype:

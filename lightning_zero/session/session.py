@@ -31,12 +31,12 @@ from lightning_zero.errors import ParameterAccessError
 from lightning_zero.offloading import make_tiers, offloaded_steps
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.optim.state import Slices
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.shown_state import StateSlices
 
 __all__ = ["Dtypes", "OwnDtypes", "SessionSettings", "ZeroSession"]
 
@@ -260,7 +260,7 @@ class ZeroSession:
                 engine.collectives,
                 engine.before_optimizer_step,
                 engine.after_optimizer_step,
-                StateSlices(engine),
+                Slices(engine.access.writes.note, engine.device),
                 writable=writable and not self.settings.placement.shards_parameters,
                 offload=steps,
             )

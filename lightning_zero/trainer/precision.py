@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchmetrics import Metric
 
 from lightning_zero.comm import ControlGroup
-from lightning_zero.optim.clip import clip_by_norm, clip_by_value, gradient_norm
+from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.rules import naming_closures
-from lightning_zero.optim.scaler import LossScaler
 from lightning_zero.optim.sharded import ShardedOptimizer
 
 __all__ = ["PrecisionName", "ZeroPrecision"]

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from lightning_zero.comm import LocalCollectives
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError
-from lightning_zero.optim.groups import Flat, OwnedParameter
+from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.sharded import OffloadedSteps, ShardedOptimizer
+from lightning_zero.optim.state import Slices
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
 from lightning_zero.shards.flat import FlatParameters
-from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.nvme import NvmeStore
 
@@ -43,20 +43,6 @@ def gradient_of(parameter: nn.Parameter, index: int, step: int, always: bool) ->
         return None
     generator = torch.Generator().manual_seed(1000 * step + index)
     return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-
-
-class PlainSlices:
-    """Shows slices of state where there is no engine that compares ranks."""
-
-    def show(self, entry: OwnedParameter, key: str, own: Tensor, alive: Callable[[], bool]) -> Tensor:
-        shard = entry.shard
-        return SlicedTensor(own, shard.start if own.numel() else 0, shard.spec.shape, shard.spec.name, alive)
-
-    def own(self, entry: OwnedParameter, value: Tensor) -> Tensor | None:
-        return value.own if isinstance(value, SlicedTensor) else None
-
-    def note(self, entry: OwnedParameter, key: str, value: Any) -> None:
-        pass
 
 
 class Rig:
@@ -90,7 +76,7 @@ class Rig:
         self.tier, self.store = tier, store
         self.stepped: list[int] = []
         self.agreed: list[BaseException | None] = []
-        self.windows: list[tuple[Flat, int, int]] = []
+        self.windows: list[tuple[FlatParameters, int, int]] = []
         self.broken: tuple[int, Exception] | None = None
         """The unit that cannot be published, and why."""
         self._always = always
@@ -98,7 +84,7 @@ class Rig:
         self.parameters = [parameter for unit in units for parameter in unit]
         self.owned: dict[nn.Parameter, OwnedParameter] = {}
         self.flats: list[FlatParameters] = []
-        self.weights: dict[Flat, Tensor] = {}
+        self.weights: dict[FlatParameters, Tensor] = {}
         for index, unit in enumerate(units):
             halves = [unit[:2], unit[2:]] if index == 0 else [unit]
             for members in halves:
@@ -118,7 +104,7 @@ class Rig:
             LocalCollectives(),
             before_step=lambda label, values=(), differ=None, running=bool: None,
             after_step=lambda units: None,
-            slices=PlainSlices(),
+            slices=Slices(lambda what, value: None, torch.device("cpu")),
             offload=OffloadedSteps(
                 unit_stepped=self._unit_stepped,
                 window_stepped=self._window_stepped,
@@ -188,7 +174,7 @@ class Rig:
         if self.broken is not None and self.broken[0] == unit:
             raise self.broken[1]
 
-    def _window_stepped(self, flat: Flat, start: int, values: Tensor) -> Sequence[Any]:
+    def _window_stepped(self, flat: FlatParameters, start: int, values: Tensor) -> Sequence[Any]:
         self.windows.append((flat, start, values.numel()))
         self.weights[flat][start : start + values.numel()] = values
         return []

@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import DivergenceError
-from lightning_zero.optim.agreement import agree_on_optimizers, described
-from lightning_zero.optim.fingerprint import Fingerprint
+from lightning_zero.optim.agreement import Fingerprint, agree_on_optimizers, described
 from tests.helpers.world import ROOT, run_world
 
 NAMES = [["a", "b"], ["c"]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.comm import ControlGroup, Groups
-from lightning_zero.optim.scaler import LossScaler
+from lightning_zero.optim.gradients import LossScaler
 from tests.helpers.world import run_world
 
 ALONE = ControlGroup(None)

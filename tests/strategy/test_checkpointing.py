@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
 from lightning_zero import ZeroPrecision, full_optimizer_state
-from lightning_zero.optim.scaler import LossScaler
+from lightning_zero.optim.gradients import LossScaler
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import STAGES, Net, again, assert_same, batches, each_strategy, fit, made, name_of, quiet, zero

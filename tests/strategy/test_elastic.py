@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from lightning_zero import CheckpointPolicy, ZeroPrecision
 from lightning_zero.checkpoint import load_checkpoint_directory
 from lightning_zero.comm import ControlGroup
-from lightning_zero.optim.scaler import LossScaler
+from lightning_zero.optim.gradients import LossScaler
 from lightning_zero.session.module_state import ModuleState
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.optim.scaler import LossScaler
+from lightning_zero.optim.gradients import LossScaler
 from tests.helpers.world import run_world
 from tests.strategy.runs import Net, assert_same, each_strategy, fit, made, quiet, zero
 

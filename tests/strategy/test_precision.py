@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_zero import ZeroPrecision, full_parameters
-from lightning_zero.optim.scaler import LossScaler
+from lightning_zero.optim.gradients import LossScaler
 from lightning_zero.shards.binding import is_absent
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case, features, mse
 from tests.helpers.models import ZOO

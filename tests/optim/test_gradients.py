@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import ControlGroup, Groups
-from lightning_zero.optim.clip import clip_by_norm, clip_by_value, gradient_norm
+from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
 from tests.helpers.world import run_world
 
 ALONE = ControlGroup(None)
