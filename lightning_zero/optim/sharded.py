@@ -15,7 +15,6 @@ Where masters do not rest on the device, the update happens in ``optim/files.py`
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ from lightning_zero.optim.kept import Kept, holds, kept_of
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
 from lightning_zero.optim.segments import Member, members_of
 from lightning_zero.optim.state import SCALARS, Slices, StateHomes, StateRegions, copied, covers
-from lightning_zero.optim.step_hooks import HiddenGradients, InnermostHooks, OutermostStep
+from lightning_zero.optim.step_hooks import StepHooks
 from lightning_zero.optim.stepper import SegmentStepper
 from lightning_zero.optim.visible import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
@@ -96,8 +95,7 @@ class ShardedOptimizer:
         self._whole: WholeParameters | None = None
         self._whole_is_stale = False
         self._writable = writable
-        self._hidden = HiddenGradients()
-        self._steps = OutermostStep()
+        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients that the step is not to see
         self._offload = offload
         self._regions: StateRegions | None = None
         if offload is not None and offload.store is not None:
@@ -108,14 +106,14 @@ class ShardedOptimizer:
         # Small parameters in host memory are stepped on together; the rest is left to the optimizer's own step.
         together = offload is None and self.rule == "elementwise"
         self._segments = SegmentStepper(optimizer, None) if together else None
-        self._segments_of: tuple[Any, list[Member]] = (None, [])
+        self._shards: list[Member] = []
         self._view = OptimizerView(optimizer, label, owned, self.homes, slices, whole=self.rule == "whole")
         self.adopt_new_groups()
         if kept is not None:
             self.load_named_state(kept.state_for(owned, collectives), [{} for _ in optimizer.param_groups])
             kept.let_go()
         self._fingerprint = Fingerprint(optimizer, label, whole=self._whole is not None)
-        self._hooks = InnermostHooks(optimizer, self._before, self._after)
+        self._hooks = StepHooks(optimizer, self._before, self._after)
         holds(optimizer, self)
 
     @property
@@ -157,7 +155,7 @@ class ShardedOptimizer:
 
     def abandon(self) -> None:
         """Forget a step that raised."""
-        self._steps.forget()
+        self._hooks.forget()
         self._leave()
 
     def keep(self) -> Kept:
@@ -176,19 +174,17 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------- steps
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(a) for a in args) or kwargs.get("closure") is not None:
             raise RuntimeError(
                 f"{self.label}.step(closure) would run forward and backward inside the step, after the gradients were "
                 "agreed on. Call backward first and step() without a closure; Lightning does so by itself."
             )
-        if not self._steps.begins(sys._getframe(1)):
-            return
         self._leave()  # of a step that raised
         self._take_over()
         self._view.note_numbers()
         options = [self._fingerprint.take(self._members.names())]
-        self._before_step(self.label, options, self._fingerprint.compare, self._steps.running)
+        self._before_step(self.label, options, self._fingerprint.compare, self._hooks.running)
         self.adopt_new_groups()
         self._view.enter()
         try:
@@ -207,18 +203,16 @@ class ShardedOptimizer:
             for index, entry in enumerate(self._dealt):
                 if (whole := self._whole.whole(index)) is not None:
                     vars(whole).update(vars(self._view.user(entry)))  # marks that user code has left, as a factor
-            self._hidden.hide((p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None)
+            self._hidden = [(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None]
+            for parameter, _ in self._hidden:
+                parameter.grad = None
         elif self._update is not None:
             self._update.run(self.groups)
             self._view.pass_over(None)
         elif self._segments is not None:
-            if self._segments_of[0] is not self.groups:
-                self._segments_of = self.groups, members_of(self.groups)
-            self._view.pass_over(self._segments.run(self._segments_of[1]))
+            self._view.pass_over(self._segments.run(self._shards))
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._steps.ends():
-            return
+    def _after(self) -> None:
         if self._whole is not None:
             self._whole.publish()
             self._whole.release_gradients()
@@ -228,7 +222,9 @@ class ShardedOptimizer:
 
     def _leave(self) -> None:
         """Let the user see gradients, groups and state again. May be called again."""
-        self._hidden.show()
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
         self._view.leave()
 
     # -------------------------------------------------------------- adaptation
@@ -261,6 +257,7 @@ class ShardedOptimizer:
         if self._offload is not None and self._regions is not None:
             self._offload.agree(failure)
         self._adopted.update((id(entry), entry) for entry in entries)
+        self._shards = members_of(members)
         self._view.step_on(members, [self._stepped_on(group) for group in members])
 
     def _stepped_on(self, members: Sequence[OwnedParameter]) -> list[nn.Parameter]:

@@ -5,52 +5,93 @@ Our pre-hook runs after all others of the optimizer and our post-hook before the
 before the step counts, and a user's hook after the step finds them as they were. Hooks may be registered at any time,
 and one that runs cannot change the order any more. So a hook of all optimizers, which torch runs before an optimizer's
 own, puts ours in their place.
+
+[Note: nested steps]
+torch runs step hooks in a wrapper that it puts around ``step`` of every class of which an optimizer was made. A class
+whose ``step`` calls that of its base therefore runs them twice, one pair inside of the other, as soon as somebody in
+the process has made an optimizer of the base. Only the outer pair may exchange gradients: the inner one would find none
+and step on zeros. A step that raised never runs its post-hooks, so that a counter alone would take the next step for a
+nested one. What tells is whether the wrapper of the outer step is still running.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero._torch import put_hooks_innermost
 
-__all__ = ["HiddenGradients", "InnermostHooks", "OutermostStep"]
-
-
-StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
+__all__ = ["StepHooks"]
 
 # The ids of the pre-hook and the post-hook on each optimizer that has them.
 _IDS: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
 
-class InnermostHooks:
-    """A last pre-hook and a first post-hook of one optimizer.
+class StepHooks:
+    """A last pre-hook and a first post-hook of one optimizer, which are not called for steps inside of a step.
 
     Args:
         optimizer: whose; one pair at a time.
-        before: called right before the optimizer's own ``step``.
+        before: called right before the optimizer's own ``step``, with the arguments of that.
         after: called right after it.
     """
 
-    def __init__(self, optimizer: Optimizer, before: StepHook, after: StepHook) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        before: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        after: Callable[[], None],
+    ) -> None:
         self._optimizer = optimizer
-        self._handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        self._before, self._after = before, after
+        self._wrapper: FrameType | None = None  # of the outermost step
+        self._inside = 0
+        self._handles = optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end)
         _IDS[optimizer] = (self._handles[0].id, self._handles[1].id)
         _watch()
+
+    def running(self) -> bool:
+        """Whether the caller was called by a step."""
+        return self._is_around(sys._getframe(1))
+
+    def forget(self) -> None:
+        """Let go of a step that raised, and of all that its frames hold."""
+        self._wrapper, self._inside = None, 0
 
     def remove(self) -> None:
         """Take the hooks off again."""
         for handle in self._handles:
             handle.remove()
         _IDS.pop(self._optimizer, None)
+
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wrapper = sys._getframe(1)
+        if self._is_around(wrapper):
+            self._inside += 1
+            return
+        self._wrapper, self._inside = wrapper, 0
+        self._before(args, kwargs)
+
+    def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inside:
+            self._inside -= 1
+            return
+        self._wrapper = None
+        self._after()
+
+    def _is_around(self, frame: FrameType | None) -> bool:
+        while self._wrapper is not None and frame is not None:
+            frame = frame.f_back
+            if frame is self._wrapper:
+                return True
+        return False
 
 
 @cache
@@ -61,78 +102,3 @@ def _watch() -> None:
 def _arrange(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if optimizer in _IDS:
         put_hooks_innermost(optimizer, *_IDS[optimizer])
-
-
-class OutermostStep:
-    """Notices steps inside of a step.
-
-    torch runs step hooks in a wrapper that it puts around ``step`` of every class of which an optimizer was made. A
-    class whose ``step`` calls that of its base therefore runs them twice, one pair inside of the other, as soon as
-    somebody in the process has made an optimizer of the base. Only the outer pair may exchange gradients: the inner
-    one would find none and step on zeros.
-
-    A step that raised never runs its post-hooks, so that a counter alone would take the next step for a nested one.
-    What tells is whether the wrapper of the outer step is still running.
-    """
-
-    def __init__(self) -> None:
-        self._wrapper: FrameType | None = None
-        self._inside = 0
-
-    def begins(self, wrapper: FrameType | None) -> bool:
-        """Whether the step whose pre-hooks run is an outermost one.
-
-        Args:
-            wrapper: the frame that runs the hooks.
-        """
-        if self._is_around(wrapper):
-            self._inside += 1
-            return False
-        self._wrapper, self._inside = wrapper, 0
-        return True
-
-    def ends(self) -> bool:
-        """Whether the step whose post-hooks run is an outermost one."""
-        if self._inside:
-            self._inside -= 1
-            return False
-        self._wrapper = None
-        return True
-
-    def running(self) -> bool:
-        """Whether the caller was called by an outermost step."""
-        return self._is_around(sys._getframe(1))
-
-    def forget(self) -> None:
-        """Let go of a step that raised, and of all that its frames hold."""
-        self._wrapper, self._inside = None, 0
-
-    def _is_around(self, frame: FrameType | None) -> bool:
-        while self._wrapper is not None and frame is not None:
-            frame = frame.f_back
-            if frame is self._wrapper:
-                return True
-        return False
-
-
-class HiddenGradients:
-    """Takes gradients off parameters, so that a step passes these over, and puts them back."""
-
-    def __init__(self) -> None:
-        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
-
-    def hide(self, gradients: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:
-        """Let these parameters show no gradient.
-
-        Args:
-            gradients: parameters, and what they show again afterwards.
-        """
-        self._hidden = list(gradients)
-        for parameter, _ in self._hidden:
-            parameter.grad = None
-
-    def show(self) -> None:
-        """Put back what was hidden last. May be called again."""
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []

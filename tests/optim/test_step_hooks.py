@@ -1,4 +1,4 @@
-"""Our step hooks stay next to the step."""
+"""Our step hooks stay next to the step, and are not called for a step inside of a step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import gc
 from typing import Any
 from weakref import ref
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.optim.step_hooks import InnermostHooks
+from lightning_zero.optim.step_hooks import StepHooks
 
 
 def sgd() -> Optimizer:
@@ -27,7 +28,7 @@ def test_hooks_registered_at_any_time_stay_outside() -> None:
 
     optimizer.register_step_pre_hook(note("early"))
     optimizer.register_step_post_hook(note("early after"))
-    hooks = InnermostHooks(optimizer, note("ours"), note("ours after"))
+    hooks = StepHooks(optimizer, note("ours"), note("ours after"))
     handle = optimizer.register_step_pre_hook(note("late"))
     optimizer.register_step_post_hook(note("late after"))
     optimizer.step()
@@ -47,7 +48,7 @@ def test_a_hook_that_registers_a_hook_or_steps_another_optimizer() -> None:
     """While hooks run their order cannot change: the new one has its place from the next step on."""
     first, second, seen = sgd(), sgd(), []
     for name, optimizer in (("first", first), ("second", second)):
-        InnermostHooks(
+        StepHooks(
             optimizer,
             lambda *_, name=name: seen.append(f"{name} before"),
             lambda *_, name=name: seen.append(f"{name} after"),
@@ -68,8 +69,72 @@ def test_a_hook_that_registers_a_hook_or_steps_another_optimizer() -> None:
 
 def test_an_optimizer_is_not_kept_alive() -> None:
     optimizer = sgd()
-    InnermostHooks(optimizer, lambda *_: None, lambda *_: None)
+    StepHooks(optimizer, lambda *_: None, lambda *_: None)
     held = ref(optimizer)
     del optimizer
+    gc.collect()
+    assert held() is None
+
+
+class Inner(torch.optim.SGD):
+    """Steps as its base does, ``times`` times, and raises when it is told to."""
+
+    times = 1
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(self.times):
+            super().step(closure)
+        if self.fails:
+            raise ArithmeticError
+
+
+def nested(seen: list[str]) -> tuple[Inner, StepHooks]:
+    sgd()  # from now on torch wraps the step of the base, too
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = Inner([parameter], lr=0.1)
+    return optimizer, StepHooks(optimizer, lambda *_: seen.append("before"), lambda: seen.append("after"))
+
+
+def test_steps_inside_of_a_step_are_not_seen() -> None:
+    seen: list[str] = []
+    optimizer, hooks = nested(seen)
+    optimizer.times = 2
+    running: list[bool] = []
+    optimizer.register_step_post_hook(lambda *_: running.append(hooks.running()))
+    optimizer.step()
+    assert seen == ["before", "after"]
+    assert running == [True, True, False]  # of the two inside, and of the outer one when it is over
+    assert not hooks.running()
+
+
+def test_a_step_that_never_ended_is_over_when_the_next_begins() -> None:
+    seen: list[str] = []
+    optimizer, _ = nested(seen)
+    optimizer.fails = True
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    assert seen == ["before"]
+    optimizer.fails = False
+    optimizer.step()
+    assert seen == ["before", "before", "after"]
+
+
+def test_what_was_forgotten_keeps_nothing_of_a_step_alive() -> None:
+    class Local:
+        pass
+
+    optimizer, hooks = nested([])
+    optimizer.fails = True
+
+    def fail() -> Any:
+        held = Local()
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        return ref(held)
+
+    held = fail()
+    hooks.forget()
     gc.collect()
     assert held() is None
