@@ -36,21 +36,13 @@ _SLICES = "Every rank steps on its slices of each parameter, so parts of one wei
 
 @dataclass(frozen=True)
 class Description:
-    """One optimizer as plain data, to be sent to the other ranks.
-
-    Args:
-        label: how messages name it.
-        kind: its class.
-        used: whether an earlier fit has trained with it.
-        names: of each param group the names of its parameters, in order.
-        options: of each param group.
-    """
+    """One optimizer as plain data, to be sent to the other ranks."""
 
     label: str
     kind: str
-    used: bool
-    names: list[list[str]]
-    options: list[dict[str, Any]]
+    used: bool  # whether an earlier fit has trained with it
+    names: list[list[str]]  # of the parameters of each param group, in order
+    options: list[dict[str, Any]]  # of each param group
 
 
 class _Thing(str):
@@ -93,14 +85,8 @@ def described(
     used: bool = False,
     counts: Callable[[Any], bool] = lambda value: True,
 ) -> Description:
-    """An optimizer as it is now. Waits for the device where options are tensors there.
-
-    Args:
-        optimizer: the user's.
-        label: how to name it.
-        names: of each param group the names of its parameters.
-        used: whether an earlier fit has trained with it.
-        counts: which options matter, by value.
+    """An optimizer as it is now, with the options that matter: ``counts`` says so by value. Waits for the device where
+    options are tensors there.
     """
     options = [
         {key: _plain(group[key]) for key in sorted(group, key=str) if key not in NOT_OPTIONS and counts(group[key])}

@@ -206,10 +206,7 @@ class ParamGroups:
 def restore_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], own: Collection[str]) -> None:
     """Give each param group the options that a checkpoint holds, as torch does: others that user code put there go.
 
-    Args:
-        optimizer: whose groups.
-        saved: options of each group; empty for one that the checkpoint does not know.
-        own: options that stay as they are.
+    Those of ``own`` stay as they are, and so do all of a group of which nothing was saved.
     """
     stay = {"params", "param_names", *own, *optimizer.defaults}
     for group, options in zip(optimizer.param_groups, saved, strict=True):

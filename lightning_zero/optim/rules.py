@@ -94,14 +94,7 @@ def optimizer_rule(optimizer: Optimizer) -> str:
 
 
 def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, device: torch.device) -> None:
-    """Refuse what cannot step on the host.
-
-    Args:
-        optimizer: the user's.
-        label: how to name it.
-        rule: what ``optimizer_rule`` said.
-        tier: where its masters rest.
-        device: where the module computes.
+    """Refuse what cannot step where its masters rest, in ``tier``, for a module that computes on ``device``.
 
     Raises:
         UnsupportedOptimizerError: with the reason and what to do.
@@ -206,11 +199,8 @@ _WHY = (
 def try_in_parts(optimizer: Optimizer, label: str) -> None:
     """Refuse an optimizer whose parameters cannot be dealt out to ranks. See the note of the file. Local.
 
-    An optimizer that does not step on small tensors at all, or cannot be copied, is let through with a warning.
-
-    Args:
-        optimizer: over the user's parameters, whose values need not be there; it is not changed.
-        label: how to name it.
+    The values of its parameters need not be there, and it is not changed. One that does not step on small tensors at
+    all, or cannot be copied, is let through with a warning.
 
     Raises:
         UnsupportedOptimizerError: if the numbers differ, only a part of the parameters makes it raise, or it asks for a

@@ -168,16 +168,11 @@ class WholeParameters:
     # ------------------------------------------------------------------- state
 
     def to_slices(self, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
-        """Give every rank its slices of tensors that live at the owners.
+        """Give every rank its slices, 1-D, of tensors that live at the owners. Collective: every rank.
 
         Args:
             tensors: per entry, of the entry's shape, at its owner; ignored elsewhere.
             dtypes: theirs, the same on every rank; ``None`` leaves an entry out.
-
-        Returns:
-            Per entry 1-D, this rank's slice (0 elements where it holds nothing); ``None`` where left out.
-
-        Collective: every rank.
         """
         with untracked():
             slices = [
@@ -190,18 +185,12 @@ class WholeParameters:
     def from_slices(self, slices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The way back: per entry a tensor of its shape at the owner, ``None`` elsewhere and where ``slices`` has none.
 
-        Args:
-            slices: per entry 1-D, this rank's slice; ``None`` for the same entries on every rank, equal dtypes.
-
-        Collective: every rank.
+        That has to be the same entries on every rank, with equal dtypes. Collective: every rank.
         """
         return self._collect(slices, [None if part is None else part.dtype for part in slices], "optimizer state")
 
     def share(self, values: Sequence[Any]) -> list[Any]:
         """Give every rank the owner's value of each entry: small things, tensors (which arrive on the CPU) included.
-
-        Args:
-            values: per entry, at its owner; ignored elsewhere.
 
         Collective: every rank.
         """
@@ -223,10 +212,7 @@ class WholeParameters:
         return [shared[index] for index in range(len(self._entries))]
 
     def state_to_slices(self, states: Sequence[Mapping[str, Any] | None]) -> list[WholeState]:
-        """The optimizer's state as every rank saves it.
-
-        Args:
-            states: per entry ``optimizer.state[whole(i)]`` at its owner; ``None`` or empty where there is none.
+        """The optimizer's state as every rank saves it, of ``optimizer.state[whole(i)]`` at each entry's owner.
 
         Collective: every rank.
         """

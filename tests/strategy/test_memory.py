@@ -184,7 +184,8 @@ def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
         "counters of segments": storages(
             value
             for adapter in trainer.strategy.session.adapters
-            for plan in (adapter._segments._plans.values() if adapter._segments is not None else ())
+            for stepper in (adapter._segments or (adapter._update and adapter._update._memory),)
+            for plan in (stepper._plans.values() if stepper is not None else ())
             for segment in plan.together
             for value in segment._state.values()
             if isinstance(value, Tensor) and not value.dim()
