@@ -21,7 +21,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_zero import ZeroPlan, build_plan
-from lightning_zero.comm import Collectives, ControlGroup, Groups, LocalCollectives, NativeCollectives, Streams
+from lightning_zero.comm import (
+    Collectives,
+    ControlGroup,
+    Groups,
+    LocalCollectives,
+    NativeCollectives,
+    ShardGroup,
+    Streams,
+)
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.optim.state import Slices
@@ -199,7 +207,7 @@ class Zero(Way):
         collectives: Collectives = LocalCollectives(streams)
         if world_size > 1:
             group = dist.group.WORLD
-            groups = Groups(gather=group, reduce=group, control=control, checkpoint=control)
+            groups = Groups(group, group, control, control, ShardGroup(0, world_size), divisor=world_size)
             collectives = NativeCollectives(groups, streams)
         self._engine = engine = ZeroEngine(
             self._model, self.plan, collectives, control, MemoryTiers(task.device, streams)

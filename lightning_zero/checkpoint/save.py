@@ -47,7 +47,7 @@ from lightning_zero.checkpoint.format.writer import (
     save_archive,
 )
 from lightning_zero.checkpoint.storage.files import is_remote
-from lightning_zero.comm.groups import naming_failures
+from lightning_zero.comm.control import naming_failures
 from lightning_zero.errors import CheckpointError
 
 __all__ = [

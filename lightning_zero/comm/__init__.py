@@ -7,8 +7,10 @@ from lightning_zero.comm.collectives import (
     Collectives,
     LocalCollectives,
     Pending,
+    WrappedCollectives,
 )
-from lightning_zero.comm.groups import ControlGroup, Groups
+from lightning_zero.comm.control import ControlGroup
+from lightning_zero.comm.groups import Groups, ShardGroup
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Streams
 
@@ -22,6 +24,8 @@ __all__ = [
     "LocalCollectives",
     "NativeCollectives",
     "Pending",
+    "ShardGroup",
     "Streams",
+    "WrappedCollectives",
     "choose_collectives",
 ]

@@ -33,7 +33,7 @@ def choose_collectives(groups: Groups, streams: Streams, device: torch.device) -
 
     Collective: every rank.
     """
-    if groups.control.world_size == 1:
+    if groups.shard.world_size == 1:
         return LocalCollectives(streams)
     if device.type != "cpu":
         return NativeCollectives(groups, streams)
@@ -53,6 +53,8 @@ def _without_shared_memory(groups: Groups) -> str:
 
     Collective: every rank.
     """
+    if groups.shard.world_size < groups.control.world_size:
+        return "flat buffers are shared by some of the ranks only"
     refusals = groups.control.exchange([int(os.environ.get(SWITCH, "1") == "0"), int(sys.platform != "linux")])
     for rank, (off, foreign) in enumerate(refusals):
         if off:
@@ -69,5 +71,5 @@ def _without_shared_memory(groups: Groups) -> str:
             groups.problem = connected
         else:
             groups.transport = Transport(connected, groups.control.rank, groups.control.world_size, timeout)
-            groups.control.transport = groups.transport
+            groups.control.shortcut = groups.transport
     return groups.problem

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.groups import raise_failure
+from lightning_zero.comm.control import raise_failure
 from lightning_zero.comm.streams import Event, Streams
 
 # How long a backward waits for memory that a reduction still uses before it takes fresh memory instead. Waiting for
@@ -21,6 +21,7 @@ from lightning_zero.comm.streams import Event, Streams
 PATIENCE_SECONDS = 2.0
 _SHORTEST_PAUSE_SECONDS = 0.0001
 _LONGEST_PAUSE_SECONDS = 0.002
+_CHUNK_NBYTES = 2**19  # summed apart and written over this rank's own: few calls, and still in a core's cache
 
 __all__ = [
     "PATIENCE_SECONDS",
@@ -28,6 +29,8 @@ __all__ = [
     "Collectives",
     "LocalCollectives",
     "Pending",
+    "RankOrderSum",
+    "WrappedCollectives",
 ]
 
 
@@ -131,27 +134,36 @@ class Pending:
 
 
 class Collectives(ABC):
-    """What the engine asks of the wire. All tensors are 1-D and contiguous.
+    """What the engine asks of the wire: four verbs, and memory for them. All tensors are 1-D and contiguous.
 
-    Every method is collective over all ranks and has to be called in the same order on all of them, per kind of
+    Every verb is collective over the shard group and has to be called in the same order on all its ranks, per kind of
     traffic: gathers among themselves, reductions among themselves.
+
+    Args:
+        rank: this process in the shard group.
+        world_size: ranks of the shard group.
+        abandoned: where transfers are kept that an error left under way.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, abandoned: list[Pending] | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self.observers: list[Callable[[CollectiveCall], None]] = []
-        self.patience = PATIENCE_SECONDS
-        self.asks = False
-        """Whether gathers take announced shards as they are when the gather begins, at the cost of a copy, and not as
-        they are when another rank comes to read them. Set alike on every rank."""
+        self.abandoned = [] if abandoned is None else abandoned
 
     @property
     def buffers(self) -> Sequence[Tensor]:
         """Memory that the wire keeps for itself."""
         return ()
 
-    def all_gather(self, buffer: Tensor, what: str, after: Event = None, source: Tensor | None = None) -> Pending:
+    def all_gather(
+        self,
+        buffer: Tensor,
+        what: str,
+        after: Event = None,
+        source: Tensor | None = None,
+        version: int | None = None,
+    ) -> Pending:
         """Complete a flat buffer in place from all ranks' shards.
 
         Args:
@@ -160,7 +172,10 @@ class Collectives(ABC):
             what: what it carries, for people; the same on every rank.
             after: device-side event the transfer has to wait for; ``None``: everything issued so far.
             source: 1-D, this rank's shard, where it is not in the buffer yet; of any dtype. May not change before the
-                wait has returned; if it was announced by ``share``, not before all ranks' waits have.
+                wait has returned.
+            version: of the source; alike on all ranks, and never less than before. With one, the source may not change
+                before an agreement of all ranks behind the wait, so that the others may read it where it lies; and
+                they do so once its owner has come to a gather of this version, or a later one, itself.
 
         Raises:
             ValueError: if the sizes do not match (on every rank alike).
@@ -175,9 +190,9 @@ class Collectives(ABC):
             )
         if self.observers:
             self._observe("all_gather", what, buffer)
-        return self._all_gather(buffer, what, after, source)
+        return self._all_gather(buffer, what, after, source, version)
 
-    def reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
+    def reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float = PATIENCE_SECONDS) -> Pending:
         """Average a flat buffer over the ranks and keep this rank's range of the result.
 
         Args:
@@ -185,6 +200,7 @@ class Collectives(ABC):
             shard: 1-D, ``bucket.numel() // world_size`` elements of the same dtype. Written. May be this rank's own
                 range of ``bucket``.
             what: what it carries, for people.
+            patience: how many seconds to wait, at most, for memory that an earlier reduction still uses.
 
         Raises:
             ValueError: if the sizes do not match (on every rank alike).
@@ -201,7 +217,7 @@ class Collectives(ABC):
             )
         if self.observers:
             self._observe("reduce_scatter", what, bucket)
-        return self._reduce_scatter(bucket, shard, what)
+        return self._reduce_scatter(bucket, shard, what, patience)
 
     def all_to_all(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], what: str = ""
@@ -228,45 +244,18 @@ class Collectives(ABC):
         with untracked():
             return torch.zeros(numel, dtype=dtype, device=device)
 
-    def share(self, shards: Sequence[Tensor]) -> None:  # noqa: B027 - most need not know before
-        """Announce shards that gathers will have as their source, and that are complete by now.
-
-        They may only be written after an agreement of all ranks that comes behind the last gather, and before
-        ``shards_changed``.
-
-        Args:
-            shards: 1-D, equally many and of equal sizes on every rank.
-
-        Collective: every rank.
-        """
-
-    def shares(self, shard: Tensor) -> bool:
-        """Whether ``shard`` was announced, and is read by the others without being sent."""
-        return False
-
-    def shards_changed(self, within: bool = False) -> None:  # noqa: B027
-        """Note that announced shards may hold new values, which later gathers have to see.
-
-        Also at the beginning of whatever gathers, because users write to their shards without a word.
-
-        Args:
-            within: whether that has begun before, and only goes on.
-
-        Collective: every rank.
-        """
-
-    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027 - most need nothing
-        """Announce the largest bucket that will be reduced, so that nothing has to be allocated during a step."""
-
-    def abandon(self, transfers: Sequence[Pending]) -> None:  # noqa: B027 - a single rank has none under way
+    def abandon(self, transfers: Sequence[Pending]) -> None:
         """Take over transfers that an error left under way: nobody else waits for them."""
+        self.abandoned += [transfer for transfer in transfers if not transfer.done]
 
-    def settle(self) -> None:  # noqa: B027
+    def settle(self) -> None:
         """Wait for abandoned transfers: they still write into memory that is about to be used again.
 
         Raises:
             CommunicationError: if the other ranks never joined them.
         """
+        while self.abandoned:
+            self.abandoned.pop(0).wait()
 
     def own_range(self, buffer: Tensor) -> Tensor:
         """This rank's shard inside a flat buffer, as a view."""
@@ -286,10 +275,12 @@ class Collectives(ABC):
                 observer(call)
 
     @abstractmethod
-    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending: ...
+    def _all_gather(
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+    ) -> Pending: ...
 
     @abstractmethod
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending: ...
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending: ...
 
     @abstractmethod
     def _all_to_all(
@@ -316,12 +307,14 @@ class LocalCollectives(Collectives):
     def own_range(self, buffer: Tensor) -> Tensor:
         return buffer
 
-    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
+    def _all_gather(
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+    ) -> Pending:
         if source is not None:
             buffer.copy_(source)
         return self._nothing if self._streams is None else self._done(what)
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         if shard is not bucket and shard.data_ptr() != bucket.data_ptr():
             shard.copy_(bucket)
         return self._nothing if self._streams is None else self._done(what)
@@ -338,3 +331,92 @@ class LocalCollectives(Collectives):
     def _done(self, what: str) -> Pending:
         event = None if self._streams is None else self._streams.mark()
         return self._nothing if event is None else Pending(what, 0, event=event, streams=self._streams)
+
+
+class WrappedCollectives(Collectives):
+    """Another wire's collectives as they are: whoever changes one verb of a wire overrides its method here.
+
+    Observers are told what the inner wire carries.
+
+    Args:
+        inner: what carries everything.
+    """
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner.rank, inner.world_size, inner.abandoned)
+        self.inner = inner
+        self.observers = inner.observers
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return self.inner.buffers
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(numel, dtype, device)
+
+    def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
+        """The inner wire does."""
+
+    def _all_gather(
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+    ) -> Pending:
+        return self.inner.all_gather(buffer, what, after, source, version)
+
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+        return self.inner.reduce_scatter(bucket, shard, what, patience)
+
+    def _all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
+    ) -> Pending:
+        return self.inner.all_to_all(output, input, output_splits, input_splits, what)
+
+    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        return self.inner.broadcast(tensor, source, what)
+
+
+class RankOrderSum:
+    """Averages one tensor per rank: ``((first + second) + third + ...) / divisor``, each step rounded to the dtype.
+
+    Args:
+        rank: this rank, whose tensor may be the result's memory.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """Memory that is kept: of each dtype one chunk, on ranks above 1 that sum in place."""
+        return tuple(self._scratch.values())
+
+    def into(self, result: Tensor, pieces: Sequence[Tensor], divisor: int) -> None:
+        """Write the average.
+
+        Args:
+            result: 1-D. May be the memory of ``pieces[rank]``, and of no other one.
+            pieces: at least two, in rank order, of as many elements and the same dtype. Read.
+            divisor: 1 where they have been divided before.
+        """
+        # What is there has not been added yet, so that the first ones must not be written over it.
+        apart = self._rank > 1 and pieces[self._rank].data_ptr() == result.data_ptr()
+        size = _CHUNK_NBYTES // result.itemsize if apart else max(1, result.numel())
+        for total, first, second, *others in zip(result.split(size), *(p.split(size) for p in pieces), strict=True):
+            target = self._chunk(result.dtype, min(size, result.numel()), total.numel()) if apart else total
+            torch.add(first, second, out=target)
+            for rank, other in enumerate(others, 2):
+                if apart and rank == self._rank:
+                    target = torch.add(target, other, out=total)
+                else:
+                    target.add_(other)
+            if divisor & (divisor - 1):
+                total.div_(divisor)
+            elif divisor != 1:
+                total.mul_(1 / divisor)  # exact for a power of two, hence the same bits, and faster
+
+    def _chunk(self, dtype: torch.dtype, most: int, numel: int) -> Tensor:
+        scratch = self._scratch.get(dtype)
+        if scratch is None or scratch.numel() < most:
+            with torch.inference_mode(False):
+                scratch = self._scratch[dtype] = torch.empty(most, dtype=dtype)
+        return scratch.narrow(0, 0, numel)

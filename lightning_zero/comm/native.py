@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import all_gather_single, reduce_scatter_single
-from lightning_zero.comm.collectives import Collectives, Pending
-from lightning_zero.comm.groups import Groups, raise_failure
+from lightning_zero.comm.collectives import Collectives, Pending, RankOrderSum
+from lightning_zero.comm.control import raise_failure
+from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.comm.sums import RankOrderSum
 
 __all__ = ["GlooCollectives", "NativeCollectives"]
 
@@ -33,18 +33,13 @@ class NativeCollectives(Collectives):
     """
 
     def __init__(self, groups: Groups, streams: Streams) -> None:
-        super().__init__(groups.control.rank, groups.control.world_size)
+        super().__init__(groups.shard.rank, groups.shard.world_size, groups.abandoned)
         self.groups = groups
         self.streams = streams
 
-    def abandon(self, transfers: Sequence[Pending]) -> None:
-        self.groups.abandoned += [transfer for transfer in transfers if not transfer.done]
-
-    def settle(self) -> None:
-        while self.groups.abandoned:
-            self.groups.abandoned.pop(0).wait()
-
-    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
+    def _all_gather(
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+    ) -> Pending:
         with self.streams.gathering(after):
             own = self.own_range(buffer)
             if source is not None and source.dtype != own.dtype:
@@ -55,14 +50,14 @@ class NativeCollectives(Collectives):
             event = self.streams.mark()
         return Pending(what, self.rank, event=event, streams=self.streams, keep=(buffer,))
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         with self.streams.reducing():
             if bucket.dtype == torch.float16:
-                bucket.div_(self.world_size)
+                bucket.div_(self.groups.divisor)
             work = reduce_scatter_single(shard, bucket, self.groups.reduce, async_op=True)
             work.wait()
             if bucket.dtype != torch.float16:
-                shard.div_(self.world_size)
+                shard.div_(self.groups.divisor)
             event = self.streams.mark()
         return Pending(what, self.rank, event=event, streams=self.streams, keep=(bucket, shard))
 
@@ -87,18 +82,15 @@ class GlooCollectives(NativeCollectives):
         self._sum = RankOrderSum(self.rank)
         self._received: dict[torch.dtype, Tensor] = {}
         self._receiving: Pending | None = None  # the reduction that holds the receive buffer
+        self._late = False
 
     @property
     def buffers(self) -> Sequence[Tensor]:
         return tuple(self._received.values())
 
-    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        received = self._received.get(dtype)
-        if received is None or received.numel() < numel:
-            with torch.inference_mode(False):
-                self._received[dtype] = torch.empty(numel, dtype=dtype, device=device)
-
-    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
+    def _all_gather(
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+    ) -> Pending:
         size = buffer.numel() // self.world_size
         mine = buffer.narrow(0, self.rank * size, size)
         if source is not None:
@@ -115,10 +107,10 @@ class GlooCollectives(NativeCollectives):
             raise_failure(what, self.rank, error)
         return Pending(what, self.rank, works=works, keep=(buffer,))
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
-        received, lent = self._receive_buffer(bucket)
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+        received, lent = self._receive_buffer(bucket, patience)
         if bucket.dtype == torch.float16:
-            bucket.div_(self.world_size)
+            bucket.div_(self.groups.divisor)
         try:
             work = dist.all_to_all_single(received, bucket, group=self.groups.reduce, async_op=True)
         except RuntimeError as error:
@@ -126,19 +118,23 @@ class GlooCollectives(NativeCollectives):
 
         def sum_in_rank_order() -> None:
             pieces = received.view(self.world_size, -1).unbind(0)
-            self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.world_size)
+            self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.groups.divisor)
 
         pending = Pending(what, self.rank, works=[work], keep=(bucket, shard), finish=sum_in_rank_order)
         if lent:
             self._receiving = pending
         return pending
 
-    def _receive_buffer(self, bucket: Tensor) -> tuple[Tensor, bool]:
+    def _receive_buffer(self, bucket: Tensor, patience: float) -> tuple[Tensor, bool]:
         """The one receive buffer, once the reduction before has left it; fresh memory if that takes too long."""
         if self._receiving is not None:
-            if not self._receiving.ready_within(self.patience):
-                self.patience = 0.0
+            if not self._receiving.ready_within(0.0 if self._late else patience):
+                self._late = True  # nobody waits a second time for one that is this late
                 return torch.empty_like(bucket), False
             self._receiving.wait()
-        self.reserve(bucket.numel(), bucket.dtype, bucket.device)
-        return self._received[bucket.dtype].narrow(0, 0, bucket.numel()), True
+            self._late = False
+        received = self._received.get(bucket.dtype)
+        if received is None or received.numel() < bucket.numel():
+            with torch.inference_mode(False):
+                received = self._received[bucket.dtype] = torch.empty_like(bucket)
+        return received.narrow(0, 0, bucket.numel()), True

@@ -223,8 +223,11 @@ class GradientBucket:
         self.arrived = [False] * len(self.arrived)
         self.local = [False] * len(self.local)
 
-    def launch(self) -> None:
+    def launch(self, patience: float) -> None:
         """Start averaging over the ranks. Everything that did not arrive here counts as zero.
+
+        Args:
+            patience: seconds to wait for memory of the wire.
 
         Collective: every rank, in the agreed order of buckets.
         """
@@ -248,7 +251,7 @@ class GradientBucket:
                 torch._foreach_zero_(empty)
             self._direct = full is self.shard or (self._is_apart and True not in self._keeps())
             target = self.shard if self._direct else self._collectives.own_range(full)
-            self.pending = self._collectives.reduce_scatter(full, target, self._what)
+            self.pending = self._collectives.reduce_scatter(full, target, self._what, patience)
         self.launched, self.dirty, self.plain = True, False, False
 
     def drain(self) -> None:

@@ -96,8 +96,6 @@ class UnitBuilder:
         else:
             slots = [Slot.allocate(slot.nbytes, self._device) for slot in self._plan.slots]
             units = [self._sharded(unit, slots) for unit in self._plan.units]
-            flats = [flat for unit in units for flat in unit.flats]
-            self._collectives.share([flat.master for flat in flats if not flat.rest.offloaded])
         if self._plan.offload is not None:
             self._control.raise_together(self._failure, "put the first weights where they rest")
         return units
@@ -286,12 +284,11 @@ def build_reducer(
                 shard = collectives.own_range(resident)
             else:
                 shard = tiers.allocate(flat.rest.gradients, layout.shard_numel, layout.dtype, name)
-            collectives.reserve(layout.numel, layout.reduce_dtype, device)
             transfers = tiers.transfers if flat.rest.offloaded else None
             buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers))
             ring = unit.plan.gradient_slot
             slots.append(rings[ring] if ring is not None and resident is None else None)
-    return GradientReducer(buckets, slots, control, collectives, forwards=plan.placement.shards_parameters)
+    return GradientReducer(buckets, slots, control, forwards=plan.placement.shards_parameters)
 
 
 def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm import PATIENCE_SECONDS, Collectives, ControlGroup, Pending
+from lightning_zero.comm import PATIENCE_SECONDS, ControlGroup, Pending
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.sharded import Slot, carve
@@ -40,7 +40,6 @@ class GradientReducer:
         slots: for each bucket's unit, the slot its full gradients are collected in; ``None`` where they have memory of
             their own.
         control: the control plane.
-        collectives: the wire.
         forwards: whether buckets are in the order of the forward. Until the order of the backward has been seen, the
             opposite one is taken for it: in a wrong one, full gradients of the whole model would pile up.
     """
@@ -50,17 +49,16 @@ class GradientReducer:
         buckets: Sequence[GradientBucket],
         slots: Sequence[Slot | None],
         control: ControlGroup,
-        collectives: Collectives,
         forwards: bool = False,
     ) -> None:
         self.buckets = tuple(buckets)
         self.spans = Spans()  # told of reductions, and of waiting for them
-        self._collectives = collectives
         self._slots = tuple(slots)
         self._control = control
         self._order: dict[str, tuple[int, ...]] = {}
         self._plan_order = tuple(reversed(range(len(self.buckets))) if forwards else range(len(self.buckets)))
         self._phase = ""
+        self._patience = PATIENCE_SECONDS
         self._queue = self._plan_order  # the order of the running backward
         self._next = 0
         self._ready: set[int] = set()
@@ -85,7 +83,7 @@ class GradientReducer:
             uniform: whether all ranks used the same units in the forward. If not, a rank may join a reduction only at
                 the very end, so nobody waits for one before.
         """
-        self._collectives.patience = PATIENCE_SECONDS if uniform else 0.0
+        self._patience = PATIENCE_SECONDS if uniform else 0.0
         self._phase = name
         self._queue = self._order.get(name, self._plan_order)
         self._next = 0
@@ -203,10 +201,10 @@ class GradientReducer:
 
     def _launch(self, bucket: GradientBucket) -> None:
         if not self.spans.heard:
-            bucket.launch()
+            bucket.launch(self._patience)
             return
         with self.spans.of(Phase.REDUCE, bucket.unit.name, bucket.nbytes):
-            bucket.launch()
+            bucket.launch(self._patience)
 
     def _drain(self, bucket: GradientBucket) -> None:
         if bucket.pending is None:
@@ -255,9 +253,9 @@ class GradientReducer:
         if False not in [holder.drainable(0.0) for holder in holders]:
             return True
         with self.spans.of(Phase.WAIT_REDUCE, holders[0].unit.name, sum(holder.nbytes for holder in holders)):
-            if all(holder.drainable(self._collectives.patience) for holder in holders):
+            if all(holder.drainable(self._patience) for holder in holders):
                 return True
-        self._collectives.patience = 0.0
+        self._patience = 0.0
         return False
 
     def _release_slots(self) -> None:

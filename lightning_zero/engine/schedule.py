@@ -81,6 +81,7 @@ class UnitSchedule:
         self.gathered = False
         """Whether something beside the root was gathered in the running phase."""
         self._amid = False
+        self._version = 0  # of the masters; see ``_changed``
         self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
         self.guard = SavedTensorGuard(restore, self.was_read)
         self._root_is_guarded = False
@@ -132,7 +133,7 @@ class UnitSchedule:
                 self._order.forget([unit.index for unit in self._whole])
                 if name.startswith("forward"):  # its backward has to find the slots filled again: that is all new, too
                     self._order.record_anew("backward")
-            self._collectives.shards_changed()
+            self._changed()
             if self.root is not None:
                 self.unshard(self.root)
 
@@ -231,7 +232,7 @@ class UnitSchedule:
 
     def masters_changed(self, units: Sequence[int]) -> None:
         """Note that the full values of some units are void. The same call on every rank."""
-        self._collectives.shards_changed()
+        self._changed()
         self.void(units)
 
     def void(self, units: Sequence[int]) -> None:
@@ -282,14 +283,14 @@ class UnitSchedule:
         unit = self._at[index]
         if unit is not self.root and not self.gathered:  # what was written since the phase began counts
             self.gathered = True
-            self._collectives.shards_changed(within=True)
-        self._collectives.asks = self._amid and unit is self.root
+            self._version |= 1
+        version = None if self._amid and unit is self.root else self._version
         in_place = not self._order.recording
         if self._spans.heard:
             with self._spans.of(Phase.GATHER, unit.name, unit.nbytes):
-                failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place)
+                failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place, version)
         else:
-            failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place)
+            failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place, version)
         self._failure = self._failure or failure
         if unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
             self.guard.know(unit.storage)
@@ -297,6 +298,14 @@ class UnitSchedule:
     def _resident(self, index: int) -> bool:
         unit = self._at[index]
         return unit.machine.state is not UnitState.SHARDED and unit.filled_at == unit.version
+
+    def _changed(self) -> None:
+        """Note that masters may have other values now: where a phase begins too, because users write to their shards.
+
+        Versions are even where a phase begins and odd from its first gather on (the root's apart), so that ranks which
+        an error stopped at different places of a phase agree again at the next.
+        """
+        self._version = (self._version | 1) + 1
 
     def _may_take(self, index: int) -> bool:
         unit = self._at[index]

@@ -209,6 +209,7 @@ class ShardedUnit(Unit):
         masters: Event,
         fetcher: Fetcher | None,
         in_place: bool = False,
+        version: int | None = None,
     ) -> OffloadError | None:
         """Start gathering the full parameters, into the slot unless somebody still computes there.
 
@@ -218,6 +219,7 @@ class ShardedUnit(Unit):
             masters: event after which the shards hold the current weights.
             fetcher: brings shards from where they rest; ``None``: all rest on the device.
             in_place: compute in the shard if it is the whole unit, and gather nothing.
+            version: of the shards; ``None`` if they may change before all ranks have gathered them.
 
         Returns why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
         Collective: every rank, in the agreed order of units.
@@ -242,7 +244,7 @@ class ShardedUnit(Unit):
             pending = []
             with untracked():
                 for source, buffer in self._moves:
-                    pending.append(collectives.all_gather(buffer, self._what, None, source))
+                    pending.append(collectives.all_gather(buffer, self._what, None, source, version))
             self._is_filled(target, self.home_views, pending)
             return None
         buffers = self._home_buffers if at_home else self._carve(target)
@@ -251,7 +253,7 @@ class ShardedUnit(Unit):
             streams.wait(masters)
             for flat, source, buffer in zip(self.flats, self.sources, buffers, strict=True):
                 if fetcher is None or not flat.rest.offloaded:
-                    pending.append(collectives.all_gather(buffer, self._what, source=source))
+                    pending.append(collectives.all_gather(buffer, self._what, source=source, version=version))
                 else:  # this rank's part of the gather must come, whatever happens
                     failure = _fetch(fetcher, source, collectives.own_range(buffer)) or failure
                     pending.append(collectives.all_gather(buffer, self._what))

@@ -220,7 +220,7 @@ class Checkpoints:
         if together and self._removing:
             # No rank shall look for `last` while rank 0 still deletes. Not a collective: a rank that ended early,
             # because its data did, must not wait here for one that waits for it in a step.
-            self._groups.attend("finish", "", _ATTENDANCE_SECONDS)
+            self._groups.rendezvous("finish", "", _ATTENDANCE_SECONDS)
         self._removing = False
 
     def _in_trouble(self) -> bool:
@@ -233,7 +233,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if some are not.
         """
-        notes = self._groups.attend("save", place, _ATTENDANCE_SECONDS)
+        notes = self._groups.rendezvous("save", place, _ATTENDANCE_SECONDS)
         missing = sorted(set(range(self._control.world_size)) - set(notes))
         if missing:
             raise CheckpointError(

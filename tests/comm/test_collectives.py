@@ -131,16 +131,13 @@ def test_a_gather_from_a_source(name: str) -> None:
     def run(rank: int) -> None:
         comm = wire(name)
         source = placed(comm, name, torch.full((SIZE,), 1.0 + rank))
-        comm.share([source])
-        assert comm.shares(source) == ("allocated" in name)
         for change in range(3):
             for dtype in (torch.float32, torch.bfloat16):
                 full = torch.full((3 * SIZE,), 7, dtype=dtype)
-                comm.all_gather(full, "unit", source=source).wait()
+                comm.all_gather(full, "unit", source=source, version=1 + change).wait()
                 assert torch.equal(full, torch.arange(1 + change, 4 + change).repeat_interleave(SIZE).to(dtype))
             comm.groups.control.barrier()  # nobody writes before all have read
             source.add_(1)
-            comm.shards_changed()
 
     run_world(3, run)
 
@@ -150,14 +147,13 @@ def test_without_patience_a_late_reduction_gets_memory_of_its_own() -> None:
 
     def run(rank: int) -> None:
         comm = wire()
-        comm.patience = 0.0
         results = []
         comm.groups.control.barrier()
         for salt in range(2):
             if rank == 1 and salt == 0:
                 comm.groups.control.barrier()  # rank 0 has begun both
             shard = torch.zeros(SIZE)
-            results.append((comm.reduce_scatter(buffer_of(rank, 2, torch.float32, salt), shard, "late"), shard))
+            results.append((comm.reduce_scatter(buffer_of(rank, 2, torch.float32, salt), shard, "late", 0.0), shard))
         if rank == 0:
             comm.groups.control.barrier()
         for salt, (pending, shard) in enumerate(results):

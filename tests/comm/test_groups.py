@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.comm import ControlGroup, Groups
-from lightning_zero.comm.groups import naming_failures
+from lightning_zero.comm.control import naming_failures
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
 from tests.helpers.world import run_world

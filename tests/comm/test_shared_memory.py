@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
 from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.collectives import RankOrderSum
 from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 from lightning_zero.comm.shared_memory.heap import Heap
-from lightning_zero.comm.sums import RankOrderSum
 from lightning_zero.errors import CommunicationError
 from tests.helpers.world import run_world
 
@@ -123,15 +123,13 @@ def test_what_is_read_without_asking_is_never_old() -> None:
     def run(rank: int) -> None:
         comm = connected()
         shard = filled(comm, 0)
-        comm.share([shard])
         for step in range(1, 6):
             comm.groups.control.barrier()
             if rank == step % 3:
                 time.sleep(0.02)
             shard.fill_(step)
-            comm.shards_changed()
             full = torch.zeros(3 * SIZE)
-            comm.all_gather(full, "unit", source=shard).wait()
+            comm.all_gather(full, "unit", source=shard, version=step).wait()
             assert full.eq(step).all()
         comm.groups.control.barrier()  # memory may go when nobody can read it any more
 
@@ -299,8 +297,7 @@ def test_engines_come_and_go_through_one_transport() -> None:
         def once() -> int:
             comm = connected()
             shard = filled(comm, rank)
-            comm.share([shard])
-            comm.all_gather(torch.zeros(2 * SIZE), "unit", source=shard).wait()
+            comm.all_gather(torch.zeros(2 * SIZE), "unit", source=shard, version=1).wait()
             comm.all_gather(filled(comm, rank, 2 * SIZE), "unit").wait()
             comm.groups.control.barrier()
             del comm, shard

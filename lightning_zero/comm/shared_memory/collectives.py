@@ -5,23 +5,24 @@ no bit of a result tells which of the two was used.
 
 [Note: what is read where it lies]
 Memory from ``allocate`` is read in place, and is in use until the wait for the collective has returned on all ranks.
-Anything else is copied to such memory first and may be changed as soon as this rank's own result is there. Shards of
-weights that were announced by ``share`` are read without any word, once their owner has come to the phase that reads.
+Anything else is copied to such memory first and may be changed as soon as this rank's own result is there. Memory from
+``allocate`` that is gathered with a version is read without any word, once its owner has come to that version.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.collectives import Collectives, Pending
-from lightning_zero.comm.groups import Groups, naming_failures
+from lightning_zero.comm.collectives import Collectives, Pending, RankOrderSum
+from lightning_zero.comm.control import naming_failures
+from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.shared_memory.transport import Channel, Transfer, Transport
 from lightning_zero.comm.streams import Event
-from lightning_zero.comm.sums import RankOrderSum
 
 __all__ = ["SharedMemoryCollectives"]
 
@@ -69,10 +70,14 @@ class SharedMemoryCollectives(Collectives):
     """
 
     def __init__(self, groups: Groups, transport: Transport) -> None:
-        super().__init__(transport.rank, transport.world_size)
+        super().__init__(groups.shard.rank, groups.shard.world_size, groups.abandoned)
         self.groups = groups
         self.transport = transport
-        self._shared: dict[tuple[int, int], tuple[dict[int, int], Tensor]] = {}  # kept: the address is the key
+        self._session = transport.session()
+        self._allocated: dict[tuple[int, int], int] = {}  # numbers by address and elements
+        self._told = itertools.count()
+        self._places: dict[int, dict[int, int] | None] = {}
+        self._version = 0
         self._sum = RankOrderSum(self.rank)
 
     # ------------------------------------------------------------------ memory
@@ -83,45 +88,25 @@ class SharedMemoryCollectives(Collectives):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         try:
-            return self.transport.heap.allocate(numel, dtype)
+            memory = self.transport.heap.allocate(numel, dtype)
         except MemoryError:  # of addresses, not of memory: what lies elsewhere is copied before it is read
-            return super().allocate(numel, dtype, device)
-
-    def share(self, shards: Sequence[Tensor]) -> None:
-        offsets = [self.transport.heap.offset(shard) if shard.numel() else 0 for shard in shards]
-        with_others = self.groups.control.gather_objects(offsets)
-        for index, shard in enumerate(shards):
-            places = {rank: row[index] for rank, row in enumerate(with_others)}
-            known = {rank: place for rank, place in places.items() if place is not None}
-            if shard.numel() and len(known) == self.world_size:
-                self._shared[shard.data_ptr(), shard.numel()] = known, shard
-
-    def shares(self, shard: Tensor) -> bool:
-        return (shard.data_ptr(), shard.numel()) in self._shared
-
-    def shards_changed(self, within: bool = False) -> None:
-        if self._shared:
-            self.transport.new_generation(within)
+            memory = super().allocate(numel, dtype, device)
+        if numel:
+            number = self._allocated[memory.data_ptr(), numel] = next(self._told)
+            self.transport.tell_place(self._session, number, self.transport.heap.offset(memory) or 0, memory.nbytes)
+        return memory
 
     # -------------------------------------------------------------- collectives
 
-    def abandon(self, transfers: Sequence[Pending]) -> None:
-        self.groups.abandoned += [transfer for transfer in transfers if not transfer.done]
-
-    def settle(self) -> None:
-        while self.groups.abandoned:
-            self.groups.abandoned.pop(0).wait()
-
-    def _all_gather(self, buffer: Tensor, what: str, after: Event, source: Tensor | None) -> Pending:
+    def _all_gather(
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+    ) -> Pending:
         own, size = self.own_range(buffer), buffer.numel() // self.world_size
         ranges = {peer: buffer.narrow(0, peer * size, size) for peer in self.transport.peers}
         if source is not None:
             own.copy_(source)
-            shared = None if self.asks else self._shared.get((source.data_ptr(), source.numel()))
-            if size and shared is not None:
-                places, _ = shared
-                with naming_failures(what, self.rank):
-                    self.transport.await_generation()
+            places = None if version is None else self._places_of(source, version, what)
+            if places is not None:
                 for peer, target in ranges.items():
                     self.transport.read(peer, places[peer], target, source.dtype)
                 return Pending(what, self.rank)
@@ -132,10 +117,10 @@ class SharedMemoryCollectives(Collectives):
 
         return self._transfer(Channel.GATHER, what, own, dict.fromkeys(ranges, (0, size)), ranges, collect, buffer)
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         if bucket.dtype == torch.float16:
-            bucket.div_(self.world_size)
-        divisor = 1 if bucket.dtype == torch.float16 else self.world_size
+            bucket.div_(self.groups.divisor)
+        divisor = 1 if bucket.dtype == torch.float16 else self.groups.divisor
         own, size = self.own_range(bucket), shard.numel()
 
         def average(offsets: Mapping[int, int]) -> None:
@@ -175,6 +160,19 @@ class SharedMemoryCollectives(Collectives):
         return self._transfer(Channel.SPREAD, what, tensor.view(-1), given, taken, collect, tensor)
 
     # ----------------------------------------------------------------- private
+
+    def _places_of(self, source: Tensor, version: int, what: str) -> dict[int, int] | None:
+        """Where the others have theirs, which are of this version by now; ``None`` if each has to be asked."""
+        number = self._allocated.get((source.data_ptr(), source.numel()))
+        if number is None:
+            return None
+        with naming_failures(what, self.rank):
+            if number not in self._places:
+                self._places[number] = self.transport.places(self._session, number, source.nbytes)
+            if version != self._version:
+                self.transport.reach(self._session, version)
+                self._version = version
+        return self._places[number]
 
     def _transfer(
         self,

@@ -9,7 +9,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from lightning_zero.comm.groups import ControlGroup
+from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
 from lightning_zero.comm.shared_memory.links import Links, Pipe
 

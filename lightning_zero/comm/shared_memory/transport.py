@@ -7,23 +7,22 @@ by itself, for there is no thread: a rank reads when it waits for anything here,
 so that two ranks that wait for different things never wait for each other. That is also why the agreements of the
 control group come this way (``exchange``): a rank that waits in one goes on serving those that are not there yet.
 
-[Note: generations]
-Memory that only changes at agreed moments (shards of weights, in the optimizer step) is read without asking: its owner
-says once, after each change, that a new generation begins, and who reads it waits for that. That the owner does not
-write while others still read follows from the agreement that comes before every change.
+[Note: versions]
+Memory that only changes at agreed moments (shards of weights, in the optimizer step) is read without asking. Whoever
+gathers it says of which version it is by then, once for each version, and a rank reads another's memory when that one
+has come to the same version or a later one. That the owner does not write while others still read follows from the
+agreement of all ranks that comes before every change. Where the memory is, the ranks tell when they allocate it.
 
-Users write to their shards too, wherever they like between a step and the next forward. So a generation also begins
-with each stretch of program that reads, and again within it, before the first read that its beginning did not ask for:
-nobody reads before the owner has come as far. The first kind have even numbers and the second odd ones, so that ranks
-which an error stopped at different places of such a stretch agree again at the next.
+Every engine has numbers of its own (``session``), because several of them may use one transport in turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 
@@ -49,8 +48,9 @@ class _Kind(IntEnum):
     FILLED = 1
     TAKEN = 2
     EXCHANGE = 3
-    GENERATION = 4
+    VERSION = 4
     GIVEN_UP = 5
+    PLACE = 6
 
 
 class Transfer:
@@ -98,7 +98,6 @@ class Transport:
     Attributes:
         moved: bytes read from other ranks' memory so far.
         exchanges: agreements that came this way so far.
-        generation: of the memory that is read without asking; see [Note: generations].
     """
 
     def __init__(self, connections: Connections, rank: int, world_size: int, timeout: float) -> None:
@@ -108,7 +107,6 @@ class Transport:
         self.timeout = timeout
         self.moved = 0
         self.exchanges = 0
-        self.generation = 0
         self._peers = connections.peers
         self._links = connections.links
         self._lock = threading.RLock()
@@ -117,7 +115,9 @@ class Transport:
         self._early: dict[tuple[int, int], list[Message]] = {}
         self._ready: list[tuple[tuple[int, int], Transfer]] = []
         self._rows: dict[int, dict[int, tuple[int, bytes]]] = {}  # of agreements to come: check and bytes by rank
-        self._generations = dict.fromkeys(self._peers, 0)
+        self._sessions = itertools.count()
+        self._versions: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by session and rank; from 1
+        self._places: defaultdict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
         self._given_up: set[int] = set()  # ranks whose own wait has failed: they do nothing more
 
     @property
@@ -237,36 +237,53 @@ class Transport:
                 )
             return [rows[rank][1] for rank in range(self.world_size)]
 
-    # -------------------------------------------------------------- generations
+    # ---------------------------------------------------------------- versions
 
-    def new_generation(self, within: bool = False) -> None:
-        """Note that this rank's memory that is read without asking holds what others may read from now on.
+    def session(self) -> int:
+        """A new number, equal on all ranks. Collective: every rank."""
+        return next(self._sessions)
+
+    def tell_place(self, session: int, number: int, offset: int, nbytes: int) -> None:
+        """Tell the others where this rank's memory of a number begins; 0 if they cannot read it there."""
+        with self._lock:
+            for peer in self.peers:
+                self._links.send(peer, _Kind.PLACE, number=number, offset=offset, nbytes=nbytes, check=session)
+
+    def places(self, session: int, number: int, nbytes: int) -> dict[int, int] | None:
+        """Where the others have their memory of a number; ``None``, on every rank, if one of them has it elsewhere.
+
+        Raises:
+            RuntimeError: if a rank is gone, does not come, or has memory of another size.
+        """
+        with self._lock:
+            told = self._places[session, number]
+            self._until(lambda: len(told) == len(self._peers), lambda: self._peers.keys() - told.keys())
+        if any(size != nbytes for _, size in told.values()):
+            raise RuntimeError("the ranks are in different places of the program: their shards differ in size")
+        places = {peer: offset for peer, (offset, _) in told.items()}
+        return None if 0 in places.values() else places
+
+    def reach(self, session: int, version: int) -> None:
+        """Say that this rank's memory is of a version by now, and wait until that of all others is.
 
         Args:
-            within: whether this goes on with the stretch of program that the generation before began with.
+            session: a number from ``session``.
+            version: 1 or more.
+
+        Raises:
+            RuntimeError: if a rank is gone or does not come.
 
         Collective: every rank.
         """
         with self._lock:
-            generation = self.generation | 1 if within else (self.generation | 1) + 1
-            if generation == self.generation:
-                return
-            self.generation = generation
+            reached = self._versions[session]
             for peer in self.peers:
-                self._links.send(peer, _Kind.GENERATION, number=generation)
+                self._links.send(peer, _Kind.VERSION, number=version, check=session)
 
-    def await_generation(self) -> None:
-        """Wait until that memory is of this rank's generation everywhere.
+            def behind() -> set[int]:
+                return {peer for peer in self._peers if reached[peer] < version}
 
-        Raises:
-            RuntimeError: if a rank is gone, has left a change out, or does not come.
-        """
-        with self._lock:
-            if min(self._generations.values()) < self.generation:
-                self._until(lambda: not self._behind(), self._behind)
-
-    def _behind(self) -> set[int]:
-        return {peer for peer, generation in self._generations.items() if generation < self.generation}
+            self._until(lambda: not behind(), behind)
 
     def close(self) -> None:
         """Leave the others. Memory that was handed out stays valid. May be called again."""
@@ -359,8 +376,10 @@ class Transport:
                 self._forget_if_over(key, transfer)
         elif message.kind == _Kind.EXCHANGE:
             self._rows.setdefault(message.number, {})[message.peer] = (message.check, message.payload)
-        elif message.kind == _Kind.GENERATION:
-            self._generations[message.peer] = message.number
+        elif message.kind == _Kind.VERSION:
+            self._versions[message.check][message.peer] = message.number
+        elif message.kind == _Kind.PLACE:
+            self._places[message.check, message.number][message.peer] = message.offset, message.nbytes
         elif message.kind == _Kind.GIVEN_UP:
             self._given_up.add(message.peer)
 

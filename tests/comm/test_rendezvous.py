@@ -12,7 +12,7 @@ from tests.helpers.world import run_world
 def test_all_ranks_that_come_are_seen() -> None:
     def run(rank: int) -> list[dict[int, str]]:
         groups = Groups.create()
-        return [groups.attend("meeting", f"{place} of {rank}", 20) for place in ("first", "second")]
+        return [groups.rendezvous("meeting", f"{place} of {rank}", 20) for place in ("first", "second")]
 
     for found in run_world(3, run):
         assert found == [{other: f"{place} of {other}" for other in range(3)} for place in ("first", "second")]
@@ -22,7 +22,7 @@ def test_a_rank_that_does_not_come_is_missed_in_time_and_disturbs_nobody() -> No
     def run(rank: int) -> tuple[set[int], float, list[list[int]]]:
         groups = Groups.create()
         start = time.monotonic()
-        came = set(groups.attend("meeting", "here", 0.5)) if rank != 1 else set()
+        came = set(groups.rendezvous("meeting", "here", 0.5)) if rank != 1 else set()
         seconds = time.monotonic() - start
         return came, seconds, groups.control.exchange([rank])
 
@@ -37,7 +37,7 @@ def test_who_gave_up_is_not_waited_for() -> None:
         groups = Groups.create()
         if rank == 1:
             groups.control.barrier()
-        came = set(groups.attend("meeting", "here", 0.3))
+        came = set(groups.rendezvous("meeting", "here", 0.3))
         if rank == 0:
             groups.control.barrier()
         return came
@@ -46,16 +46,16 @@ def test_who_gave_up_is_not_waited_for() -> None:
 
 
 def test_a_single_process_is_complete() -> None:
-    assert Groups.create().attend("meeting", "here", 0.5) == {0: "here"}
+    assert Groups.create().rendezvous("meeting", "here", 0.5) == {0: "here"}
 
 
 def test_notes_of_groups_that_are_gone_are_not_read() -> None:
     """The store of the default group outlives them."""
 
     def run(rank: int) -> set[int]:
-        Groups.create(timeout=timedelta(seconds=20)).attend("meeting", "then", 20)
+        Groups.create(timeout=timedelta(seconds=20)).rendezvous("meeting", "then", 20)
         later = Groups.create(timeout=timedelta(seconds=21))
-        came = set(later.attend("meeting", "now", 0.3)) if rank == 0 else set()
+        came = set(later.rendezvous("meeting", "now", 0.3)) if rank == 0 else set()
         later.control.barrier()
         return came
 

@@ -34,20 +34,17 @@ def test_nobody_reads_before_the_owner_has_come_as_far() -> None:
 
     def run(rank: int) -> None:
         comm = connected()
-        shard = comm.allocate(SIZE, torch.float32, CPU)
-        comm.share([shard])
+        shard, other = comm.allocate(SIZE, torch.float32, CPU), comm.allocate(SIZE, torch.float32, CPU)
         full = torch.zeros(2 * SIZE)
         for turn in range(1, 4):
             if rank == 1:
                 time.sleep(0.05)
             shard.fill_(turn)
-            comm.shards_changed()
-            comm.all_gather(full, "root", source=shard).wait()
+            comm.all_gather(full, "root", source=shard, version=2 * turn).wait()
             assert full.eq(turn).all()
             comm.groups.control.barrier()
             if rank == 0 or turn != 2:
-                comm.shards_changed(within=True)
-                comm.shards_changed(within=True)
+                comm.all_gather(full, "layer", source=other, version=2 * turn + 1).wait()
 
     run_world(2, run, timeout=20)
 
@@ -56,8 +53,6 @@ def test_what_is_asked_for_is_what_was_there_when_the_gather_began() -> None:
     def run(rank: int) -> None:
         comm = connected()
         shard = comm.allocate(SIZE, torch.float32, CPU).fill_(rank)
-        comm.share([shard])
-        comm.asks = True
         full = torch.zeros(2 * SIZE)
         pending = comm.all_gather(full, "root", source=shard)
         shard.fill_(-1)

@@ -1,0 +1,177 @@
+"""Agreements between the hosts of all ranks, and errors that say what was being done."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
+
+__all__ = ["ControlGroup", "naming_failures", "raise_failure"]
+
+_SAME_PROGRAM = (
+    "Every rank must build the same model with the same strategy settings; look for code that depends on the "
+    "rank, on a file only some ranks see, or on a random choice made before the seed was set."
+)
+
+
+class Shortcut(Protocol):
+    """A faster way for small agreements, where all ranks are on one host."""
+
+    def exchange(self, row: bytes, what: str) -> list[bytes] | None:
+        """Every rank's bytes in rank order; ``None`` if they are too many to come this way."""
+
+
+@contextmanager
+def naming_failures(what: str, rank: int) -> Iterator[None]:
+    """Turn a transport's error (a dead peer, a timeout) into one that says what was being done and what to do next."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise_failure(what, rank, error)
+
+
+def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
+    """Raise what ``naming_failures`` makes of an error."""
+    if isinstance(error, DivergenceError | CommunicationError):
+        raise error
+    raise CommunicationError(
+        f"Rank {rank}: {what} did not complete: {error}\n"
+        "Another rank has died, raised an error, or did not arrive within the process group's timeout. Look at the "
+        "log of the rank that stopped first. Checkpoints that were saved before are intact."
+    ) from error
+
+
+class ControlGroup:
+    """Small agreements between the hosts of all ranks, never through the accelerator.
+
+    Args:
+        process_group: a gloo group over all ranks, or ``None`` when there is one rank only.
+        rank: this process in that group.
+        world_size: ranks in that group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, rank: int = 0, world_size: int = 1) -> None:
+        self.process_group = process_group
+        self.rank = rank
+        self.world_size = world_size
+        self.shortcut: Shortcut | None = None
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Give every rank's integers to every rank.
+
+        Args:
+            values: 64-bit integers, equally many on every rank.
+
+        Returns:
+            One list per rank, in rank order.
+
+        Collective: every rank.
+        """
+        return self._exchange("q", values, "the agreement with the other ranks")
+
+    def sum_float64(self, values: Sequence[float]) -> list[float]:
+        """Sum float64 numbers over the ranks, in rank order on every rank, so that all get the same bits.
+
+        Collective: every rank.
+        """
+        rows = self._exchange("d", values, "the sum of a gradient norm")
+        return [float(sum(column[1:], column[0])) for column in zip(*rows, strict=True)]
+
+    def _exchange(self, code: str, values: Sequence[Any], what: str) -> list[list[Any]]:
+        """Every rank's numbers, of a type with 8 bytes."""
+        if self.world_size == 1:
+            return [list(values)]
+        with naming_failures(what, self.rank):
+            if self.shortcut is not None:
+                packed = self.shortcut.exchange(struct.pack(f"={len(values)}{code}", *values), what)
+                if packed is not None:
+                    return [list(struct.unpack(f"={len(values)}{code}", row)) for row in packed]
+            mine = torch.tensor(values, dtype=torch.int64 if code == "q" else torch.float64, device="cpu")
+            rows = mine.new_zeros(self.world_size, len(values))
+            dist.all_gather(list(rows.unbind(0)), mine, group=self.process_group)
+            return rows.tolist()
+
+    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
+        """Which of many flags is set on at least one rank.
+
+        Args:
+            flags: 1-D uint8 on the CPU, equally long on every rank. Overwritten with the answer.
+
+        Collective: every rank.
+        """
+        if self.world_size > 1:
+            with naming_failures("the agreement on used parameters", self.rank):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
+        return flags
+
+    def agree_any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on at least one rank. Collective: every rank."""
+        return any(row[0] for row in self.exchange([int(flag)]))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Give every rank's (picklable, small) object to every rank. Collective: every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with naming_failures("the agreement with the other ranks", self.rank):
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def raise_together(self, failure: BaseException | None, what: str, advice: str = "") -> None:
+        """Raise on every rank if something went wrong on one.
+
+        Args:
+            failure: what went wrong here, if something did.
+            what: what was tried, in words that follow "could not".
+            advice: what to do now.
+
+        Raises:
+            OffloadError: naming the first rank and its reason.
+
+        Collective: every rank.
+        """
+        if not self.agree_any(failure is not None):
+            return
+        reason = None
+        if failure is not None:
+            reason = str(failure) if isinstance(failure, OffloadError) else f"{type(failure).__name__}: {failure}"
+        reasons = self.gather_objects(reason)
+        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+        message = f"Rank {rank} could not {what}: {reasons[rank]}"
+        raise OffloadError(f"{message}\n{advice}" if advice else message) from failure
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective: every rank."""
+        self.exchange([0])
+
+    def agree_equal(self, what: str, lines: Sequence[str], fingerprint: str, advice: str = _SAME_PROGRAM) -> None:
+        """Raise on every rank unless all ranks hold the same lines.
+
+        Args:
+            what: what the lines describe, for the message.
+            lines: the description, compared line by line only when the fingerprints differ.
+            fingerprint: hex digest over the lines.
+            advice: what to do if they differ.
+
+        Raises:
+            DivergenceError: on every rank, naming the first rank that differs from rank 0 and the first lines that do.
+
+        Collective: every rank.
+        """
+        prints = self.gather_objects(fingerprint)
+        other = next((rank for rank, value in enumerate(prints) if value != prints[0]), None)
+        if other is None:
+            return
+        texts = self.gather_objects(list(lines))
+        pairs = list(zip_longest(texts[0], texts[other], fillvalue="(nothing more)"))
+        different = [f"  rank 0: {a}\n  rank {other}: {b}\n" for a, b in pairs if a != b]
+        raise DivergenceError(
+            f"Rank {other} has another {what} than rank 0. First differences:\n{''.join(different[:3])}{advice}"
+        )
