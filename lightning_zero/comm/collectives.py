@@ -103,6 +103,10 @@ class Pending:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return True
 
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return now: a collective may be part of another one."""
+        return self.ready_within(0.0)
+
     def receive(self) -> None:
         """``wait`` for the result only: this rank's own part may still be read by others until ``wait``.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.analysis import ZeroPlan, build_plan
-from lightning_zero.comm import Groups, Streams, choose_collectives
+from lightning_zero.comm import Collectives, Groups, Streams, choose_collectives
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
@@ -114,19 +114,27 @@ class ZeroSession:
         device: of this rank.
         local_rank: of this rank on its host.
         local_ranks: how many ranks share the host, its cores and its disks.
+        wire: gives what carries weights and gradients.
 
     Attributes:
         checkpoints: what saves and loads.
     """
 
     def __init__(
-        self, settings: SessionSettings, groups: Groups, device: torch.device, local_rank: int = 0, local_ranks: int = 1
+        self,
+        settings: SessionSettings,
+        groups: Groups,
+        device: torch.device,
+        local_rank: int = 0,
+        local_ranks: int = 1,
+        wire: Callable[[Groups, Streams, torch.device], Collectives] = choose_collectives,
     ) -> None:
         self.settings = settings
         self.groups = groups
         self.device = device
         self.local_rank = local_rank
         self.local_ranks = local_ranks
+        self.wire = wire
         self.checkpoints = Checkpoints(settings.checkpoint, groups)
         self._engine: ZeroEngine | None = None
         self._buffers: BufferBroadcast | None = None
@@ -183,7 +191,7 @@ class ZeroSession:
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
         dtypes.convert_module(module)
         control, streams = self.groups.control, Streams(self.device)
-        collectives = choose_collectives(self.groups, streams, self.device)
+        collectives = self.wire(self.groups, streams, self.device)
         plan = self._plan(module, dtypes)
         refuse_shared_memory(module, self.device)
         warn_of_views(module, self.device)
@@ -202,7 +210,7 @@ class ZeroSession:
         return build_plan(
             module,
             placement=settings.placement,
-            world_size=self.groups.control.world_size,
+            world_size=self.groups.shard.world_size,
             units=settings.units,
             bucket_mib=settings.bucket_mib,
             prefetch=settings.prefetch,

@@ -1,0 +1,101 @@
+"""A wire of one's own is one small class and one argument that chooses it: two of them, in real trainings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.analysis.traffic import expected_traffic
+from lightning_zero.comm import Collectives, Groups, Pending, WrappedCollectives, choose_collectives
+from lightning_zero.config import Placement
+from lightning_zero.session.session import SessionSettings, ZeroSession
+from tests.helpers.models import ZOO
+from tests.helpers.probe import masters
+from tests.helpers.training import build
+from tests.helpers.world import run_world
+
+STEPS = 4
+
+
+class Counting(WrappedCollectives):
+    """Counts bytes by verb."""
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner)
+        self.nbytes: Counter[str] = Counter()
+
+    def _all_gather(self, buffer: Tensor, *others: Any) -> Pending:
+        self.nbytes["all_gather"] += buffer.nbytes
+        return super()._all_gather(buffer, *others)
+
+    def _reduce_scatter(self, bucket: Tensor, *others: Any) -> Pending:
+        self.nbytes["reduce_scatter"] += bucket.nbytes
+        return super()._reduce_scatter(bucket, *others)
+
+
+class Rounding(WrappedCollectives):
+    """Sends weights in half the bytes: bf16, whatever they are."""
+
+    def _all_gather(self, buffer: Tensor, what: str, after: Any, source: Tensor | None, version: int | None) -> Pending:
+        rounded = torch.empty_like(buffer, dtype=torch.bfloat16)
+        self.own_range(rounded).copy_(self.own_range(buffer) if source is None else source)
+        sent = self.inner.all_gather(rounded, what, after)
+        return Pending(what, self.rank, works=[sent], finish=lambda: buffer.copy_(rounded))
+
+
+def train(wrap: Callable[[Collectives], Collectives]) -> tuple[ZeroSession, list[float], list[Any]]:
+    """A training through a wire: the session, its losses, and what a wire that counts has counted in each step."""
+    case, losses, counted = ZOO["gpt_tied"], [], []
+    module = build(case)
+    session = ZeroSession(
+        SessionSettings(placement=Placement.from_stage(3), units=case.units),
+        Groups.create("gloo"),
+        torch.device("cpu"),
+        wire=lambda *where: wrap(choose_collectives(*where)),
+    )
+    session.checkpoints.begin(training=True)
+    session.shard(module)
+    session.begin(training=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4)
+    session.shard_optimizers([optimizer])
+    wire = session.engine.collectives
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with session.step("training_step", training=True):
+            loss = case.loss(module, case.batch(wire.rank, step))
+        with session.backward():
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if isinstance(wire, Counting):
+            counted.append(dict(wire.nbytes))
+            wire.nbytes.clear()
+    session.rest()
+    return session, losses, counted
+
+
+def test_a_wire_that_counts_sees_the_bytes_of_the_plan() -> None:
+    def run(rank: int) -> tuple[list[Any], dict[str, int]]:
+        session, _, counted = train(Counting)
+        traffic = expected_traffic(session.engine.plan, micro_steps=1)
+        return counted, {"all_gather": traffic.all_gather.nbytes, "reduce_scatter": traffic.reduce_scatter.nbytes}
+
+    for counted, expected in run_world(2, run):
+        assert counted[1:] == [expected] * (STEPS - 1)  # the first step records the order of units
+
+
+def test_a_wire_that_rounds_trains_almost_the_same() -> None:
+    def run(rank: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+        session, rounded, _ = train(Rounding)
+        return train(lambda wire: wire)[1], rounded, masters(session.engine.module)
+
+    (exact, rounded, weights), (_, _, others) = run_world(2, run)
+    difference = max(abs(a - b) for a, b in zip(exact, rounded, strict=True))
+    assert 0 < difference < 2**-6 * max(exact)  # bf16 has 8 bits
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, others[name]), name
