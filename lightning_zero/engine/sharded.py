@@ -214,8 +214,6 @@ class ShardedUnit(Unit):
         """Start gathering the full parameters, into the slot unless somebody still computes there.
 
         Args:
-            collectives: the wire.
-            streams: where device work is ordered.
             masters: event after which the shards hold the current weights.
             fetcher: brings shards from where they rest; ``None``: all rest on the device.
             in_place: compute in the shard if it is the whole unit, and gather nothing.
