@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.directories import read_directory, read_foreign_d
 from lightning_zero.checkpoint.format.safetensors import SAFETENSORS_DTYPES, read_safetensors
 from lightning_zero.checkpoint.storage.files import LocalFiles, read_bytes
 from lightning_zero.errors import CheckpointError
-from lightning_zero.session.state import read_slice
+from lightning_zero.session.module_state import read_slice
 from tests.checkpoint.samples import checkpoint, control, end_to_end, one_by_one, parameters, verify
 from tests.helpers.world import run_world
 

@@ -21,7 +21,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_zero import CheckpointPolicy, checkpoints, full_parameters
+from lightning_zero import CheckpointPolicy, full_parameters
+from lightning_zero.session import checkpoints
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy import runs
