@@ -32,7 +32,7 @@ from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.agreement import Control, collect, failure_text
 from lightning_zero.checkpoint.destination import remove_at
 from lightning_zero.checkpoint.format.flat_shard import FlatShard
-from lightning_zero.checkpoint.format.writer import is_plain
+from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.save import no_garbage_collection
 from lightning_zero.errors import CheckpointError, CommunicationError
 from lightning_zero.storage.file_tensor import FileTensor

@@ -20,8 +20,7 @@ from lightning_zero.checkpoint.directories import Directory, is_sharded_checkpoi
 from lightning_zero.checkpoint.format.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorSpec
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder
-from lightning_zero.checkpoint.format.writer import is_plain
+from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, is_plain
 from lightning_zero.checkpoint.fsdp import write_fsdp_directory
 from lightning_zero.checkpoint.load import open_checkpoint
 from lightning_zero.checkpoint.pieces import Pieces, write_bytes

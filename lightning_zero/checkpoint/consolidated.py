@@ -29,7 +29,8 @@ from lightning_zero.checkpoint.format.items import (
     split,
 )
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.format.writer import combine, is_plain
+from lightning_zero.checkpoint.format.typed_json import is_plain
+from lightning_zero.checkpoint.format.writer import combine
 from lightning_zero.checkpoint.pieces import write_bytes, write_tensor
 from lightning_zero.checkpoint.storage.files import local_output
 from lightning_zero.checkpoint.storage.publish import StagedFile

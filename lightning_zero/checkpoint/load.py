@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_zero.checkpoint.agreement import Control, collect
@@ -40,6 +41,7 @@ from lightning_zero.checkpoint.storage.files import (
     PIECE_NBYTES,
     Files,
     HttpFiles,
+    Window,
     is_folder,
     open_folder,
     open_parent,
@@ -372,7 +374,8 @@ class _ArchiveCheck:
     def run(self, progress: Progress) -> list[str]:
         where = f"'{self.files.name}/{self.place.file}'"
         try:
-            with zipfile.ZipFile(io.BufferedReader(_Window(self.files, self.place, progress), 1 << 20)) as archive:
+            window = Window(partial(self._read_into, progress), self.nbytes)
+            with zipfile.ZipFile(io.BufferedReader(window, 1 << 20)) as archive:
                 for entry in archive.infolist():
                     if entry.CRC:  # torch writes 0 when told to compute none
                         _read_through(archive, entry)
@@ -383,6 +386,10 @@ class _ArchiveCheck:
                 return []
             return [f"{where} is damaged at byte {self.place.offset} and after, in {self.what}: {error}"]
         return []
+
+    def _read_into(self, progress: Progress, offset: int, memory: memoryview) -> None:
+        self.files.read_into(self.place.file, self.place.offset + offset, memory)
+        progress(len(memory))
 
     def _is_legacy(self) -> bool:
         """Whether it begins as a pickle, the format of torch until 1.6, which has no checksums."""
@@ -396,38 +403,6 @@ def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
     with archive.open(entry) as content:
         while content.read(1 << 20):
             pass
-
-
-class _Window(io.RawIOBase):
-    """A range of a file as a file."""
-
-    def __init__(self, files: Files, place: StoredBytes, progress: Progress) -> None:
-        self._files = files
-        self._place = place
-        self._progress = progress
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._place.nbytes}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        memory = memoryview(buffer)
-        memory = memory[: max(0, min(len(memory), self._place.nbytes - self._position))]
-        self._files.read_into(self._place.file, self._place.offset + self._position, memory)
-        self._position += len(memory)
-        self._progress(len(memory))
-        return len(memory)
 
 
 def _foreign_checks(directory: ForeignDirectory) -> list[_FileCheck | _ArchiveCheck]:

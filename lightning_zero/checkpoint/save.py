@@ -36,13 +36,19 @@ from lightning_zero.checkpoint.format.record import (
     TensorItem,
     ValueItem,
 )
-from lightning_zero.checkpoint.format.typed_json import Encoder, Inexpressible, dtype_name, raw_memory, type_name
+from lightning_zero.checkpoint.format.typed_json import (
+    Encoder,
+    Inexpressible,
+    dtype_name,
+    is_plain,
+    raw_memory,
+    type_name,
+)
 from lightning_zero.checkpoint.format.writer import (
     ChecksummedFile,
     LeafPlanner,
     ShardWriter,
     Written,
-    is_plain,
     linear,
     save_archive,
 )

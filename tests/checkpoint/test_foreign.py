@@ -32,7 +32,8 @@ from lightning_zero.checkpoint import (
     save_checkpoint_directory,
 )
 from lightning_zero.checkpoint.format import elements
-from lightning_zero.checkpoint.format.archive import find_elements
+from lightning_zero.checkpoint.format.elements import find_elements
+from lightning_zero.checkpoint.storage.files import Window
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import control, end_to_end, parameters, sharded
 from tests.helpers.world import run_world
@@ -172,8 +173,7 @@ def test_a_description_of_anything_else_is_not_taken_for_elements() -> None:
     def find(value: Any, dtype: torch.dtype, sizes: tuple[int, ...]) -> Any:
         file = io.BytesIO()
         torch.save(value, file)
-        data = file.getvalue()
-        return find_elements(lambda offset, nbytes: data[offset : offset + nbytes], len(data), dtype, sizes)
+        return find_elements(file, file.tell(), dtype, sizes)
 
     assert find(torch.ones(3, 4), torch.float32, (3, 4)) is not None
     assert find(torch.ones(3, 4), torch.float32, (4, 3)) is None
@@ -185,7 +185,7 @@ def test_a_description_of_anything_else_is_not_taken_for_elements() -> None:
     assert find(torch.ones(3, 4).conj(), torch.float32, (3, 4)) is not None  # real: the same elements
     assert find(torch.ones(3, dtype=torch.complex64).conj(), torch.complex64, (3,)) is None
     for data in (b"", b"PK", b"PK\x05\x06" * 10, b"x" * 5000):
-        assert find_elements(lambda o, n, d=data: d[o : o + n], len(data), torch.float32, (1,)) is None
+        assert find_elements(io.BytesIO(data), len(data), torch.float32, (1,)) is None
 
 
 def test_an_archive_beyond_four_gibibytes_is_found() -> None:
@@ -194,7 +194,8 @@ def test_an_archive_beyond_four_gibibytes_is_found() -> None:
     torch.save(torch.zeros(2, dtype=torch.uint8), small)
     sizes = ((1 << 32) + 5,)
     file = SparseArchive(small.getvalue(), sizes[0])
-    found = find_elements(file.read, file.nbytes, torch.uint8, sizes)
+    window = Window(file.read_into, file.nbytes, 1 << 17)
+    found = find_elements(window, file.nbytes, torch.uint8, sizes)
     assert found is not None
     assert found.offset == file.elements
 
@@ -234,13 +235,12 @@ class SparseArchive:
         )
         self.elements = end_of_head
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
+    def read_into(self, offset: int, data: memoryview) -> None:
+        nbytes = len(data)
         for start, part in self.parts:
             first, last = max(start, offset), min(start + len(part), offset + nbytes)
             if first < last:
                 data[first - offset : last - offset] = part[first - start : last - start]
-        return bytes(data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

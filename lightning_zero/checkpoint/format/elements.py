@@ -14,20 +14,22 @@ import ctypes
 import io
 import itertools
 import math
+import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.archive import find_elements
 from lightning_zero.checkpoint.format.dcp import StoredBox, StoredBytes
 from lightning_zero.checkpoint.format.flat_shard import Box, boxes
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
-from lightning_zero.checkpoint.format.torch_file import load_torch
+from lightning_zero.checkpoint.format.torch_file import describe_tensor, load_torch, start_of
 from lightning_zero.checkpoint.format.typed_json import check_stored
-from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, read_bytes
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window, read_bytes
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["BoxItem", "BoxSource", "ChunkSource", "memory_of", "read_chunk"]
@@ -95,6 +97,9 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+_MAX_DIRECTORY_NBYTES = 1 << 17  # of an archive of one tensor: some 700 bytes, and what zip readers look through
+
+
 @dataclass(frozen=True)
 class BoxItem(TensorItem):
     """A tensor in boxes, which tile it exactly. It has no chunks.
@@ -147,10 +152,11 @@ class BoxSource:
         place = (archive, start, item.dtype, stored.box.sizes)
         if place not in self._chunks:
 
-            def read(offset: int, nbytes: int) -> bytes:
-                return read_bytes(self._files, archive.file, archive.offset + offset, nbytes)
+            def read_into(offset: int, memory: memoryview) -> None:
+                self._files.read_into(archive.file, archive.offset + offset, memory)
 
-            found = find_elements(read, archive.nbytes, item.dtype, stored.box.sizes)
+            window = Window(read_into, archive.nbytes, _MAX_DIRECTORY_NBYTES)
+            found = find_elements(window, archive.nbytes, item.dtype, stored.box.sizes)
             numel = math.prod(stored.box.sizes)
             self._chunks[place] = found and Chunk(
                 start, numel, archive.file, archive.offset + found.offset, found.crc32
@@ -205,6 +211,48 @@ class BoxSource:
                 memory = memory_of(piece)
                 self._files.read_into(chunk.file, chunk.offset + begin * item.dtype.itemsize, memory)
                 _scatter(item.shape, stored.box, begin, piece, destination, start)
+
+
+class Elements(NamedTuple):
+    """The first byte of the elements in an archive, and their checksum if the writer computed one."""
+
+    offset: int
+    crc32: int | None
+
+
+def find_elements(file: Any, nbytes: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Elements | None:
+    """Where in a ``torch.save`` archive the elements of a contiguous tensor lie.
+
+    Nothing is unpickled: the description must be, byte for byte, the one that such a tensor has. Whatever is different
+    (another layout, age or machine) gives ``None`` and is left to ``torch.load(weights_only=True)``.
+
+    Args:
+        file: the archive, as a file that reads no more at once than a directory may have.
+        nbytes: of the archive.
+        dtype: that the tensor must have.
+        sizes: that the tensor must have.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            listed = archive.infolist()
+        entries = {entry.filename.partition("/")[2]: entry for entry in listed}
+        if len(entries) != len(listed) or any(entry.compress_type or entry.flag_bits & 1 for entry in listed):
+            return None
+        data, start = entries["data/0"], start_of(file, entries["data/0"])
+        if data.file_size != math.prod(sizes) * dtype.itemsize or start + data.file_size > nbytes:
+            return None
+        expected = {"data.pkl": describe_tensor(dtype, sizes), "byteorder": sys.byteorder.encode()}
+        for name, content in expected.items():
+            if name not in entries and name != "data.pkl":
+                continue
+            file.seek(start_of(file, entries[name]))
+            if entries[name].file_size != len(content) or file.read(len(content)) != content:
+                return None
+        return Elements(start, data.CRC or None)  # torch writes 0 when told to compute none
+    except CheckpointError:
+        raise
+    except Exception:  # a damaged archive can raise anything
+        return None
 
 
 def _scatter(shape: Sequence[int], box: Box, first: int, values: Tensor, destination: Tensor, start: int) -> None:

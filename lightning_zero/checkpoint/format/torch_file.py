@@ -21,6 +21,7 @@ import os
 import pickle
 import struct
 import sys
+import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -32,11 +33,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.format.items import Opened
-from lightning_zero.checkpoint.format.writer import is_plain
+from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["ADVICE", "Hole", "Place", "TorchFile", "load_torch", "read_torch_file"]
+__all__ = ["ADVICE", "Hole", "Place", "TorchFile", "load_torch", "describe_tensor", "read_torch_file", "start_of"]
 
 _ARCHIVE = "archive"  # torch takes the name of the file, readers take any
 _ALIGNMENT = 64
@@ -186,6 +187,21 @@ class TorchFile:
         record = _Record(encoded, header, extra, start + padding, nbytes, content)
         self._records.append(record)
         return record
+
+
+def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """The pickle in the archive that ``torch.save`` makes of a contiguous tensor in host memory."""
+    pickler = _Pickler()
+    pickler.dump(Hole(0, dtype, shape))
+    return pickler.pickled
+
+
+def start_of(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
+    """Where in an archive the bytes of an entry begin."""
+    file.seek(entry.header_offset)
+    header = file.read(30)  # of which the last four bytes are the lengths of the name and of the padding
+    name, padding = struct.unpack_from("<HH", header, 26)
+    return entry.header_offset + 30 + int(name) + int(padding)
 
 
 class _Storage:

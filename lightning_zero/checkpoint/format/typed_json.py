@@ -25,7 +25,17 @@ from torch import Tensor
 
 from lightning_zero.storage.file_tensor import FileTensor
 
-__all__ = ["DTYPES", "Decoder", "Encoder", "Inexpressible", "check_stored", "dtype_name", "raw_memory", "type_name"]
+__all__ = [
+    "DTYPES",
+    "Decoder",
+    "Encoder",
+    "Inexpressible",
+    "check_stored",
+    "dtype_name",
+    "is_plain",
+    "raw_memory",
+    "type_name",
+]
 
 _TAG = "$"
 _MAX_DEPTH = 64
@@ -84,6 +94,13 @@ def type_name(value: object) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor of contiguous, ordinary elements, up to a copy."""
+    return type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and (
+        value.layout is torch.strided and not value.is_quantized
+    )
 
 
 def raw_memory(tensor: Tensor) -> memoryview:
@@ -192,8 +209,7 @@ class Encoder:
         raise Inexpressible(type_name(value))
 
     def _tensor(self, value: Tensor) -> Any:
-        plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized
-        if not plain or value.is_meta:
+        if type(value) is torch.nn.Buffer or not is_plain(value) or value.is_meta:
             raise Inexpressible(type_name(value))
         if value.nbytes <= _INLINE_NBYTES:
             content = _text(raw_memory(value))

@@ -23,10 +23,12 @@ from torch.futures import Future
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.format.items import Leaf
 from lightning_zero.checkpoint.format.record import FileEntry
+from lightning_zero.checkpoint.format.torch_file import start_of
+from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.errors import CheckpointError
 from lightning_zero.storage.file_tensor import FileTensor
 
-__all__ = ["ChecksummedFile", "LeafPlanner", "ShardWriter", "Written", "combine", "is_plain", "linear", "save_archive"]
+__all__ = ["ChecksummedFile", "LeafPlanner", "ShardWriter", "Written", "combine", "linear", "save_archive"]
 
 _POLYNOMIAL = 0xEDB88320  # of zlib and zip, bits reversed
 _LARGE_NBYTES = 1 << 18  # from here on ``combine`` (0.05 ms) is faster than computing
@@ -296,13 +298,6 @@ class LeafPlanner(DefaultSavePlanner):
         return self.plan
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor of contiguous, ordinary elements, up to a copy."""
-    return type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and (
-        value.layout is torch.strided and not value.is_quantized
-    )
-
-
 def _writable(value: Any) -> Any:
     if isinstance(value, FlatShard):
         # A tensor without elements has no box on any rank, and DCP would not know of it.
@@ -406,10 +401,7 @@ def _find_in_file(file: BinaryIO, key: str, nbytes: int) -> tuple[int, int]:
         entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
     if len(entries) != 1 or entries[0].file_size != nbytes or entries[0].compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"torch.save wrote '{key}' in an unknown way: {entries} instead of {nbytes} plain bytes.")
-    begin = entries[0].header_offset
-    file.seek(begin)
-    header = file.read(30)  # of which the last four bytes are the lengths of the name and of the padding
-    return begin + 30 + sum(struct.unpack_from("<HH", header, 26)), entries[0].CRC
+    return start_of(file, entries[0]), entries[0].CRC
 
 
 def linear(offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ __all__ = [
     "HttpFiles",
     "LocalFiles",
     "RemoteFiles",
+    "Window",
     "is_folder",
     "is_remote",
     "local_output",
@@ -266,6 +269,48 @@ class HttpFiles(RemoteFiles):
         if len(data) != nbytes:
             raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + len(data)}: it was cut off.")
         return data
+
+
+class Window(io.RawIOBase):
+    """A range of a file as a file.
+
+    Args:
+        read_into: fills memory with what is at an offset of the range.
+        nbytes: of the range.
+        largest: refuse to read more than this at once, which a forged length may ask for.
+    """
+
+    def __init__(self, read_into: Callable[[int, memoryview], Any], nbytes: int, largest: int | None = None) -> None:
+        self._read_into, self._nbytes, self._largest = read_into, nbytes, largest
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """See ``io``."""
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def tell(self) -> int:
+        """See ``io``."""
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """See ``io``."""
+        memory = memoryview(buffer)
+        if self._largest is not None and len(memory) > self._largest:
+            raise ValueError(f"{len(memory)} bytes are too many to be read at once")
+        memory = memory[: max(0, min(len(memory), self._nbytes - self._position))]
+        self._read_into(self._position, memory)
+        self._position += len(memory)
+        return len(memory)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
