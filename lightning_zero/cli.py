@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lightning_zero import tools
+from lightning_zero import checkpoint_cli
 
 __all__ = ["DEFAULT_STRATEGY", "ZeroCLI", "main"]
 
@@ -38,7 +38,7 @@ _COMMANDS = {
     "predict": "predictions for the predict data",
 }
 
-_TOOLS = {"inspect": tools.inspect, "consolidate": tools.consolidate}
+_TOOLS = {"inspect": checkpoint_cli.inspect, "consolidate": checkpoint_cli.consolidate}
 
 
 def _run_tool(tool: Callable[[Sequence[str]], int], args: Sequence[str]) -> None:

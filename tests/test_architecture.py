@@ -46,7 +46,7 @@ ORDER = {
     "checkpoint": {"checkpoint"},
     "session": {"session"},
     # Files of the top level that go into `session` or `trainer`.
-    "moving": {"callbacks", "cli", "offline_trainer", "offloading", "planning", "tools"},
+    "moving": {"callbacks", "cli", "offline_trainer", "offloading", "planning", "checkpoint_cli"},
     "leaves": {"debug", "loading"},
     "trainer": {"trainer"},
     "door": {"__init__", "__main__"},

@@ -1,4 +1,9 @@
-"""An ordinary module from any checkpoint, in one process."""
+"""An ordinary module from any checkpoint, in one process.
+
+``LightningModule.load_from_checkpoint`` hands its path to one private function, which opens a file. A checkpoint that
+is a directory ends there, before a module or a strategy is asked, so there is no seam and this function is wrapped: a
+path where a checkpoint directory lies goes to our loader, and everything else goes on as it came.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +11,27 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.core import datamodule
+from lightning.pytorch.core import module as lightning_module
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint import StoredTensor
+from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.loading.hparams import choose_hparams, instantiate
-from lightning_zero.loading.opened import open_here
+from lightning_zero.loading.weights import open_here
 from lightning_zero.session.module_state import left_out_of, weights_of
 from lightning_zero.session.names import under_own_names
 
-__all__ = ["load_from_checkpoint"]
+__all__ = ["let_lightning_load_directories", "load_from_checkpoint"]
 
 AnyPath = str | os.PathLike[str]
 MapLocation = (
@@ -288,3 +295,41 @@ def _strictness(module: LightningModule, strict: bool | None) -> bool:
             f"`{type(module).__name__}.strict_loading={module.strict_loading!r}`. Set the same value for both."
         )
     return module.strict_loading if strict is None else strict
+
+
+_NAME: Final = "_load_from_checkpoint"  # private: 2.6
+
+
+class _Loader:
+    """What Lightning calls in place of its own function.
+
+    Args:
+        original: Lightning's function.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+
+    def __call__(
+        self,
+        cls: Any,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See ``load_from_checkpoint``."""
+        if isinstance(checkpoint_path, (str, os.PathLike)) and is_checkpoint_directory_at(checkpoint_path):
+            settings = LoadSettings(map_location, hparams_file, strict, weights_only)
+            return load_with(cls, checkpoint_path, kwargs, settings)
+        return self._original(cls, checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
+
+
+def let_lightning_load_directories() -> None:
+    """Make ``load_from_checkpoint`` of Lightning's modules and data modules take directories, too. Once is enough."""
+    for place in (lightning_module, datamodule):
+        original = getattr(place, _NAME, None)
+        if original is not None and not isinstance(original, _Loader):
+            setattr(place, _NAME, _Loader(original))

@@ -1,28 +1,35 @@
-"""Weights as a dictionary in host memory, and as the first weights of a sharded run."""
+"""Opening a checkpoint in this process alone, and its weights as a dictionary in host memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint, pl_legacy_patch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint import StoredTensor
+from lightning_zero.checkpoint import StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.pieces import stored_identity
+from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, some
-from lightning_zero.loading.opened import open_here
 from lightning_zero.session.module_state import left_out_of, weights_of
 
-if TYPE_CHECKING:  # which reads with what is here
-    pass
-
-__all__ = ["load_full_state_dict"]
+__all__ = ["load_full_state_dict", "open_here"]
 
 AnyPath = str | os.PathLike[str]
+
+
+def open_here(path: str | os.PathLike[str], *, verify: bool, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint, seen by this process alone, in today's layout."""
+    with pl_legacy_patch():
+        checkpoint = open_checkpoint(path, ControlGroup(None), verify=verify, weights_only=weights_only)
+    if "pytorch-lightning_version" in checkpoint:
+        migrate_checkpoint(checkpoint)
+    return checkpoint
 
 
 def load_full_state_dict(
