@@ -29,7 +29,7 @@ import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fsspec.core import url_to_fs
 
@@ -37,14 +37,62 @@ from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RE
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.checkpoint.storage.publish import Staging, remove
 
-__all__ = ["Destination", "LocalDestination", "RemoteDestination", "remove_at"]
+__all__ = ["Destination", "RemoteDestination", "remove_at"]
 
 _MARKS = (RECORD_FILE, METADATA_FILE, META_FILE)  # what makes a folder a checkpoint, the most important first
 _OURS = re.compile(r"(?:__\d+_\d+|meta)-([0-9a-f]{32})\.(?:distcp|pt|bin)")
 _COPIED = re.compile(r".+\.distcp|meta\.bin")  # of a checkpoint that was written elsewhere, or by another program
 
 
-class RemoteDestination:
+class Destination:
+    """One save of one directory, on one rank: on a file system that all ranks share. See [Note: Publishing].
+
+    Args:
+        final: where the checkpoint shall be.
+
+    Attributes:
+        path: the folder this rank writes its files to, once it was entered.
+        suffix: what file names end in, before their extension, where names must be new with every save; else nothing.
+    """
+
+    def __init__(self, final: str | os.PathLike[str]) -> None:
+        self._final = final
+        self._staging: Staging | None = None  # on rank 0
+        self.path = Path()
+        self.suffix = ""
+
+    def begin(self) -> str:
+        """Rank 0: get ready. Returns what the other ranks need to enter."""
+        self._staging = Staging(local_path(self._final))
+        return str(self._staging.path)
+
+    def enter(self, token: str) -> None:
+        """Every rank, with what rank 0's ``begin`` returned."""
+        self.path = Path(token)
+        if not self.path.is_dir():
+            raise FileNotFoundError(
+                f"'{self.path.parent}' is not the folder that rank 0 sees: use a shared file system"
+            )
+
+    def deliver(self, names: Sequence[str]) -> None:
+        """Any rank: let everybody see files that are complete. They are no checkpoint yet."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """Rank 0: what everybody sees: bytes by file name."""
+        return {entry.name: entry.stat().st_size for entry in os.scandir(self.path)}
+
+    def commit(self) -> None:
+        """Rank 0: publish, in one step, once every file is delivered and the record is in ``path``."""
+        if self._staging is not None:
+            self._staging.publish()
+
+    def discard(self) -> None:
+        """Every rank, at the end: delete what was not published. Never raises."""
+        if self._staging is not None:
+            self._staging.discard()
+
+
+class RemoteDestination(Destination):
     """A folder behind a URL. See [Note: Publishing without rename].
 
     Args:
@@ -52,22 +100,14 @@ class RemoteDestination:
     """
 
     def __init__(self, url: str) -> None:
+        super().__init__(url)
         self._url = url.rstrip("/")
         self._store: Any = None
         self._root = ""
-        self._spool: Staging | None = None
         self._is_first = False  # rank 0
         self._may_be_published = False
-        self.path = Path()
-        self.suffix = ""
 
     def begin(self) -> str:
-        """See ``Destination``.
-
-        Raises:
-            IsADirectoryError: if there is a folder that is no checkpoint, or one with folders in it.
-            FileExistsError: if there is a file, or if the folder would lie in a checkpoint.
-        """
         self._connect()
         self._is_first = True
         if self._store.isfile(self._root):
@@ -80,28 +120,21 @@ class RemoteDestination:
         return uuid.uuid4().hex
 
     def enter(self, token: str) -> None:
-        """See ``Destination``."""
         if self._store is None:
             self._connect()
         self.suffix = f"-{token}"
-        self._spool = Staging(Path(tempfile.gettempdir()) / uuid.uuid4().hex)
-        self.path = self._spool.path
+        self._staging = Staging(Path(tempfile.gettempdir()) / uuid.uuid4().hex)
+        self.path = self._staging.path
 
     def deliver(self, names: Sequence[str]) -> None:
-        """See ``Destination``."""
         for name in names:
             self._store.put_file(str(self.path / name), f"{self._root}/{name}")
 
     def sizes(self) -> Mapping[str, int]:
-        """See ``Destination``."""
         return {name: int(entry["size"] or 0) for name, entry in _names(self._store, self._root).items()}
 
     def commit(self) -> None:
-        """See ``Destination``.
-
-        Raises:
-            Exception: what the store raises. If it says nothing definite about ``zero.json``, nothing is deleted.
-        """
+        # If the store says nothing definite about ``zero.json``, nothing is deleted.
         before = _listed(self._read_record())
         record = (self.path / RECORD_FILE).read_bytes()
         self._may_be_published = True
@@ -119,9 +152,7 @@ class RemoteDestination:
                     self._store.rm_file(f"{self._root}/{name}")
 
     def discard(self) -> None:
-        """See ``Destination``."""
-        if self._spool is not None:
-            self._spool.discard()
+        super().discard()
         if self._is_first and self.suffix and not self._may_be_published:
             with contextlib.suppress(Exception):
                 for name in _names(self._store, self._root):
@@ -204,78 +235,3 @@ def _check_is_checkpoint(url: str, names: Mapping[str, Any]) -> None:
             f"'{url}' is a checkpoint with folders in it ({', '.join(inside[:3])}). Move them away, or choose another "
             "name"
         )
-
-
-class Destination(Protocol):
-    """One save of one directory, on one rank."""
-
-    @property
-    def path(self) -> Path:
-        """The folder this rank writes its files to, once it was entered."""
-
-    @property
-    def suffix(self) -> str:
-        """What file names end in, before their extension, where names must be new with every save; else nothing."""
-
-    def begin(self) -> str:
-        """Rank 0: get ready. Returns what the other ranks need to enter."""
-
-    def enter(self, token: str) -> None:
-        """Every rank, with what rank 0's ``begin`` returned."""
-
-    def deliver(self, names: Sequence[str]) -> None:
-        """Any rank: let everybody see files that are complete. They are no checkpoint yet."""
-
-    def sizes(self) -> Mapping[str, int]:
-        """Rank 0: what everybody sees: bytes by file name."""
-
-    def commit(self) -> None:
-        """Rank 0: publish, in one step, once every file is delivered and the record is in ``path``."""
-
-    def discard(self) -> None:
-        """Every rank, at the end: delete what was not published. Never raises."""
-
-
-class LocalDestination:
-    """A directory on a file system that all ranks share. See [Note: Publishing].
-
-    Args:
-        final: where the checkpoint shall be.
-    """
-
-    suffix = ""
-
-    def __init__(self, final: str | os.PathLike[str]) -> None:
-        self._final = final
-        self._staging: Staging | None = None  # on rank 0
-        self.path = Path()
-
-    def begin(self) -> str:
-        """See ``Destination``."""
-        self._staging = Staging(local_path(self._final))
-        return str(self._staging.path)
-
-    def enter(self, token: str) -> None:
-        """See ``Destination``."""
-        self.path = Path(token)
-        if not self.path.is_dir():
-            raise FileNotFoundError(
-                f"'{self.path.parent}' is not the folder that rank 0 sees: use a shared file system"
-            )
-
-    def deliver(self, names: Sequence[str]) -> None:
-        """See ``Destination``."""
-
-    def sizes(self) -> Mapping[str, int]:
-        """See ``Destination``."""
-        return {entry.name: entry.stat().st_size for entry in os.scandir(self.path)}
-
-    def commit(self) -> None:
-        """See ``Destination``."""
-        if self._staging is not None:
-            self._staging.publish()
-
-    def discard(self) -> None:
-        """See ``Destination``."""
-        if self._staging is not None:
-            self._staging.discard()

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_zero.checkpoint.agreement import Control, collect, failure_text
-from lightning_zero.checkpoint.destination import Destination, LocalDestination, RemoteDestination
+from lightning_zero.checkpoint.destination import Destination, RemoteDestination
 from lightning_zero.checkpoint.directories import load_safely
 from lightning_zero.checkpoint.format.flat_shard import FlatShard
 from lightning_zero.checkpoint.format.items import Leaf, changed, check_savable, describe, digest, disagreement, split
@@ -92,7 +92,7 @@ def save_checkpoint_directory(
 
     Collective: every rank.
     """
-    destination: Destination = RemoteDestination(os.fspath(path)) if is_remote(path) else LocalDestination(path)
+    destination = RemoteDestination(os.fspath(path)) if is_remote(path) else Destination(path)
     with no_garbage_collection():
         return _Save(control, destination, f"save the checkpoint '{os.fspath(path)}'").run(checkpoint, plan_summary)
 

@@ -46,7 +46,6 @@ class ChunkSource:
         self._files = files
 
     def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
-        """See ``Source``."""
         end = start + destination.numel()
         with untracked():
             for chunk in item.chunks:
@@ -130,7 +129,6 @@ class BoxSource:
         self._last: tuple[tuple[StoredBytes, torch.dtype, Sequence[int]], Tensor] | None = None
 
     def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
-        """See ``Source``."""
         if not isinstance(item, BoxItem):
             raise TypeError(f"'{key}' is not stored in boxes")
         end = start + destination.numel()

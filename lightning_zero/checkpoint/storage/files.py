@@ -94,7 +94,6 @@ class LocalFiles:
         weakref.finalize(self, _close, self._descriptor, self._opened)
 
     def has(self, name: str) -> bool:
-        """See ``Files``."""
         try:
             self._stat(name)
         except OSError:
@@ -102,7 +101,6 @@ class LocalFiles:
         return True
 
     def size(self, name: str) -> int:
-        """See ``Files``."""
         try:
             found = self._stat(name)
         except OSError as error:
@@ -112,7 +110,6 @@ class LocalFiles:
         return found.st_size
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        """See ``Files``."""
         with self._lock:  # another thread may close the descriptor to open a file of its own
             descriptor = self._file(name)
             done = 0
@@ -180,11 +177,9 @@ class RemoteFiles:
         }
 
     def has(self, name: str) -> bool:
-        """See ``Files``."""
         return name in self._sizes
 
     def size(self, name: str) -> int:
-        """See ``Files``."""
         if name not in self._sizes:
             raise CheckpointError(f"'{self.name}' is not whole: '{name}' is missing.")
         size = self._sizes[name]
@@ -193,7 +188,6 @@ class RemoteFiles:
         return int(size)
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        """See ``Files``."""
         if len(memory) >= _BLOCK_NBYTES:
             memory[:] = self._fetch(name, offset, len(memory))
             return
@@ -250,7 +244,6 @@ class HttpFiles(RemoteFiles):
         return self._folder.size(name) is not None
 
     def size(self, name: str) -> int:
-        """See ``Files``."""
         size = self._folder.size(name)
         if size is None:
             raise CheckpointError(f"'{self.name}' is not whole: the server has no '{name}' for us.")
@@ -293,17 +286,14 @@ class Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """See ``io``."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
         self._position = max(0, origin + offset)
         return self._position
 
     def tell(self) -> int:
-        """See ``io``."""
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """See ``io``."""
         memory = memoryview(buffer)
         if self._largest is not None and len(memory) > self._largest:
             raise ValueError(f"{len(memory)} bytes are too many to be read at once")
