@@ -117,7 +117,7 @@ class SavedOnHost:
     def _pack(self, tensor: Tensor) -> Any:
         span = self._span(tensor)
         if span is None:
-            return _Kept(tensor, tensor._version)
+            return tensor, tensor._version
         start, nbytes = span
         version = tensor._version
         key = (storage_key(tensor), start, nbytes)
@@ -127,15 +127,8 @@ class SavedOnHost:
             with untracked():
                 copy = self._copy(tensor.untyped_storage(), WeakStorage(tensor), start, nbytes, version)
             self._copies[key] = copy
-        return _Packed(
-            copy,
-            version_probe(tensor),
-            version,
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tensor.shape,
-            tensor.stride(),
-        )
+        probe, offset = version_probe(tensor), int(tensor.storage_offset())
+        return _Packed(copy, probe, version, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def _span(self, tensor: Tensor) -> tuple[int, int] | None:
         """First byte and number of bytes of its storage to copy, or ``None`` if the tensor is to stay as it is."""
@@ -169,8 +162,9 @@ class SavedOnHost:
             self._flying.append((storage, nbytes, buffer.busy))
             self._flying_nbytes += nbytes
             self._land(_FLYING, _FLYING_NBYTES)
-        copy = _Copy(self, weak, buffer, start, nbytes, version, self._order)
-        self._order.append(weakref.ref(copy))
+        order = self._order
+        copy = _Copy(self.buffers, self._back, weak, buffer, start, nbytes, version, order, len(order))
+        order.append(weakref.ref(copy))
         return copy
 
     def _land(self, most: int, most_nbytes: int) -> None:
@@ -187,9 +181,12 @@ class SavedOnHost:
     # ---------------------------------------------------------------- backward
 
     def _unpack(self, packed: Any) -> Tensor:
-        packed.check()
-        if isinstance(packed, _Kept):
-            return packed.tensor
+        if type(packed) is tuple:
+            tensor: Tensor
+            tensor, version = packed
+            check_version(tensor, version, tensor.dtype, tensor.shape)
+            return tensor
+        check_version(packed.probe, packed.version, packed.dtype, packed.shape)
         copy = packed.copy
         self._land(_FLYING, _FLYING_NBYTES)
         with untracked():
@@ -213,7 +210,7 @@ class SavedOnHost:
             target.copy_(copy.buffer.memory[: copy.nbytes], non_blocking=True)
             copy.buffer.busy = self._back.mark()
         self.restored += 1
-        copy.keep(target, copy.buffer.busy)
+        copy.kept, copy.again, copy.filled = target, WeakStorage(target), copy.buffer.busy
         self._recent.append(weakref.ref(copy))
         while len(self._recent) > _RECENT + self._ahead:
             if (oldest := self._recent.popleft()()) is not None:
@@ -233,29 +230,8 @@ class SavedOnHost:
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A saved tensor that stays where it is."""
-
-    tensor: Tensor
-    version: int
-
-    def check(self) -> None:
-        check_version(self.tensor, self.version, self.tensor.dtype, self.tensor.shape)
-
-
-@dataclass(frozen=True)
 class _Packed:
-    """A saved tensor on the host: the bytes, and how the tensor shows its storage.
-
-    Args:
-        copy: of the storage, or of a piece of it.
-        probe: counts the changes of the tensor.
-        version: what it counted when the tensor was saved.
-        dtype: of the tensor, like all that follows.
-        offset: in its storage, in elements.
-        shape: in elements.
-        stride: in elements.
-    """
+    """A saved tensor on the host: the bytes, and how the tensor shows its storage (in elements)."""
 
     copy: _Copy
     probe: Tensor
@@ -265,66 +241,52 @@ class _Packed:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def check(self) -> None:
-        check_version(self.probe, self.version, self.dtype, self.shape)
 
-
+@dataclass(eq=False)
 class _Copy:
     """A stretch of a storage's bytes on the host, and on the device again while it is needed there.
 
     Lives as long as a graph needs it. Then its buffer goes back.
 
     Args:
-        owner: where the buffer goes back to.
+        buffers: where the buffer goes back to.
+        streams: for copies to the device.
         source: the storage.
         buffer: holds the bytes, as soon as its event is over.
         start: first byte of the storage.
         nbytes: how many.
         version: of the tensor that was copied.
-        order: all copies of the step; this one is appended to it next.
+        order: all copies of the step.
+        index: of this one in ``order``.
     """
 
-    def __init__(
-        self,
-        owner: SavedOnHost,
-        source: WeakStorage,
-        buffer: HostBuffer,
-        start: int,
-        nbytes: int,
-        version: int,
-        order: list[weakref.ref[_Copy]],
-    ) -> None:
-        self.source, self.buffer, self.start, self.nbytes, self.version = source, buffer, start, nbytes, version
-        self.order, self.index = order, len(order)
-        self._buffers = owner.buffers
-        self._streams = owner._back
-        self._kept: Tensor | None = None
-        self._again: WeakStorage | None = None
-        self._filled: Event = None
+    buffers: HostBuffers
+    streams: Streams
+    source: WeakStorage
+    buffer: HostBuffer
+    start: int
+    nbytes: int
+    version: int
+    order: list[weakref.ref[_Copy]]
+    index: int
+    kept: Tensor | None = None  # the device memory that it is brought back to, while that is held here
+    again: WeakStorage | None = None  # the same, whoever holds it
+    filled: Event = None  # behind the copy to there
 
     def __del__(self) -> None:
         self.let_go()
-        self._buffers.give(self.buffer)
+        self.buffers.give(self.buffer)
 
     def on_device(self) -> torch.UntypedStorage | None:
         """The device memory it was brought back to, if that is still there."""
-        return None if self._again is None else self._again.lock()
-
-    def keep(self, target: Tensor, filled: Event) -> None:
-        """Hold on to device memory that it is brought back to.
-
-        Args:
-            target: 1-D, the bytes.
-            filled: event behind the copy.
-        """
-        self._kept, self._again, self._filled = target, WeakStorage(target), filled
+        return None if self.again is None else self.again.lock()
 
     def wait(self) -> None:
         """Order everything from now on behind the copy to the device."""
-        self._streams.wait(self._filled)
+        self.streams.wait(self.filled)
 
     def let_go(self) -> None:
         """Hold on to it no more; the copy that still writes there is waited for, on the device."""
-        if self._kept is not None:
+        if self.kept is not None:
             self.wait()
-            self._kept = None
+            self.kept = None
