@@ -18,14 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "DEVICE_CONTEXT_BEGINS",
     "ZERO_GRADS",
+    "BatchNorm",
     "BroadcastVersions",
+    "no_functions",
+    "no_subclasses",
+    "TorchDispatchMode",
+    "WeakStorage",
     "all_gather_single",
     "asks_for_default_device",
     "bare_step",
@@ -36,11 +44,17 @@ __all__ = [
     "device_of_mode",
     "disable_dynamo",
     "forbid_writes",
+    "foreach_copy",
+    "foreach_zero",
     "forward_hooks",
     "hook_gradient",
     "in_function_transform",
     "is_compiled_module",
+    "is_traceable_wrapper_subclass",
     "is_tracing",
+    "make_subclass",
+    "make_wrapper_subclass",
+    "neg_view",
     "new_group",
     "next_sequence_number",
     "opaque_to_dynamo",
@@ -54,11 +68,15 @@ __all__ = [
     "storage_key",
     "take_gradient",
     "top_saved_tensor_hooks",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
     "unflatten",
     "untracked",
+    "version_of",
     "version_probe",
     "watched",
-    "WeakStorage",
 ]
 
 Pack = Callable[[Tensor], Any]
@@ -66,6 +84,18 @@ Unpack = Callable[[Any], Tensor]
 
 # What runs where code enters `with torch.device(...)`. 2.11 to 2.15.
 DEVICE_CONTEXT_BEGINS = DeviceContext.__init__.__code__
+
+# Contexts in which no function mode and no subclass, or just no subclass, sees what is done to tensors. 2.11 to 2.15.
+no_functions = torch._C.DisableTorchFunction
+no_subclasses = torch._C.DisableTorchFunctionSubclass
+
+# Plain functions. 2.11 to 2.15.
+foreach_copy: Callable[..., None] = torch._foreach_copy_
+foreach_zero: Callable[..., None] = torch._foreach_zero_
+make_subclass: Callable[..., Any] = Tensor._make_subclass
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+neg_view: Callable[[Tensor], Tensor] = torch._neg_view
+version_of: Callable[[Tensor], int] = getattr(Tensor._version, "__get__")  # noqa: B009
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: Any, async_op: bool) -> Any:

@@ -201,6 +201,28 @@ def test_others_are_known_where_they_belong() -> None:
     assert not wrong, told(wrong)
 
 
+def test_only_one_file_knows_private_names_of_torch() -> None:
+    """What is reached through ``torch.`` and begins with an underscore. What checkpoints name is in their format."""
+    wrong = []
+    for source in SOURCES:
+        if source.name == "_torch.py":
+            continue
+        names = [(line, name) for line, name in source.imports if within(name, "torch")]
+        names += [
+            (node.lineno, re.sub(r"^Tensor\b", "torch.Tensor", dotted(node)))
+            for node in source.nodes
+            if isinstance(node, ast.Attribute)
+        ]
+        wrong += [
+            f"{source.name}:{line} uses {name}"
+            for line, name in names
+            if re.search(r"^torch\.(.*\.)?_[a-z]", name, re.IGNORECASE)
+            and not within(name, "torch.distributed.checkpoint")
+            and not within(name, "torch.ops")
+        ]
+    assert not wrong, told(wrong)
+
+
 def test_no_assert_and_no_star_import() -> None:
     """``python -O`` removes an assert: an error is raised, with what was expected and what was found."""
     wrong = [

@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero._torch import disable_dynamo
+from lightning_zero._torch import disable_dynamo, tree_flatten, tree_unflatten
 from lightning_zero.activations.states import CallStates, HeldTensor, Key
 from lightning_zero.activations.versions import VersionCheck
 

@@ -10,7 +10,7 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import no_subclasses, untracked
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import copy_slice
@@ -423,7 +423,7 @@ class ParameterWatch:
         Raises:
             ParameterAccessError: naming the parameter.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # absent parameters would be asked one by one
+        with no_subclasses():  # absent parameters would be asked one by one
             thawed = next((parameter for parameter in self._frozen if parameter.requires_grad), None)
         if thawed is not None:
             raise ParameterAccessError(

@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import untracked, watched
+from lightning_zero._torch import foreach_zero, untracked, watched
 from lightning_zero.comm import Collectives, Pending
 from lightning_zero.engine.unit import Unit
 from lightning_zero.plan import FlatLayout
@@ -248,7 +248,7 @@ class GradientBucket:
                 missing = [i for i, a in enumerate(self.arrived) if not a and not self.still_local(i)]
                 empty = [*(views[position] for position in missing), *empty]
             if empty:
-                torch._foreach_zero_(empty)
+                foreach_zero(empty)
             self._direct = full is self.shard or (self._is_apart and True not in self._keeps())
             target = self.shard if self._direct else self._collectives.own_range(full)
             self.pending = self._collectives.reduce_scatter(full, target, self._what, patience)

@@ -21,7 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import BroadcastVersions, unflatten, untracked
+from lightning_zero._torch import BroadcastVersions, foreach_copy, unflatten, untracked
 from lightning_zero.engine.build import as_bytes
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.events import Phase
@@ -148,4 +148,4 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
     else:
-        torch._foreach_copy_(targets, sources)
+        foreach_copy(targets, sources)

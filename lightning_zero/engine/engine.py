@@ -20,12 +20,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import (
-    current_graph_task,
-    next_sequence_number,
-    queue_backward_callback,
-    take_gradient,
-)
+from lightning_zero._torch import current_graph_task, next_sequence_number, queue_backward_callback, take_gradient
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.engine.access import ParameterAccess, ParameterWatch

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import no_subclasses, untracked
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.errors import ParameterAccessError
@@ -135,7 +135,7 @@ class UserGradients:
         if place is None or self.whole or self._engine.in_backward:
             self.write(binding, None)
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             set_gradient(binding.parameter, None)
         bucket, position = place
         shard = bucket.flat.shards[position].parameter

@@ -13,7 +13,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero._torch import (
     compiler_of_frames,
@@ -24,6 +23,7 @@ from lightning_zero._torch import (
     is_tracing,
     opaque_to_dynamo,
     sequence_number,
+    tree_leaves,
 )
 from lightning_zero.engine.bucket import GradientBucket, Reduces, collector
 from lightning_zero.engine.events import Span

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import untracked, version_of
 from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.errors import ParameterAccessError
@@ -18,8 +18,6 @@ from lightning_zero.shards.flat import FlatParameters, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["Unit"]
-
-_version_of = getattr(Tensor._version, "__get__")  # noqa: B009
 
 
 class Unit:
@@ -99,7 +97,7 @@ class Unit:
     @property
     def written(self) -> bool:
         """Whether user code may have written to parameters since ``note_written``. Only while they show values."""
-        return bool(self._handed) or list(map(_version_of, self._parameters)) != self._versions
+        return bool(self._handed) or list(map(version_of, self._parameters)) != self._versions
 
     def note_handed_out(self, parameter: nn.Parameter) -> None:
         """Note that an alias of the memory of a parameter that shows its values is out."""

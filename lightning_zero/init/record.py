@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_zero._torch import storage_key, untracked
+from lightning_zero._torch import no_functions, storage_key, untracked
 from lightning_zero.errors import MaterialiseError
 from lightning_zero.init.replay import GENERATOR, META, Operation, Storage, Window, leaves, map_leaves, run_real
 
@@ -84,7 +84,7 @@ class InitRecord:
         wanted = {window.storage for window in windows}
         last = {storage: index for index in selected for storage in self._operations[index].touches}
         memory: dict[int, torch.UntypedStorage] = {}
-        with untracked(), _restored_generator(), torch._C.DisableTorchFunction():
+        with untracked(), _restored_generator(), no_functions():
             for index in selected:
                 operation = self._operations[index]
                 operation.replay(memory, self._storages)

@@ -33,9 +33,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero._torch import DEVICE_CONTEXT_BEGINS, asks_for_default_device, device_of_mode
+from lightning_zero._torch import (
+    DEVICE_CONTEXT_BEGINS,
+    TorchDispatchMode,
+    asks_for_default_device,
+    device_of_mode,
+    no_functions,
+)
 from lightning_zero.errors import MaterialiseError
 from lightning_zero.init.record import ON_THE_CPU, InitRecord
 from lightning_zero.init.replay import META, map_leaves
@@ -87,7 +92,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._loaders.run():
             return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             return self._record.dispatch(func, types, args, kwargs or {})
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import storage_key
+from lightning_zero._torch import neg_view, storage_key
 
 __all__ = ["GENERATOR", "META", "Operation", "Storage", "Window", "leaves", "map_leaves", "run_real"]
 
@@ -124,7 +124,7 @@ class Window:
         tensor = torch.empty(0, dtype=self.dtype, device="cpu")
         tensor = tensor.set_(memory[self.storage], self.offset, self.shape, self.strides)
         tensor = tensor.conj() if self.conj else tensor
-        return torch._neg_view(tensor) if self.neg else tensor
+        return neg_view(tensor) if self.neg else tensor
 
 
 @dataclass(frozen=True, kw_only=True)

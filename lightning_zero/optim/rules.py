@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves  # private: 2.11 to 2.15
 
-from lightning_zero._torch import bare_step
+from lightning_zero._torch import bare_step, tree_leaves
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
 

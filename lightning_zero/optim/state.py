@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero._torch import bare_step, untracked
+from lightning_zero._torch import TorchDispatchMode, bare_step, untracked
 from lightning_zero.config import Tier
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.plan import ALIGNMENT

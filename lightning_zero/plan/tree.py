@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_zero._torch import storage_key, storage_users
+from lightning_zero._torch import BatchNorm, storage_key, storage_users
 from lightning_zero.errors import some
 from lightning_zero.plan.layout import ParameterSpec
 
@@ -119,7 +118,7 @@ class ModuleTree:
         return frozenset(
             parameter.spec.name
             for parameter in self.parameters
-            if any(isinstance(self.nodes[holder].module, _BatchNorm) for holder in parameter.holders)
+            if any(isinstance(self.nodes[holder].module, BatchNorm) for holder in parameter.holders)
         )
 
 

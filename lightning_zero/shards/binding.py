@@ -35,7 +35,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import ZERO_GRADS, describes_tensors, storage_key, untracked
+from lightning_zero._torch import ZERO_GRADS, describes_tensors, make_subclass, no_subclasses, storage_key, untracked
 from lightning_zero.shards.functions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
 
 __all__ = [
@@ -256,8 +256,8 @@ class _Shown:
         detached = Tensor.detach(self)
         if sys._getframe(1).f_code is not _NEW:
             return detached
-        with _raw():
-            made: Tensor = Tensor._make_subclass(type(self), detached)
+        with no_subclasses():
+            made: Tensor = make_subclass(type(self), detached)
         return made
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -318,7 +318,6 @@ def _ordinary(parameter: Any) -> Iterator[None]:
 
 
 _OURS = frozenset(["__set__"])  # what the engine does to parameters, whatever they show
-_raw = torch._C.DisableTorchFunctionSubclass
 _NEW: Any = nn.Parameter.__new__.__code__
 
 
@@ -326,30 +325,30 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A torch function got an absent parameter."""
     name = getattr(func, "__name__", "")
     if _allowed or name in _OURS or func in (get_data, get_gradient):  # user code meets properties instead
-        with _raw():
+        with no_subclasses():
             return func(*args, **kwargs)
     bindings = [b for tensor in _absent([*args, *kwargs.values()]) if (b := binding_of(tensor)) is not None]
     if bindings and _bring(bindings):
         return func(*args, **kwargs)
     if name in FREE:
-        with _raw():
+        with no_subclasses():
             return func(*args, **kwargs)
     first: Any = args[0] if args else None
     if name in MODELS or (name in SHAPES and not isinstance(first, _Absent)):
-        with _raw():
+        with no_subclasses():
             return func(*args, **kwargs)
     if name == "__get__":
-        with _raw():
+        with no_subclasses():
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor):
             return result
     elif name in STRIDES:  # those of the values, not those of the placeholder
         return func(torch.empty(first.shape, device="meta"), *args[1:], **kwargs)
     elif name == "type" and not args[1:] and not kwargs:
-        with _raw():
+        with no_subclasses():
             return func(first)
     elif name in CASTS and isinstance(first, _Absent):
-        with _raw(), untracked():
+        with no_subclasses(), untracked():
             if changes_nothing(name, first, args[1:], kwargs):
                 return first
     if len(bindings) == 1 and (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import no_functions, untracked
 
 __all__ = ["checksum", "fingerprint", "flat_range"]
 
@@ -31,7 +31,7 @@ def checksum(tensor: Tensor) -> int:
     One synchronisation of the host for each tensor. Tensors that differ have the same number once in 2**63, unless
     somebody constructs them.
     """
-    with untracked(), torch._C.DisableTorchFunction():
+    with untracked(), no_functions():
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         tensor = tensor.detach()

@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.15
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import make_wrapper_subclass, no_functions, tree_leaves, tree_map_only, untracked
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import fingerprint
 from lightning_zero.shards.functions import Elementwise, elementwise, words
@@ -143,7 +142,7 @@ class SlicedTensor(Tensor):
         cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """See the class."""
-        with untracked(), torch._C.DisableTorchFunction():
+        with untracked(), no_functions():
             return _call(func, tuple(args), dict(kwargs or {}))
 
     @classmethod
@@ -159,7 +158,7 @@ class SlicedTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Whose it is, without values."""
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             what = f"{self._slice.trace.meaning.what}, shape {list(self.shape)}, {self.dtype}, {self.device}"
         return f"SlicedTensor({what}, sliced over ranks)"
 
@@ -304,7 +303,7 @@ def _converted(subject: SlicedTensor, func: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _wrapped(values: SlicedValues) -> SlicedTensor:
-    sliced: SlicedTensor = Tensor._make_wrapper_subclass(
+    sliced: SlicedTensor = make_wrapper_subclass(
         SlicedTensor, values.part.shape, dtype=values.memory.dtype, device=values.device, requires_grad=False
     )
     sliced._slice = values

@@ -6,9 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.15
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import make_wrapper_subclass, storage_key, tree_leaves, tree_map_only, untracked
 from lightning_zero.storage.host import host_memory
 from lightning_zero.storage.region import Region
 
@@ -43,7 +42,7 @@ class FileTensor(Tensor):
     @staticmethod
     def __new__(cls, region: Region, start: int, shape: torch.Size) -> FileTensor:
         """See the class."""
-        resting: FileTensor = torch.Tensor._make_wrapper_subclass(
+        resting: FileTensor = make_wrapper_subclass(
             cls, shape, dtype=region.dtype, device=torch.device("cpu"), requires_grad=False
         )
         if start < 0 or start + resting.numel() > region.numel:
@@ -305,7 +304,7 @@ def _view(func: Any, handle: FileTensor, args: tuple[Any, ...], kwargs: dict[str
     shown = func(*args, **kwargs)
 
     def resting(view: Tensor) -> FileTensor:
-        if view.untyped_storage()._cdata != meta.untyped_storage()._cdata or view.dtype != handle.dtype:
+        if storage_key(view) != storage_key(meta) or view.dtype != handle.dtype:
             raise TypeError(f"{func}: {handle} cannot be shown like this. Use `read()` first.")
         if not view.is_contiguous():
             raise TypeError(

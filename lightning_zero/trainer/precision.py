@@ -21,9 +21,9 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchmetrics import Metric
 
+from lightning_zero._torch import BatchNorm, is_traceable_wrapper_subclass
 from lightning_zero.comm import ControlGroup
 from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.rules import naming_closures
@@ -168,7 +168,7 @@ class ZeroPrecision(Precision):
     @staticmethod
     def _casts(module: nn.Module, dtype: torch.dtype) -> bool:
         widening = dtype is torch.float64
-        return widening or not isinstance(module, Metric | nn.modules.batchnorm._BatchNorm)
+        return widening or not isinstance(module, Metric | BatchNorm)
 
     def _convert_own(self, module: nn.Module, dtype: torch.dtype) -> None:
         if not self._casts(module, dtype):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils.dlpack import from_dlpack
 
+from lightning_zero._torch import make_wrapper_subclass
 from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["Box", "FlatShard", "boxes", "memory_identity"]
@@ -102,7 +103,7 @@ class FlatShard(Tensor):
                 f"Elements {start} to {start + local.numel()} are not a range of a tensor of shape {tuple(shape)} "
                 f"with {numel} elements."
             )
-        shard: FlatShard = torch.Tensor._make_wrapper_subclass(
+        shard: FlatShard = make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device, requires_grad=False
         )
         shard._local, shard._start = local.detach(), int(start)

@@ -6,9 +6,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only  # private: 2.11 to 2.15
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import make_wrapper_subclass, tree_leaves, tree_map_only, untracked
 from lightning_zero.checkpoint.format.record import TensorItem
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES
 from lightning_zero.storage.file_tensor import FileTensor
@@ -59,7 +58,7 @@ class StoredTensor(Tensor):
     @staticmethod
     def __new__(cls, source: Source, key: str, item: TensorItem) -> StoredTensor:
         """See the class."""
-        stored: StoredTensor = torch.Tensor._make_wrapper_subclass(
+        stored: StoredTensor = make_wrapper_subclass(
             cls, torch.Size(item.shape), dtype=item.dtype, device=torch.device("cpu"), requires_grad=False
         )
         stored._source, stored._item, stored._key = source, item, key
