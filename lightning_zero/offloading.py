@@ -16,8 +16,7 @@ from lightning_zero.optim.groups import OffloadedSteps
 from lightning_zero.plan import Plan
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.files import FileSystem
-from lightning_zero.storage.nvme import NvmeStore
-from lightning_zero.storage.tiers import MemoryTiers
+from lightning_zero.storage.tiers import MemoryTiers, NvmeStore
 
 __all__ = ["check_room", "make_tiers", "offloaded_steps", "step_threads"]
 

@@ -31,7 +31,7 @@ from lightning_zero.engine.sharded import ShardedUnit, UnitState
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
 from lightning_zero.plan import Plan
-from lightning_zero.storage.fetch import Fetcher
+from lightning_zero.storage.transfers import Fetcher
 
 __all__ = ["UnitSchedule"]
 

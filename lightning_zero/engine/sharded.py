@@ -24,8 +24,8 @@ from lightning_zero.errors import OffloadError
 from lightning_zero.plan import FlatLayout, UnitPlan, pack
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.flat import FlatParameters
-from lightning_zero.storage.fetch import Fetcher
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
+from lightning_zero.storage.transfers import Fetcher
 
 __all__ = ["ShardedUnit", "Slot", "UnitState", "UnitStateMachine", "carve"]
 

@@ -42,8 +42,8 @@ from lightning_zero.optim.state import Kind, StateRegions, covers
 from lightning_zero.optim.stepper import SegmentStep, SegmentStepper, threads
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.nvme import WINDOW_ALIGNMENT
 from lightning_zero.storage.pipeline import Request, Waitable
+from lightning_zero.storage.tiers import WINDOW_ALIGNMENT
 
 __all__ = ["OffloadedUpdate", "WindowedStep"]
 

@@ -15,8 +15,8 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.plan import FlatLayout, ShardSlice
 from lightning_zero.shards.flat import FlatParameters, ParameterShard
-from lightning_zero.storage.nvme import NvmeStore
 from lightning_zero.storage.pipeline import Waitable
+from lightning_zero.storage.tiers import NvmeStore
 
 __all__ = [
     "OffloadedSteps",

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import foreach_copy, untracked
 from lightning_zero.analysis.optimizers import SEGMENT_NUMEL, SMALL_NUMEL
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.state import copied, covers
@@ -169,7 +169,7 @@ class Together:
     def give_back(self) -> None:
         """Bring new values to the parameters, and new state to theirs."""
         if self._spans[0] is None or self.parameter.data_ptr() != self._spans[0].data_ptr():
-            torch._foreach_copy_(self._targets, self.parameter.data.split(self._sizes))
+            foreach_copy(self._targets, self.parameter.data.split(self._sizes))
         found = self._optimizer.state.get(self.parameter, {})
         same = found.keys() == self._kept.keys() and all(value is self._kept[key] for key, value in found.items())
         if not self._values or not same:

@@ -22,7 +22,7 @@ from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import state_of
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.host import padded_nbytes
-from lightning_zero.storage.nvme import NvmeStore
+from lightning_zero.storage.tiers import NvmeStore
 
 __all__ = [
     "Slices",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, storage_key, tree_leaves, tree_map_only, untracked
+from lightning_zero.storage.files import Region
 from lightning_zero.storage.host import host_memory
-from lightning_zero.storage.region import Region
 
 __all__ = ["FileTensor", "fill_from"]
 

@@ -1,4 +1,4 @@
-"""One file on a disk, read and written in whole pages: the system calls, and what they may do wrong."""
+"""One file on a disk, read and written in whole pages; the part of it that holds the elements of one tensor."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, dtype
 
+from lightning_zero._torch import untracked
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage.host import PAGE_NBYTES, host_memory, view_of
+from lightning_zero.storage.host import PAGE_NBYTES, bytes_of, host_memory, padded_nbytes, view_of
 
-__all__ = ["CURE", "DataFile", "FileSystem", "amount"]
+__all__ = ["DataFile", "FileSystem", "Region", "Staging", "amount"]
 
-CURE = "The last checkpoint is intact: mend the cause and resume from it."
+_CURE = "The last checkpoint is intact: mend the cause and resume from it."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _PATIENCE = 3  # answers in a row that bring a transfer no page further
@@ -28,40 +30,29 @@ class FileSystem:
     Each raises ``OSError``.
     """
 
-    def open(self, path: Path, flags: int, mode: int) -> int:
-        """``os.open``."""
-        return os.open(path, flags, mode)
+    open = staticmethod(os.open)
+    close = staticmethod(os.close)
+    stat = staticmethod(os.stat)
+    fstat = staticmethod(os.fstat)
 
     def preadv(self, descriptor: int, memory: memoryview, offset: int) -> int:
-        """``os.preadv`` into one buffer."""
+        """Into one buffer."""
         return os.preadv(descriptor, [memory], offset)
 
     def pwritev(self, descriptor: int, memory: memoryview, offset: int) -> int:
-        """``os.pwritev`` from one buffer."""
+        """From one buffer."""
         return os.pwritev(descriptor, [memory], offset)
 
     def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """``os.posix_fallocate``: after it, writing there needs no more space."""
+        """After it, writing there needs no more space."""
         if not hasattr(os, "posix_fallocate"):
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         os.posix_fallocate(descriptor, offset, nbytes)
 
     def free_nbytes(self, path: Path) -> int:
-        """What ``os.statvfs`` says an ordinary user may still write."""
+        """What an ordinary user may still write."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
-
-    def fstat(self, descriptor: int) -> os.stat_result:
-        """``os.fstat``."""
-        return os.fstat(descriptor)
-
-    def stat(self, path: Path) -> os.stat_result:
-        """``os.stat``."""
-        return os.stat(path)
-
-    def close(self, descriptor: int) -> None:
-        """``os.close``."""
-        os.close(descriptor)
 
 
 class DataFile:
@@ -104,12 +95,7 @@ class DataFile:
         return PAGE_NBYTES if self.direct else 1
 
     def read(self, memory: Tensor, offset: int, what: str) -> None:
-        """Fill ``memory`` from the file.
-
-        Args:
-            memory: 1-D, bytes, on the host. Written.
-            offset: where in the file, in bytes.
-            what: is read, for messages.
+        """Fill ``memory``, 1-D bytes on the host, from ``offset`` in the file, in bytes; ``what`` is for messages.
 
         Raises:
             OffloadError: if the bytes cannot be read, or the file ends before.
@@ -117,11 +103,7 @@ class DataFile:
         self._move(self._system.preadv, memory, offset, f"reading {what}")
 
     def write(self, memory: Tensor, offset: int, what: str) -> None:
-        """Write ``memory`` to the file; see ``read``.
-
-        Raises:
-            OffloadError: if the bytes cannot be written.
-        """
+        """Write ``memory`` to the file; see ``read``."""
         self._move(self._system.pwritev, memory, offset, f"writing {what}")
 
     def grow(self, nbytes: int, what: str) -> int:
@@ -265,7 +247,7 @@ class DataFile:
                 if not count or stalled >= _PATIENCE:
                     raise OffloadError(
                         f"Rank {self._rank}: {doing} gave {done + count} of {nbytes} bytes at byte {offset} of "
-                        f"'{self.path}': the file was cut off, or the disk is failing. {CURE}"
+                        f"'{self.path}': the file was cut off, or the disk is failing. {_CURE}"
                     )
                 done += moved
                 self.check_usable()  # closed meanwhile: do not go on for long
@@ -282,7 +264,7 @@ class DataFile:
             space = f" ({self._free()} free)"
         return OffloadError(
             f"Rank {self._rank}: {doing} ({nbytes} bytes at byte {offset} of '{self.path}') failed: "
-            f"{error.strerror or error}{space}. {CURE}"
+            f"{error.strerror or error}{space}. {_CURE}"
         )
 
     def _refused(self, error: OSError, nbytes: int, what: str) -> OffloadError:
@@ -301,7 +283,7 @@ class DataFile:
     def _lost(self, reason: str) -> OffloadError:
         return OffloadError(
             f"Rank {self._rank}: '{self.path}', which holds what is offloaded, is lost: {reason}. Is something "
-            f"cleaning up there? {CURE}"
+            f"cleaning up there? {_CURE}"
         )
 
 
@@ -311,3 +293,111 @@ def amount(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
     return f"{nbytes / 1024:.2f} KiB ({nbytes} bytes)"
+
+
+class Staging:
+    """A piece of aligned memory, of whole pages, that one thread at a time reads and writes through."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.nbytes = memory.numel()
+        self._memory = memory
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Tensor:
+        self._lock.acquire()
+        return self._memory
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Elements in a file, side by side.
+
+    What does not consist of whole pages, or is not in aligned host memory of the same dtype, goes through the staging
+    memory piece by piece. Other elements on the first and on the last page are kept.
+
+    Attributes:
+        file: where they are.
+        staging: see above.
+        offset: of the first element, in bytes; whole pages.
+        numel: elements. The file holds whole pages of them.
+        dtype: theirs.
+        what: they are, for messages.
+    """
+
+    file: DataFile
+    staging: Staging
+    offset: int
+    numel: int
+    dtype: dtype
+    what: str
+
+    @property
+    def end(self) -> int:
+        """Where its last page ends in the file, in bytes."""
+        return self.offset + padded_nbytes(self.numel * self.dtype.itemsize)
+
+    def read_into(self, destination: Tensor, start: int) -> None:
+        """Read elements.
+
+        Args:
+            destination: 1-D, on any device, of any dtype: the elements are cast to it. Written.
+            start: the element that ``destination[0]`` gets. The range is inside the region.
+
+        Raises:
+            OffloadError: if they cannot be read.
+        """
+        self._move(destination, start, write=False)
+
+    def write_from(self, values: Tensor, start: int) -> None:
+        """Write elements, cast to the region's dtype; see ``read_into``."""
+        self._move(values, start, write=True)
+
+    def _move(self, tensor: Tensor, start: int, write: bool) -> None:
+        self.file.check_usable()  # before the lock, which a forked process may have inherited as held
+        move = self.file.write if write else self.file.read
+        size, begin = self.dtype.itemsize, self.offset + start * self.dtype.itemsize
+        end = begin + tensor.numel() * size
+        direct = self._direct_nbytes(tensor, begin)
+        if direct:
+            move(bytes_of(tensor)[:direct], begin, self.what)
+        at = begin + direct
+        while at < end:
+            page = at - at % PAGE_NBYTES
+            with self.staging as memory, untracked():
+                piece = memory[: min(memory.numel(), padded_nbytes(end - page))]
+                until = min(end, page + piece.numel())
+                elements = piece[at - page : until - page].view(self.dtype)
+                outside = tensor[(at - begin) // size : (until - begin) // size]
+                if write:
+                    self._read_edges(piece, page, at, until)
+                    elements.copy_(outside)
+                    move(piece, page, self.what)
+                else:
+                    move(piece, page, self.what)
+                    outside.copy_(elements)
+            at = until
+
+    def _direct_nbytes(self, tensor: Tensor, begin: int) -> int:
+        """How many bytes, from the first, can be moved between ``tensor`` and the file as they are."""
+        same = tensor.device.type == "cpu" and tensor.dtype == self.dtype and tensor.is_contiguous()
+        if not same or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
+            return 0
+        alignment = self.file.alignment
+        if begin % alignment or tensor.data_ptr() % alignment:
+            return 0
+        return tensor.nbytes - tensor.nbytes % alignment
+
+    def _read_edges(self, piece: Tensor, page: int, at: int, until: int) -> None:
+        """Fill the first and the last page of ``piece`` from the file where not all of them will be overwritten.
+
+        What lies behind the last element of the region, on its last page, does not matter.
+        """
+        if at > page:
+            self.file.read(piece[:PAGE_NBYTES], page, self.what)
+        last = until - until % PAGE_NBYTES
+        whole = until % PAGE_NBYTES == 0 or until == self.offset + self.numel * self.dtype.itemsize
+        if not whole and not (at > page and last == page):
+            self.file.read(piece[last - page :], last, self.what)

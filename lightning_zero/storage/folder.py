@@ -41,20 +41,11 @@ _SETTLING_SECONDS = 60.0  # how long a folder without an owner's file may be one
 
 @dataclass(frozen=True)
 class _Owner:
-    """Who created a folder.
-
-    Attributes:
-        host: of the process.
-        pid: of the process.
-        started: when it started, in the system's own ticks; ``None`` where that is not known.
-        rank: of the run.
-        world_size: of the run.
-        when: the folder was created.
-    """
+    """The process that created a folder, and when."""
 
     host: str
     pid: int
-    started: int | None
+    started: int | None  # in the system's own ticks, where they are known
     rank: int
     world_size: int
     when: str
@@ -62,21 +53,13 @@ class _Owner:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A folder that a run left behind.
-
-    Attributes:
-        path: of the folder.
-        nbytes: on disk; ``None`` if that cannot be read.
-        when: it was created, or last changed.
-        owner: who created it, in words.
-        dead: whether that process is known to have ended.
-    """
+    """A folder that a run left behind."""
 
     path: Path
-    nbytes: int | None
-    when: str
-    owner: str
-    dead: bool
+    nbytes: int | None  # on disk, if that can be read
+    when: str  # it was created, or last changed
+    owner: str  # in words
+    dead: bool  # whether that process is known to have ended
 
     def __str__(self) -> str:
         size = "unknown size" if self.nbytes is None else amount(self.nbytes)

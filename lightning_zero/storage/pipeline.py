@@ -15,8 +15,7 @@ from torch import Tensor
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.host import PAGE_NBYTES, padded_nbytes
-from lightning_zero.storage.pool import BufferPool
-from lightning_zero.storage.workers import Job, Meter, Workers
+from lightning_zero.storage.workers import BufferPool, Job, Meter, Workers
 
 __all__ = ["Part", "Pipeline", "PipelineStats", "Request", "Waitable"]
 
@@ -80,36 +79,18 @@ class PipelineStats:
 
 
 class _Span(NamedTuple):
-    """A part's pages in the file, and in its window's memory.
-
-    Attributes:
-        part: the elements.
-        begin: of the first page in the file, in bytes.
-        end: of the last page in the file.
-        head: bytes before the first element.
-        place: of the first page in the window's memory, in bytes.
-    """
+    """A part's pages in the file, from ``begin`` to ``end``, and in its window's memory; all in bytes."""
 
     part: Part
     begin: int
     end: int
-    head: int
-    place: int
+    head: int  # before the first element
+    place: int  # of the first page in the window's memory
 
 
 @dataclass(eq=False)
 class _Window:
-    """A window under way.
-
-    Attributes:
-        request: what it is for.
-        spans: its parts.
-        memory: 1-D, bytes.
-        reads: started with it.
-        writes: started after its work.
-        worked: whether that is so.
-        waits: what work has returned.
-    """
+    """A window under way: its reads start with it, its writes after its work, which has returned ``waits``."""
 
     request: Request
     spans: list[_Span]

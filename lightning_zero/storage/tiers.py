@@ -1,8 +1,12 @@
-"""Where an engine's shards rest, and what moves them: one object for all tiers."""
+"""Where shards rest: the device, host memory, and the files of one rank on a disk."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,14 +14,181 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import Tier
-from lightning_zero.storage.fetch import Fetcher
-from lightning_zero.storage.host import HostMemory
-from lightning_zero.storage.transfers import Transfers
+from lightning_zero.errors import OffloadError
+from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.storage.files import DataFile, FileSystem, Region, Staging
+from lightning_zero.storage.folder import DATA, RunFolder, check_space, find_leftovers
+from lightning_zero.storage.host import PAGE_NBYTES, HostMemory, host_memory, padded_nbytes
+from lightning_zero.storage.pipeline import Pipeline
+from lightning_zero.storage.transfers import Fetcher, Transfers
+from lightning_zero.storage.workers import BufferPool, Workers
 
-if TYPE_CHECKING:
-    from lightning_zero.storage.nvme import NvmeStore
+__all__ = ["WINDOW_ALIGNMENT", "MemoryTiers", "NvmeStore"]
 
-__all__ = ["MemoryTiers"]
+WINDOW_ALIGNMENT = 4096
+"""Windows are cut at multiples of so many elements: whole pages, for elements of any size."""
+
+_WINDOWS = 8  # windows in the pool: one at work, the others being read and written
+_MOST_STAGING_NBYTES = 4 << 20
+_MOST_WINDOW_NBYTES = 64 << 20  # larger ones only make the first read and the last write longer
+
+
+class NvmeStore:
+    """A folder with one file in it, threads that read and write, and one pool of memory for all that passes through.
+
+    Everything ends with ``close``, at the latest when this object is freed or the process ends normally. Handles do not
+    keep it alive; using one afterwards is an error.
+
+    Args:
+        path: an existing directory on a disk. A folder of its own is created in it.
+        rank: of this process in its run.
+        world_size: of the run.
+        buffer_nbytes: memory for all buffers together.
+        io_threads: that read and write.
+        device: where the engine computes. For CUDA the memory is page-locked.
+        system: how the disk is used.
+        report: whether to warn of what earlier runs have left in ``path``. One rank for each host is enough.
+
+    Raises:
+        OffloadError: if the path cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        rank: int,
+        world_size: int,
+        buffer_nbytes: int,
+        io_threads: int,
+        device: torch.device,
+        system: FileSystem | None = None,
+        report: bool = True,
+    ) -> None:
+        self.path = os.fspath(path)
+        self._rank = rank
+        self._system = system or FileSystem()
+        self.check_space(0)
+        self.leftovers = find_leftovers(self.path)
+        if report and self.leftovers:
+            _warn(self.leftovers)
+        staging_nbytes = min(buffer_nbytes // 8, _MOST_STAGING_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
+        pool_nbytes = (buffer_nbytes - staging_nbytes) // PAGE_NBYTES * PAGE_NBYTES
+        if staging_nbytes <= 0:
+            raise ValueError(f"buffer_nbytes must be at least {8 * PAGE_NBYTES}, got {buffer_nbytes}.")
+        self._locked = device.type == "cuda"
+        self._staging = Staging(host_memory(staging_nbytes, locked=False, inherited=False))
+        self.pool = BufferPool(host_memory(pool_nbytes, locked=self._locked, inherited=False))
+        self._workers = Workers(io_threads, "lightning_zero-offload")
+        self._folder = RunFolder(self.path, rank, world_size)
+        try:
+            self._file = DataFile(self._folder.path / DATA, rank, self._system)
+        except BaseException:
+            self._folder.remove()
+            raise
+        self._pipeline = Pipeline(self.pool, self._workers, self._file.check_alive)
+        self._closing = weakref.finalize(self, _close, self._workers, self._file, self._folder)
+
+    @property
+    def folder(self) -> str:
+        """Where the file is."""
+        return str(self._folder.path)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is left out."""
+        return self._file.direct
+
+    @property
+    def nbytes_on_disk(self) -> int:
+        """Bytes reserved."""
+        return self._file.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of memory for all buffers together."""
+        return self.pool.nbytes + self._staging.nbytes
+
+    def check_space(self, nbytes: int) -> None:
+        """See whether ``nbytes`` more would fit, of all ranks that share the disk together.
+
+        Raises:
+            OffloadError: naming path, bytes needed and found.
+        """
+        check_space(self.path, nbytes, self._rank, self._system)
+
+    def allocate(self, numel: int, dtype: torch.dtype, what: str) -> FileTensor:
+        """Reserve room for elements on the disk.
+
+        Args:
+            numel: how many.
+            dtype: theirs.
+            what: they are, for messages.
+
+        Returns:
+            1-D. It reads as zeros.
+
+        Raises:
+            OffloadError: if there is not that much space.
+        """
+        offset = self._file.grow(padded_nbytes(numel * dtype.itemsize), what)
+        region = Region(self._file, self._staging, offset, numel, dtype, what)
+        return FileTensor(region, 0, torch.Size((numel,)))
+
+    def pipeline(self) -> Pipeline:
+        """What windows pass through; the same object every time. Ask for it before every run."""
+        if self.pool.empty:
+            self.pool.refill(host_memory(self.pool.nbytes, locked=self._locked, inherited=False))
+        return self._pipeline
+
+    def window_numel(self, itemsizes: Sequence[int]) -> int:
+        """How many elements a window should have so that several of them fit into the pool.
+
+        Args:
+            itemsizes: of the dtypes of its parts, in bytes.
+
+        Returns:
+            A multiple of ``WINDOW_ALIGNMENT``.
+
+        Raises:
+            OffloadError: if not even the smallest window fits.
+        """
+        least = max(1, sum(itemsizes)) * WINDOW_ALIGNMENT
+        if least > self.pool.nbytes:
+            raise OffloadError(
+                f"Rank {self._rank}: the buffers have {self.pool.nbytes} bytes, and the smallest window takes {least}. "
+                "Set a larger `buffer_mib`."
+            )
+        nbytes = min(self.pool.nbytes // _WINDOWS, _MOST_WINDOW_NBYTES)
+        return max(1, nbytes // least) * WINDOW_ALIGNMENT
+
+    def rest(self) -> None:
+        """Leave no thread, no pool and no name on the disk between runs.
+
+        What is in the file stays, and is there for later runs and for checkpoints after the last one: a removed file
+        lives until it is closed, and the system frees its space then, however the process ends.
+        """
+        if os.getpid() == self._folder.pid:
+            self._workers.pause()
+            self.pool.release()
+            self._file.outlive_its_name()
+            self._folder.remove()
+
+    def check_alive(self) -> None:
+        """See whether folder and file are still there.
+
+        Raises:
+            OffloadError: if they were removed, replaced or cut off.
+        """
+        self._file.check_alive()
+
+    def close(self) -> None:
+        """End the threads, remove the file and the folder, give back the memory. The second time, nothing.
+
+        It may be called while another thread reads or writes, which then gets an error.
+        """
+        _close(self._workers, self._file, self._folder)
+        self._closing.detach()
 
 
 class MemoryTiers:
@@ -101,3 +272,31 @@ class MemoryTiers:
         if self.store is not None:
             self.store.close()
         self.memory.release()
+
+
+def _warn(leftovers: Sequence[object]) -> None:
+    found = "\n".join(f"  {leftover}" for leftover in leftovers)
+    warnings.warn(
+        "Runs that did not end normally have left offloaded files behind. They cannot be used again; delete them "
+        f"yourself if nothing uses them:\n{found}",
+        stacklevel=3,
+    )
+
+
+def _close(workers: Workers, file: DataFile, folder: RunFolder) -> None:
+    """Whatever fails or interrupts, go on with the rest.
+
+    Nothing in a process that was forked from the owner: it has no threads to end, and may have inherited held locks.
+    """
+    if os.getpid() != folder.pid:
+        return
+    try:
+        file.close()  # what is under way stops at its next page
+        ended = workers.close()
+    finally:
+        left = folder.remove()
+    if not ended:
+        left = left or "A thread that reads or writes offloaded files did not end: its disk does not answer."
+    if left:
+        with contextlib.suppress(Warning):  # where warnings are errors, the end of a run still is none
+            warnings.warn(left, stacklevel=2)

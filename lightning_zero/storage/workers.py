@@ -1,33 +1,34 @@
-"""Threads that read and write.
+"""Threads that read and write, and the memory that they read and write through.
 
 [Note: Interrupts]
 Ctrl-C raises in the main thread between any two instructions, also inside ``threading.Condition``. So the threads and
 their user share nothing but two queues written in C, which an interrupt leaves whole, and jobs that say themselves
 whether they were begun and are over. A job that an interrupt kept out of the queue is put there when things are
 settled.
+That is why they are no ``ThreadPoolExecutor``, which also waits at the end of the process for a disk that hangs.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-__all__ = ["Job", "Meter", "Workers"]
+from torch import Tensor
+
+from lightning_zero.storage.host import PAGE_NBYTES
+
+__all__ = ["BufferPool", "Job", "Meter", "Workers"]
 
 _JOIN_SECONDS = 60.0  # how long a transfer that is under way may take before its thread is left alone
 
 
 @dataclass
 class Meter:
-    """How much was moved in one direction, and how long at least one transfer was under way.
-
-    Attributes:
-        nbytes: moved.
-        seconds: during which something was.
-    """
+    """How many bytes were moved in one direction, and for how long at least one transfer was under way."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -53,16 +54,7 @@ class Meter:
 
 @dataclass(eq=False)
 class Job:
-    """One transfer.
-
-    Attributes:
-        move: does it.
-        nbytes: it moves.
-        meter: counts it.
-        droppable: whether it need not be done after an error.
-        done: whether it is over.
-        error: why it failed.
-    """
+    """One transfer, which ``move`` does. If ``droppable``, it need not be done after an error."""
 
     move: Callable[[], None]
     nbytes: int
@@ -82,10 +74,6 @@ class Workers:
 
     The threads start with the first job. They know the queues only, so that whoever owns this object can be freed
     without a word to them. One thread at a time submits and waits.
-
-    Args:
-        threads: how many.
-        name: of the threads.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -168,3 +156,58 @@ def _work(queue: SimpleQueue[Job | None], over: SimpleQueue[None]) -> None:
         job.done = True
         over.put(None)
         del job  # and with it the memory it moved
+
+
+class BufferPool:
+    """A ring of memory, of whole pages: what is taken first is given back first, so that it never falls to pieces."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self.nbytes = memory.numel()
+        self._taken: deque[tuple[int, int]] = deque()  # begin and end
+
+    @property
+    def empty(self) -> bool:
+        """Whether the memory was given up."""
+        return not self._memory.numel()
+
+    @property
+    def taken(self) -> int:
+        """How many pieces are taken."""
+        return len(self._taken)
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """A piece of memory, of whole pages, or nothing if there is no room at the moment.
+
+        Raises:
+            ValueError: if it would never fit, or is not whole pages, one at least.
+        """
+        if not 0 < nbytes <= self.nbytes or nbytes % PAGE_NBYTES:
+            raise ValueError(f"{nbytes} bytes cannot be taken from a pool of {self.nbytes}.")
+        begin = 0
+        if self._taken:
+            (first, _), (last_begin, begin) = self._taken[0], self._taken[-1]
+            end = self.nbytes if last_begin >= first else first  # taken pieces lie in one row, or go round
+            if begin + nbytes > end:
+                if last_begin < first or nbytes > first:
+                    return None
+                begin = 0
+        self._taken.append((begin, begin + nbytes))
+        return self._memory[begin : begin + nbytes]
+
+    def give_back(self) -> None:
+        """Give back the piece that was taken first of those still taken."""
+        self._taken.popleft()
+
+    def clear(self) -> None:
+        """Give back everything."""
+        self._taken.clear()
+
+    def release(self) -> None:
+        """Give the memory up between runs. Nothing may be taken before ``refill``."""
+        self.clear()
+        self._memory = self._memory.new_empty(0)
+
+    def refill(self, memory: Tensor) -> None:
+        """Have memory again: 1-D, ``nbytes`` bytes."""
+        self._memory = memory

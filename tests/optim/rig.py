@@ -18,7 +18,7 @@ from lightning_zero.optim.state import Slices
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
-from lightning_zero.storage.nvme import NvmeStore
+from lightning_zero.storage.tiers import NvmeStore
 
 # Two layouts in unit 0, one in each of the others; sizes around windows (4096 elements), shards and alignment.
 SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (

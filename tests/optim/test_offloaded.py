@@ -18,7 +18,7 @@ from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.optim.rules import check_offloadable
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
-from lightning_zero.storage.nvme import NvmeStore
+from lightning_zero.storage.tiers import NvmeStore
 from tests.helpers.world import run_world
 from tests.optim.rig import SMALLEST, Rig, Whole
 from tests.optim.test_optimizers import ELEMENTWISE, FUSED

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lightning_zero.storage.files import FileSystem
-from lightning_zero.storage.nvme import NvmeStore
+from lightning_zero.storage.tiers import NvmeStore
 
 CPU = torch.device("cpu")
 NAMES = {"direct": True, "buffered": False}

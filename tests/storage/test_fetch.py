@@ -15,7 +15,7 @@ from lightning_zero import NvmeOffload
 from lightning_zero.comm import Streams
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage import FileTensor, HostMemory, NvmeStore
-from lightning_zero.storage.fetch import Fetcher
+from lightning_zero.storage.transfers import Fetcher
 from tests.helpers.probe import Probe, fit
 from tests.helpers.world import run_world
 from tests.strategy.test_offload_order import CASE

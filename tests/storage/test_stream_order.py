@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from lightning_zero.comm import LocalCollectives
-from lightning_zero.storage.fetch import Fetcher
 from lightning_zero.storage.host import HostMemory
-from lightning_zero.storage.transfers import Copy, Transfers
+from lightning_zero.storage.transfers import Copy, Fetcher, Transfers
 
 CPU = torch.device("cpu")
 CUDA: Any = types.SimpleNamespace(type="cuda")
