@@ -43,9 +43,9 @@ from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.offloading import make_tiers, offloaded_steps
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.optim.state import Slices
+from lightning_zero.session.offloading import make_tiers, offloaded_steps
 from lightning_zero.storage.files import FileSystem
 from lightning_zero.storage.host import host_memory, view_of
 from lightning_zero.storage.pipeline import Request

@@ -1,4 +1,4 @@
-"""The command line: ``ZeroCLI`` for scripts, and ``lightning-zero`` (= ``python -m lightning_zero``)."""
+"""The command line: ``lightning-zero`` (= ``python -m lightning_zero``)."""
 
 from __future__ import annotations
 
@@ -7,26 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning_zero.trainer import checkpoint_cli
+from lightning_zero.trainer.cli import ZeroCLI
+from lightning_zero.trainer.planning import plan_command
 
-from lightning_zero import checkpoint_cli
-
-__all__ = ["DEFAULT_STRATEGY", "ZeroCLI", "main"]
-
-DEFAULT_STRATEGY = "zero3"
-
-
-class ZeroCLI(LightningCLI):
-    """``LightningCLI`` with the ZeRO strategies registered and ``zero3`` as the default strategy.
-
-    Takes what ``LightningCLI`` takes; ``trainer_defaults`` and the configuration override the default strategy.
-    """
-
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what ``LightningCLI`` adds."""
-        self.trainer_defaults = {"strategy": DEFAULT_STRATEGY, **self.trainer_defaults}
-        super().add_core_arguments_to_parser(parser)
-
+__all__ = ["ZeroCLI", "main"]
 
 _COMMANDS = {
     "plan": "print how a model would be split over processes, and what that takes; needs one process and no memory",
@@ -80,6 +65,4 @@ def main(args: Sequence[str] | None = None) -> None:
     if command != "plan":
         ZeroCLI(args=None if args is None else given)
         return
-    from lightning_zero.planning import plan_command  # which knows `ZeroCLI`
-
     print(plan_command(given[1:]))  # noqa: T201

@@ -27,9 +27,9 @@ from lightning_zero import (
     ZeroPrecision,
     full_gradient,
 )
-from lightning_zero.callbacks.communication import OTHER, PhaseClock, Timeline
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.engine.events import Phase, Span
+from lightning_zero.trainer.monitors.communication import OTHER, PhaseClock, Timeline
 from tests.helpers.cases import Block, Stack, case
 from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit

@@ -247,7 +247,7 @@ def test_an_interrupt_is_one_line(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"lightning_zero.checkpoint_cli.{function}_checkpoint", interrupted)
+    monkeypatch.setattr(f"lightning_zero.trainer.checkpoint_cli.{function}_checkpoint", interrupted)
     assert code_of(command, "a", *["b.ckpt"] * (command == "consolidate")) == 130
     assert capsys.readouterr().err == f"lightning-zero {command}: interrupted\n"
 

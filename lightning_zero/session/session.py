@@ -28,13 +28,13 @@ from lightning_zero.config import (
 from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import give_back
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.offloading import make_tiers, offloaded_steps
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.optim.state import Slices
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState
+from lightning_zero.session.offloading import make_tiers, offloaded_steps
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.shards.binding import is_absent
 

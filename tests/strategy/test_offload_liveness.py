@@ -20,7 +20,7 @@ from lightning_zero.comm import GlooCollectives, Groups, Streams
 from lightning_zero.config import Offload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import OffloadError
-from lightning_zero.offloading import make_tiers
+from lightning_zero.session.offloading import make_tiers
 from lightning_zero.storage.files import FileSystem
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world

@@ -18,9 +18,9 @@ from torch import nn
 
 from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
 from lightning_zero.checkpoint.consolidate import parse_size
-from lightning_zero.cli import DEFAULT_STRATEGY, ZeroCLI
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
-from lightning_zero.offline_trainer import attached, configured_optimizer, made_optimizer, model_of
+from lightning_zero.trainer.cli import DEFAULT_STRATEGY, ZeroCLI
+from lightning_zero.trainer.offline_trainer import attached, configured_optimizer, made_optimizer, model_of
 from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
 
 __all__ = ["PlanCLI", "plan_command"]

@@ -11,12 +11,12 @@ import torch
 
 from lightning_zero.analysis import DiskBytes, HostBytes, Memory, OptimizerCost, format_nbytes
 from lightning_zero.analysis.memory import expected_disk, expected_host_memory, expected_memory
-from lightning_zero.callbacks.steps import StepMonitor, log, logging_step, strategy_of
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.debug import Beside, MemoryStats, memory_stats
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
 from lightning_zero.optim.sharded import ShardedOptimizer
+from lightning_zero.trainer.monitors.steps import StepMonitor, log, logging_step, strategy_of
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["MemoryMonitor"]

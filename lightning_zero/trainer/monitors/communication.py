@@ -13,11 +13,11 @@ import torch
 
 from lightning_zero.analysis import CollectiveTraffic, Traffic, format_nbytes
 from lightning_zero.analysis.traffic import expected_traffic
-from lightning_zero.callbacks.steps import STEADY, StepMonitor, log, logging_step, strategy_of
 from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
 from lightning_zero.plan import Plan
+from lightning_zero.trainer.monitors.steps import STEADY, StepMonitor, log, logging_step, strategy_of
 
 __all__ = ["CommunicationMonitor"]
 
