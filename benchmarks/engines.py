@@ -34,6 +34,7 @@ from lightning_zero import ZeroStrategy
 # Clipping does all of its work, and multiplies by exactly 1: engines that sum the norm in another order stay comparable
 # bit for bit.
 CLIP_AT = 1000.0
+BUCKET = 25 * 2**20 // 4  # elements of float32 in 25 MiB
 SIZES = {"1m": (64, 8), "10m": (320, 6), "50m": (640, 9), "125m": (896, 12)}
 
 
@@ -109,14 +110,20 @@ def fsdp2(task: Task, turns: Turns, *, reshard: bool = True) -> None:
 
 
 def deepspeed(task: Task, turns: Turns, *, stage: int, **options: Any) -> None:
-    """DeepSpeed with the same optimizer and otherwise with its defaults."""
+    """DeepSpeed with the same optimizer, and buckets of the size of ours: its own are larger than these models."""
     import deepspeed  # takes seconds, and logs
 
     config = {
         "train_micro_batch_size_per_gpu": task.tokens[0],
         "gradient_clipping": CLIP_AT,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **options},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+            **options,
+        },
         "bf16": {"enabled": task.precision == "bf16"},
         "steps_per_print": 10**9,
     }

@@ -29,6 +29,7 @@ from offload_training import numel_of
 from torch.profiler import ProfilerActivity, profile
 from worlds import Turns, World, WorldFailed, restart_with
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.analysis import OptimizerCost
 from lightning_zero.comm.native import GlooCollectives
 
@@ -84,9 +85,9 @@ def allocated(nodes: Sequence[Any]) -> Iterator[int]:
 
 def expected(trainer: Any) -> dict[str, int]:
     """What the plan says, where this package trains."""
-    engine = getattr(trainer.strategy, "_engine", None) if trainer is not None else None
-    if engine is None:
+    if trainer is None or not isinstance(trainer.strategy, ZeroStrategy):
         return {}
+    engine = trainer.strategy.engine
     options = {
         "rank": trainer.global_rank,
         "optimizer": OptimizerCost.of(trainer.optimizers[0]),
@@ -210,32 +211,23 @@ def lines_of(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def plot(cases: list[dict[str, Any]], path: Path) -> None:
-    """Bars at rest and at the peak, one field for each case."""
-    columns = min(2, len(cases))
-    tallest = max(len(case["engines"]) for case in cases)
-    lines = -(-len(cases) // columns)
-    drawn = results.figure(lines, columns, (4.5 * columns, lines * (0.8 + 0.22 * tallest)))
-    if drawn is None:
-        return
-    picture, axes = drawn
-    for number, field in enumerate(axes.flat):
-        if number >= len(cases):
-            field.axis("off")
-            continue
-        engines = cases[number]["engines"]
-        rows = [engines[name] for name in ENGINES if name in engines][::-1]
-        labels = [row["label"] for row in rows]
-        light = ["#fdae6b" if row["ours"] else "#c6dbef" for row in rows]
-        dark = ["#e6550d" if row["ours"] else "#6baed6" for row in rows]
-        peaks = field.barh(labels, [row["peak"] for row in rows], color=light)
-        field.barh(labels, [row["rest"] for row in rows], color=dark)
-        field.bar_label(peaks, [f"{row['rest']:.1f} / {row['peak']:.1f}" for row in rows], padding=2)
-        field.margins(x=0.2)
-        case = cases[number]
-        field.set_title(
-            f"{case['model']}, {case['precision']}, {case['ranks']} ranks: bytes of a parameter, rest / peak"
-        )
-    results.save_figure(picture, path)
+    """Bars of one case: what a process has in memory at the peak of a step and, darker, at rest."""
+    case = max(cases, key=lambda case: [case["model"] == "50m", case["precision"] == "fp32", -case["ranks"]])
+    results.bars(
+        path,
+        f"Bytes of a parameter that a process has in memory: at rest (dark) and at the peak of a step\n"
+        f"({case['model']}, {case['precision']}, {case['ranks']} ranks)",
+        [
+            results.Bar(
+                row["label"],
+                row["process_peak"],
+                f"{row['process_rest']:.1f} / {row['process_peak']:.1f}",
+                dark=row["process_rest"],
+                ours=row["ours"],
+            )
+            for row in case["engines"].values()
+        ],
+    )
 
 
 def main() -> None:
@@ -247,7 +239,10 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4], help="numbers of ranks")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="only these")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of JSON and plot")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: only draw what the folder has")
     options = parser.parse_args()
+    if options.draw:
+        return plot(results.load(options.results / "memory.json"), options.results / "memory.svg")
     torch.set_num_threads(1)  # what is forked must not have started more
     run = results.circumstances()
     print(results.headline(run))

@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import sys
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,59 @@ def save(path: Path, cases: list[dict[str, Any]], key: tuple[str, ...]) -> list[
     return cases
 
 
+def load(path: Path) -> list[dict[str, Any]]:
+    """The cases that were saved there."""
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    return found
+
+
+@dataclass
+class Bar:
+    """One row of a picture: a label, a length and what is written behind it; ``dark`` is drawn over its beginning."""
+
+    label: str
+    length: float
+    text: str
+    dark: float = 0.0
+    ours: bool = False
+
+
+def bars(path: Path, title: str, rows: list[Bar], line: float | None = None) -> None:
+    """One field of bars, the longest at the bottom, ours in another colour, and nothing without matplotlib.
+
+    Args:
+        path: of the SVG.
+        title: what is to be seen.
+        rows: the bars.
+        line: where a line goes across all of them.
+    """
+    drawn = figure(1, 1, (8.5, 1.1 + 0.34 * len(rows)))
+    if drawn is None:
+        return
+    picture, ((field,),) = drawn
+    rows = sorted(rows, key=lambda row: -row.length)
+    light = [
+        ("#fdae6b" if row.ours else "#c6dbef") if row.dark else ("#e6550d" if row.ours else "#6baed6") for row in rows
+    ]
+    found = field.barh([row.label for row in rows], [row.length for row in rows], color=light, height=0.7)
+    field.barh(
+        [row.label for row in rows],
+        [row.dark for row in rows],
+        color=["#e6550d" if row.ours else "#6baed6" for row in rows],
+        height=0.7,
+    )
+    field.bar_label(found, [row.text for row in rows], padding=4)
+    if line is not None:
+        field.axvline(line, color="black", linewidth=0.8)
+    field.set_xlim(0, 1.15 * max(row.length for row in rows))
+    for side in ("top", "right"):
+        field.spines[side].set_visible(False)
+    for label, row in zip(field.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if row.ours else "normal")
+    picture.suptitle(title, x=0.01, ha="left")
+    save_figure(picture, path)
+
+
 def figure(rows: int, columns: int, size: tuple[float, float]) -> Any:
     """A matplotlib figure and its axes in an array of two dimensions, or None and a line about what is missing."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -87,7 +141,7 @@ def figure(rows: int, columns: int, size: tuple[float, float]) -> Any:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "lightning_zero", "font.size": 8})
+    matplotlib.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "lightning_zero", "font.size": 10})
     from matplotlib import pyplot
 
     return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")

@@ -233,39 +233,37 @@ def show_units(rows: list[dict[str, Any]]) -> None:
     print("in a Trainer: to DDP in a Trainer")
 
 
-def plot(case: dict[str, Any], path: Path) -> None:
-    """Set-up by ranks, bytes by ranks, and steps by units."""
-    drawn = results.figure(1, 3, (11, 3))
+def plot(case: dict[str, Any], folder: Path) -> None:
+    """``scaling.svg``: what a rank holds, by ranks; ``units.svg``: what a step of many tiny units takes."""
+    most = max(row["units"] for row in case["units"])
+    results.bars(
+        folder / "units.svg",
+        f"Milliseconds of a step of {most} tiny units on one rank",
+        [
+            results.Bar(row["label"], 1000 * row["seconds"], f"{1000 * row['seconds']:.1f}", ours=row["ours"])
+            for row in case["units"]
+            if row["units"] == most
+        ],
+    )
+    drawn = results.figure(1, 1, (8.5, 4))
     if drawn is None:
         return
-    picture, ((first, second, third),) = drawn
-    for stage in (1, 2, 3):
+    picture, ((field,),) = drawn
+    for stage, colour in ((1, "#fdae6b"), (2, "#fd8d3c"), (3, "#d94801")):
         rows = [row for row in case["plan"] if row["stage"] == stage]
-        first.plot([row["ranks"] for row in rows], [row["seconds"] for row in rows], "o--", label=f"plan, zero{stage}")
-        second.plot([row["ranks"] for row in rows], [row["rest"] / 1e9 for row in rows], "o-", label=f"zero{stage}")
-    for name in dict.fromkeys(row["way"] for row in case["set_up"]):
-        rows = [row for row in case["set_up"] if row["way"] == name]
-        label = f"set-up, {fake_world.rows()[name].label}"
-        first.plot([row["ranks"] for row in rows], [row["set_up"] for row in rows], "o-", label=label)
-    for name in WAYS:
-        rows = [row for row in case["units"] if row["way"] == name]
-        third.plot(
-            [row["units"] for row in rows],
-            [1000 * row["seconds"] for row in rows],
-            "o-" if rows[0]["ours"] else "o--",
-            label=rows[0]["label"],
-        )
-    for field in (first, second):
-        field.set_xscale("log", base=2)
-        field.set_yscale("log")
-        field.set_xlabel("ranks")
-    first.set_ylabel("seconds")
-    second.set_ylabel("GB of one rank, 70 billion parameters")
-    third.set_xlabel("units")
-    third.set_ylabel("ms a step, one rank")
-    for field in (first, second, third):
-        field.legend(fontsize=6)
-    results.save_figure(picture, path)
+        ranks, held = [row["ranks"] for row in rows], [row["rest"] / 1e9 for row in rows]
+        field.plot(ranks, held, "o-", color=colour)
+        field.annotate(f"  zero{stage}: {held[-1]:.4g} GB", (ranks[-1], held[-1]), va="center")
+    field.set_xscale("log", base=2)
+    field.set_yscale("log")
+    field.set_xticks(ranks, [str(number) for number in ranks])
+    field.set_xlim(ranks[0] / 1.3, ranks[-1] * 6)
+    field.set_xlabel("ranks")
+    field.set_ylabel("GB on each rank, at rest")
+    for side in ("top", "right"):
+        field.spines[side].set_visible(False)
+    picture.suptitle("70 billion parameters in 16 bit with Adam: what each rank holds", x=0.01, ha="left")
+    results.save_figure(picture, folder / "scaling.svg")
 
 
 def main() -> None:
@@ -277,7 +275,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps in a turn (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of JSON and plot")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: only draw what the folder has")
     options = parser.parse_args()
+    if options.draw:
+        return plot(results.load(options.results / "scaling.json")[0], options.results)
     torch.set_num_threads(1)  # what is forked must not have started more
     run = results.circumstances()
     print(results.headline(run))
@@ -288,7 +289,7 @@ def main() -> None:
     show_units(units)
     case = {"name": "scaling", "plan": plans, "set_up": starts, "units": units, "run": run}
     results.save(options.results / "scaling.json", [case], ("name",))
-    plot(case, options.results / "scaling.svg")
+    plot(case, options.results)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
 """Seconds of a training step under every engine, side by side, as ratios to plain DDP in the same round.
 
-    python benchmarks/step_time.py                      # 10, 50 and 125 million parameters: takes an hour
+    python benchmarks/step_time.py                      # 10, 50 and 125 million parameters: takes hours
     python benchmarks/step_time.py --models 50m --worlds 2 --precisions fp32
     python benchmarks/step_time.py --models 50m --worlds 2 --precisions fp32 --wire
     python benchmarks/step_time.py --models 125m --worlds 4 --rounds 1 --steps 1 --engines zero1 zero2 zero3 fsdp2
+    python benchmarks/step_time.py --draw               # only the picture, of what earlier runs have saved
 
 Every engine trains the same GPT from the same weights on the same tokens, with ``AdamW(fused=True)`` and the norm
 clipped. Worlds of processes are started for as many engines as fit into memory, always with one of DDP among them. Then
-they take turns, round after round: some steps each, while the others wait. A turn's first step is not timed. Shown are
-medians of the rounds: milliseconds of a step, and its ratio to DDP's turn in the same round, with the smallest and the
-largest. libc keeps what was freed, under every engine alike. ``loss`` is the largest relative difference to DDP's loss,
-of all steps and ranks; 0 means that every bit is the same. With ``--wire`` batches are so small that the exchange
-between the ranks takes most of the step.
+they take turns, round after round: some steps each, while the others wait. A turn's first step is not timed. libc keeps
+what was freed, under every engine alike. With ``--wire`` batches are so small that the exchange between the ranks takes
+most of the step. Shown are medians of the rounds:
+
+ms, to DDP      milliseconds of a step, and its ratio to DDP's turn in the same round; min and max are of that ratio
+CPU ms, to DDP  what all ranks' processors computed for a step: on a machine that others use too, this repeats within
+                some percent, and the time that passes does not
+loss            the largest relative difference to DDP's, of all steps and ranks; "same": every bit is
 
 What has no room beside DDP is measured alone, after the others, and compared with the median of DDP's turns.
 
@@ -42,7 +46,9 @@ KEY = ("numel", "precision", "ranks", "batch")
 # glibc otherwise gives memory back to the system in one step and takes it again in the next, or does not, by chance:
 # that is up to a tenth of a step of any engine, from one run to the next.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
-WIRE = (1, 8)
+MAIN, WIRE = (4, 128), (1, 8)
+# Variants that answer a question of their own, in the table.
+NOT_DRAWN = ("zero1-gloo", "zero2-gloo", "zero3-gloo", "lightning-ddp", "lightning-fsdp2")
 
 
 class Table:
@@ -60,6 +66,7 @@ class Table:
         self._keep = keep
         self._worlds: dict[str, World] = {}
         self._losses: dict[str, list[list[float]]] = {}
+        self._cpu: dict[str, list[float]] = {}
         self._ddp: list[float] = []  # of all groups
 
     def __enter__(self) -> Table:
@@ -83,6 +90,7 @@ class Table:
                     reports = self._turn(name, steps)
                     if reports:
                         seconds[name].append(max(statistics.fmean(report.seconds) for report in reports))
+                        self._cpu[name].append(sum(statistics.fmean(report.cpu) for report in reports))
                         self._note(name, f"round {number + 1} of {rounds}", seconds[name], seconds["ddp"])
         finally:
             self._close(names)
@@ -96,6 +104,7 @@ class Table:
             while name in self._worlds and len(seconds) < rounds:
                 if reports := self._turn(name, steps):
                     seconds.append(max(statistics.fmean(report.seconds) for report in reports))
+                    self._cpu[name].append(sum(statistics.fmean(report.cpu) for report in reports))
                     base = [statistics.median(self._ddp)] * len(seconds)
                     self._note(name, f"alone {len(seconds)} of {rounds}", seconds, base)
         finally:
@@ -108,7 +117,7 @@ class Table:
         engine = ENGINES[name]
         start = time.perf_counter()
         self._worlds[name] = World(self.ranks, partial(engine.train, self.task), dict(engine.environment))
-        self._losses[name] = []
+        self._losses[name], self._cpu[name] = [], []
         if self._turn(name, 1):
             print(f"  set up          {engine.label:26}{time.perf_counter() - start:7.1f} s", flush=True)
 
@@ -132,6 +141,8 @@ class Table:
         ratios = [a / b for a, b in zip(seconds, base, strict=True)]
         print(f"  {turn:16}{ENGINES[name].label:26}{1000 * seconds[-1]:7.1f} ms{ratios[-1]:8.3f}x", flush=True)
         self.rows[name] = summary(name, seconds, ratios, difference(self._losses[name], self._losses["ddp"]))
+        self.rows[name]["cpu"] = statistics.median(self._cpu[name])
+        self.rows[name]["cpu_ratio"] = self.rows[name]["cpu"] / statistics.median(self._cpu["ddp"])
         self.rows[name]["alone"] = turn.startswith("alone")
         self._keep(dict(self.sorted_rows()))
 
@@ -142,12 +153,13 @@ class Table:
 
     def lines(self) -> list[str]:
         """For a person, with the differences that the goals are about."""
-        found = [f"{'':26}{'ms':>9}{'to DDP':>9}{'min':>8}{'max':>7}{'loss':>10}"]
+        found = [f"{'':26}{'ms':>9}{'to DDP':>9}{'min':>8}{'max':>7}{'CPU ms':>9}{'to DDP':>9}{'loss':>10}"]
         for name, row in self.sorted_rows():
             loss = "same" if row["loss_difference"] == 0 else f"{row['loss_difference']:.0e}"
             found.append(
                 f"{ENGINES[name].label:26}{1000 * row['seconds']:9.1f}{row['ratio']:8.3f}x"
-                f"{min(row['ratios']):8.3f}{max(row['ratios']):7.3f}{loss:>10}"
+                f"{min(row['ratios']):8.3f}{max(row['ratios']):7.3f}"
+                f"{1000 * row['cpu']:9.1f}{row['cpu_ratio']:8.3f}x{loss:>10}"
             )
         for stage in (1, 2, 3):
             ours = self.rows.get(f"zero{stage}")
@@ -203,28 +215,22 @@ def groups(names: list[str], numel: int, ranks: int, memory: float) -> list[list
 
 
 def plot(cases: list[dict[str, Any]], path: Path) -> None:
-    """Bars of the ratios, one field for each case."""
-    columns = min(3, len(cases))
-    lines = -(-len(cases) // columns)
-    tallest = max(len(case["engines"]) for case in cases)
-    drawn = results.figure(lines, columns, (3.6 * columns, lines * (0.7 + 0.17 * tallest)))
-    if drawn is None:
-        return
-    picture, fields = drawn
-    colours = ("#888888", "#9ecae1", "#6baed6", "#3182bd")  # of a peer's stage
-    for number, field in enumerate(fields.flat):
-        if number >= len(cases):
-            field.axis("off")
-            continue
-        case = cases[number]
-        rows = [case["engines"][name] for name in ENGINES if name in case["engines"]][::-1]
-        shades = ["#e6550d" if row["ours"] else colours[row["stage"]] for row in rows]
-        bars = field.barh([row["label"] for row in rows], [row["ratio"] for row in rows], color=shades)
-        field.bar_label(bars, fmt="%.2f", padding=2)
-        field.axvline(1.0, color="black", linewidth=0.6)
-        field.margins(x=0.15)
-        field.set_title(f"{case['model']}, {case['precision']}, {case['ranks']} ranks, {case['batch']} tokens: to DDP")
-    results.save_figure(picture, path)
+    """Bars of one case, the main one if it was measured: a step of every engine, as a ratio to DDP's."""
+    case = max(cases, key=_weight)
+    rows = [row for name, row in case["engines"].items() if name not in NOT_DRAWN]
+    results.bars(
+        path,
+        f"Time of a training step, to DDP's ({case['model']}, {case['precision']}, {case['ranks']} ranks on "
+        f"{case['run']['cores']} cores, {case['batch'].replace('x', ' x ')} tokens a rank)",
+        [results.Bar(row["label"], row["ratio"], f"{row['ratio']:.2f}", ours=row["ours"]) for row in rows],
+        line=1.0,
+    )
+
+
+def _weight(case: dict[str, Any]) -> tuple[bool, bool, bool, int]:
+    """Of several cases the one that tells most: the main model, and the batch that is nearest to a user's."""
+    sequences, length = map(int, case["batch"].split("x"))
+    return case["model"] == "50m", case["precision"] == "fp32", case["ranks"] == 2, sequences * length
 
 
 def main() -> None:
@@ -238,13 +244,16 @@ def main() -> None:
     parser.add_argument("--earlier", type=Path, help="a checkout of another commit, whose stages take turns with these")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each engine (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps in a turn (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, nargs=2, default=(2, 64), help="a rank's sequences and their length")
+    parser.add_argument("--tokens", type=int, nargs=2, default=MAIN, help="a rank's sequences and their length")
     parser.add_argument("--wire", action="store_true", help=f"short for --tokens {WIRE[0]} {WIRE[1]}")
     parser.add_argument(
         "--memory-gib", type=float, help="what worlds may take together (default: 90 %% of what is free)"
     )
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of JSON and plot")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: only draw what the folder has")
     options = parser.parse_args()
+    if options.draw:
+        return plot(results.load(options.results / "step_time.json"), options.results / "step_time.svg")
     torch.set_num_threads(1)  # what is forked must not have started more
     missing = {ENGINES[name].package for name in options.engines if not ENGINES[name].installed}
     names = [name for name in options.engines if name != "ddp" and ENGINES[name].installed]

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -38,9 +39,14 @@ def restart_with(variables: dict[str, str]) -> None:
 
 @dataclass
 class Report:
-    """One turn on one rank: seconds of each step but the first, and losses of all of them; ``extra`` for the asker."""
+    """One turn on one rank: seconds of each step but the first, and losses of all of them; ``extra`` for the asker.
+
+    ``cpu`` are seconds that the process computed, in all of its threads, user and system together: on a machine that
+    others use too they repeat far better than the time that passes.
+    """
 
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -63,7 +69,7 @@ class Turns:
 
     def __init__(self, commands: Connection) -> None:
         self._commands = commands
-        self._stamps: list[float] = []
+        self._stamps: list[tuple[float, float]] = []  # of the clock, and of the process
         self._steps = 0
         self._losses: list[torch.Tensor] = []
         self.index = -1
@@ -74,14 +80,14 @@ class Turns:
         """Whether there is another step, whose number is ``index``. Waits when a turn is over. Collective."""
         if len(self._stamps) == self._steps:
             if self._steps:
-                self._stamps.append(time.perf_counter())
+                self._stamps.append((time.perf_counter(), time.process_time()))
                 self._report()
             self._steps = self._commands.recv()
             self._stamps = []
             if not self._steps:
                 return False
             dist.barrier()
-        self._stamps.append(time.perf_counter())
+        self._stamps.append((time.perf_counter(), time.process_time()))
         self.index += 1
         return True
 
@@ -90,12 +96,14 @@ class Turns:
         self._losses.append(loss.detach())
 
     def _report(self) -> None:
-        seconds = [after - before for before, after in zip(self._stamps, self._stamps[1:], strict=False)]
+        seconds, cpu = (
+            [after - before for before, after in pairwise(stamps)] for stamps in zip(*self._stamps, strict=True)
+        )
         losses = [float(loss) for loss in self._losses]
         self._losses.clear()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)  # others compute now, and need what was freed; the next first step pays
-        self._commands.send(Report(seconds[1:] or seconds, losses, self.at_end()))
+        self._commands.send(Report(seconds[1:] or seconds, cpu[1:] or cpu, losses, self.at_end()))
 
 
 class World:

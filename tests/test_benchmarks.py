@@ -109,3 +109,4 @@ def test_steps_of_a_turn_are_timed_but_for_the_first(worlds: ModuleType) -> None
 
     assert [report.losses for report in reports] == [[3.0, 4.0, 5.0, 6.0]] * 2
     assert [len(report.seconds) for report in reports] == [3, 3]
+    assert [len(report.cpu) for report in reports] == [3, 3]
