@@ -121,7 +121,9 @@ def bars(path: Path, title: str, rows: list[Bar], line: float | None = None) -> 
         color=["#e6550d" if row.ours else "#6baed6" for row in rows],
         height=0.7,
     )
-    field.bar_label(found, [row.text for row in rows], padding=4)
+    texts = field.bar_label(found, [row.text for row in rows], padding=4)
+    for text in texts:
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # over the line
     if line is not None:
         field.axvline(line, color="black", linewidth=0.8)
     field.set_xlim(0, 1.15 * max(row.length for row in rows))
