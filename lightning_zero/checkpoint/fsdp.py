@@ -41,7 +41,7 @@ from lightning_zero.checkpoint.format.dcp import Index, StoredBytes
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
 from lightning_zero.checkpoint.pieces import write_bytes
 from lightning_zero.checkpoint.storage.files import (
-    PIECE_NBYTES,
+    WRITTEN_NBYTES,
     Files,
     is_folder,
     is_remote,
@@ -233,8 +233,8 @@ def _copy(files: Files, targets: Mapping[str, Path], sizes: Mapping[str, int], t
     with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=hidden) as bar:
         for name, path in targets.items():
             with open(path, "xb") as file:
-                for offset in range(0, sizes[name], PIECE_NBYTES):
-                    piece = read_bytes(files, name, offset, min(PIECE_NBYTES, sizes[name] - offset))
+                for offset in range(0, sizes[name], WRITTEN_NBYTES):
+                    piece = read_bytes(files, name, offset, min(WRITTEN_NBYTES, sizes[name] - offset))
                     write_bytes(file.fileno(), offset, piece)
                     bar.update(len(piece))
                 os.fsync(file.fileno())

@@ -16,7 +16,7 @@ from lightning_zero.checkpoint.format.record import Chunk
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.typed_json import raw_memory
 from lightning_zero.checkpoint.format.writer import combine
-from lightning_zero.checkpoint.storage.files import PIECE_NBYTES
+from lightning_zero.checkpoint.storage.files import WRITTEN_NBYTES
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Pieces", "stored_identity", "write_bytes", "write_tensor"]
@@ -95,7 +95,7 @@ class _Piece:
 
 def _pieces(tensor: Tensor) -> Iterator[_Piece]:
     """A tensor's elements in order. The memory of one piece is that of the next."""
-    step = max(1, PIECE_NBYTES // tensor.dtype.itemsize)
+    step = max(1, WRITTEN_NBYTES // tensor.dtype.itemsize)
     if isinstance(tensor, StoredTensor) and tensor.memory is not None:
         tensor = tensor.memory
     if not isinstance(tensor, StoredTensor):
@@ -154,7 +154,7 @@ def write_tensor(descriptor: int, offset: int, flat: Tensor) -> int:
         OSError: if they could not be written.
     """
     crc32, wanted = 0, torch.serialization.get_crc32_options()
-    step = max(1, PIECE_NBYTES // flat.dtype.itemsize)
+    step = max(1, WRITTEN_NBYTES // flat.dtype.itemsize)
     for begin in range(0, flat.numel(), step):
         memory = raw_memory(flat[begin : begin + step])
         write_bytes(descriptor, offset + begin * flat.dtype.itemsize, memory)

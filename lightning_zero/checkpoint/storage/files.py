@@ -20,6 +20,7 @@ from lightning_zero.errors import CheckpointError
 
 __all__ = [
     "PIECE_NBYTES",
+    "WRITTEN_NBYTES",
     "Files",
     "HttpFiles",
     "LocalFiles",
@@ -35,7 +36,10 @@ __all__ = [
 ]
 
 PIECE_NBYTES = 1 << 24
-"""What is read, cast, checked and written at a time."""
+"""What is read and checked at a time."""
+
+WRITTEN_NBYTES = 1 << 22
+"""What is cast and written at a time: beside it there are copies of its size."""
 
 _OPEN_FILES = 16
 _BLOCK_NBYTES = 1 << 20  # a request takes as long as the transfer of this much, roughly
