@@ -90,8 +90,8 @@ no_functions = torch._C.DisableTorchFunction
 no_subclasses = torch._C.DisableTorchFunctionSubclass
 
 # Plain functions. 2.11 to 2.15.
-foreach_copy: Callable[..., None] = torch._foreach_copy_
-foreach_zero: Callable[..., None] = torch._foreach_zero_
+foreach_copy: Callable[..., Any] = torch._foreach_copy_
+foreach_zero: Callable[..., Any] = torch._foreach_zero_
 make_subclass: Callable[..., Any] = Tensor._make_subclass
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
