@@ -113,7 +113,6 @@ class Together:
         self._optimizer = optimizer
         self.group = group
         self.members = [first]
-        self._targets: list[Tensor] = [first]
         self.numel = first.numel()
         self._fused = fused
         self._copied = False  # whether members do not lie side by side
@@ -141,7 +140,6 @@ class Together:
         if not in_place and any(p.numel() > SMALL_NUMEL for p in (*self.members, parameter)):
             return False
         self.members.append(parameter)
-        self._targets.append(parameter)
         self._sizes.append(parameter.numel())
         self.numel, self._copied = numel, not in_place
         return True
@@ -160,7 +158,7 @@ class Together:
     def take(self) -> nn.Parameter:
         """What stands in for the members, with gradients and state."""
         master, gradient = self._spans
-        self.parameter.data = torch.cat(self._targets) if master is None else master
+        self.parameter.data = torch.cat([*self.members]) if master is None else master
         self.parameter.grad = torch.cat([m.grad for m in self.members]) if gradient is None else gradient  # type: ignore[misc]
         if self._state:
             self._optimizer.state[self.parameter] = self._state
@@ -169,7 +167,7 @@ class Together:
     def give_back(self) -> None:
         """Bring new values to the parameters, and new state to theirs."""
         if self._spans[0] is None or self.parameter.data_ptr() != self._spans[0].data_ptr():
-            foreach_copy(self._targets, self.parameter.data.split(self._sizes))
+            foreach_copy(self.members, self.parameter.data.split(self._sizes))
         found = self._optimizer.state.get(self.parameter, {})
         same = found.keys() == self._kept.keys() and all(value is self._kept[key] for key, value in found.items())
         if not self._values or not same:

@@ -41,7 +41,6 @@ from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import left_out_of
-from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.session import SessionSettings, ZeroSession
 from lightning_zero.trainer.callbacks import WatchedNames, refuse_callbacks
 from lightning_zero.trainer.fits import begin_epoch, refuse_other_strategies, running_trainer
@@ -460,7 +459,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state, by parameter name."""
-        return OptimizerState(self.engine, self.adapter(optimizer)).save()
+        return self.session.optimizer_state(self.adapter(optimizer).optimizer).save()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint as the policy says, whole or not at all. Collective: every rank.
@@ -498,7 +497,7 @@ class ZeroStrategy(ParallelStrategy):
             )
         strict = self.lightning_module is None or self.lightning_module.strict_loading
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            adapted = OptimizerState(self.engine, self.adapter(optimizer))
+            adapted = self.session.optimizer_state(self.adapter(optimizer).optimizer)
             adapted.load(state, strict=strict, weights=checkpoint.get("state_dict"))
         self.checkpoints.load_random_state(checkpoint, self.root_device)
 
