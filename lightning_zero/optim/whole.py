@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives
 from lightning_zero.optim.groups import OwnedParameter
-from lightning_zero.plan.owners import ROUND_NBYTES, Piece, deal_out, plan_rounds
+from lightning_zero.plan.buckets import ROUND_NBYTES, Piece, deal_out, plan_rounds
 
 __all__ = ["WholeEntry", "WholeParameters", "WholeState", "whole_entries"]
 
@@ -289,7 +289,7 @@ class WholeParameters:
 
     def _transfer(
         self,
-        entries: frozenset[int],
+        entries: set[int],
         sending: tuple[_Side, Sequence[Sequence[Piece]]],
         receiving: tuple[_Side, Sequence[Sequence[Piece]]],
         dtypes: Sequence[torch.dtype | None],

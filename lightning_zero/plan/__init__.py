@@ -3,19 +3,27 @@
 Numbers only: works on meta tensors, needs no process group, is equal on all ranks, and proves itself.
 """
 
-from lightning_zero.plan.buckets import BufferPiece, BufferSpec, make_buckets, make_pieces, sent_buffers
+from lightning_zero.plan.buckets import (
+    ROUND_NBYTES,
+    BufferPiece,
+    BufferSpec,
+    deal_out,
+    make_buckets,
+    make_pieces,
+    sent_buffers,
+)
 from lightning_zero.plan.layout import (
     ALIGNMENT,
     PAGE_NBYTES,
     DtypeRules,
     FlatLayout,
     ParameterSpec,
+    Rest,
     ShardSlice,
     align_up,
+    rest_of,
 )
-from lightning_zero.plan.owners import ROUND_NBYTES, deal_out
-from lightning_zero.plan.plan import FETCH_UNITS, STAGING_BUFFERS, Plan, Rest, rest_of
-from lightning_zero.plan.slots import SlotPlan, UnitPlan, pack
+from lightning_zero.plan.plan import FETCH_UNITS, STAGING_BUFFERS, Plan, SlotPlan, UnitPlan, pack
 from lightning_zero.plan.tree import refuse_shared_memory, warn_of_views
 from lightning_zero.plan.units import find_recomputed
 

@@ -1,10 +1,14 @@
-"""What travels together: gradients of replicated parameters, and buffers that rank 0 sends to the others."""
+"""What travels together: gradients of replicated parameters, buffers that rank 0 sends to the others, and whole
+parameters on their way to the ranks that own them. Numbers only."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,72 +16,68 @@ from torch.nn.parameter import is_lazy
 
 from lightning_zero.plan.layout import DtypeRules, ParameterSpec, align_up
 
-__all__ = ["PIECE_NBYTES", "BufferPiece", "BufferSpec", "make_buckets", "make_pieces", "sent_buffers"]
+__all__ = [
+    "PIECE_NBYTES",
+    "ROUND_NBYTES",
+    "BufferPiece",
+    "BufferSpec",
+    "Piece",
+    "Round",
+    "deal_out",
+    "make_buckets",
+    "make_pieces",
+    "plan_rounds",
+    "sent_buffers",
+]
 
 PIECE_NBYTES = 4 * 2**20
 """A buffer of so many bytes is sent by itself, from where it lies. Smaller ones are sent together, up to so many."""
 
+ROUND_NBYTES = 64 * 2**20
+"""Bytes that one all-to-all takes from, or gives to, one rank at most."""
+
+# ------------------------------------------------------------------------------------------------------------ gradients
+
 
 def make_buckets(
-    parameters: Sequence[ParameterSpec],
-    bucket_nbytes: int,
-    *,
-    dtypes: DtypeRules | None = None,
+    parameters: Sequence[ParameterSpec], bucket_nbytes: int, dtypes: DtypeRules
 ) -> tuple[tuple[ParameterSpec, ...], ...]:
-    """Group parameters into buckets in backward order, frozen ones last.
+    """Group parameters into buckets in backward order, the reverse of registration order, frozen ones last.
 
-    Backward order is the reverse of registration order. A bucket holds parameters of one group (dtype, compute dtype,
-    trainable) that are neighbours among the parameters *of that group*: a float32 batch norm between two 16-bit
-    convolutions does not cut the convolutions' bucket. Buckets are ordered by their last parameter, which is when they
-    are ready to be reduced.
+    A bucket holds parameters of one group (dtype, compute dtype, trainable) that are neighbours among the parameters
+    *of that group*: a float32 batch norm between two 16-bit convolutions does not cut the convolutions' bucket. Buckets
+    are ordered by their last parameter, which is when they are ready to be reduced.
 
     Args:
         parameters: in registration order.
         bucket_nbytes: limit per bucket, in bytes of the reduce dtype, counted with the alignment of every parameter but
             without the tail padding (which depends on the world size; the buckets do not). A single larger parameter is
             a bucket of its own.
-        dtypes: mixed precision; None: every parameter's own dtype.
-
-    Raises:
-        ValueError: if the limit is not positive.
+        dtypes: mixed precision.
     """
-    if bucket_nbytes <= 0:
-        raise ValueError(f"The bucket size must be positive, got {bucket_nbytes} bytes.")
-    rules = dtypes if dtypes is not None else DtypeRules()
-    filling: dict[tuple[torch.dtype, torch.dtype, bool], _Filling] = {}
-    buckets: list[_Filling] = []
-    for position, spec in enumerate(reversed(parameters)):
-        nbytes = align_up(spec.numel) * rules.reduce(spec).itemsize
-        group = rules.group(spec)
-        bucket = filling.get(group)
-        if bucket is None or bucket.nbytes + nbytes > bucket_nbytes:
-            bucket = filling[group] = _Filling()
+    ready_at = {spec: position for position, spec in enumerate(reversed(parameters))}
+    buckets: list[list[ParameterSpec]] = []
+    filling: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[ParameterSpec], int]] = {}
+    for spec in ready_at:
+        nbytes = align_up(spec.numel) * dtypes.reduce(spec).itemsize
+        group = dtypes.group(spec)
+        bucket, filled = filling.get(group, ([], 0))
+        if bucket and filled + nbytes > bucket_nbytes:
+            bucket, filled = [], 0
+        if not bucket:
             buckets.append(bucket)
-        bucket.parameters.append(spec)
-        bucket.nbytes += nbytes
-        bucket.ready_at = position
-    buckets.sort(key=lambda bucket: (not bucket.parameters[0].trainable, bucket.ready_at))
-    return tuple(tuple(bucket.parameters) for bucket in buckets)
+        bucket.append(spec)
+        filling[group] = bucket, filled + nbytes
+    buckets.sort(key=lambda bucket: (not bucket[0].trainable, ready_at[bucket[-1]]))
+    return tuple(map(tuple, buckets))
 
 
-class _Filling:
-    """A bucket while it is being filled."""
-
-    def __init__(self) -> None:
-        self.parameters: list[ParameterSpec] = []
-        self.nbytes = 0
-        self.ready_at = 0
+# -------------------------------------------------------------------------------------------------------------- buffers
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One buffer as all ranks must have it.
-
-    Attributes:
-        name: its first one in the module.
-        shape: of its elements.
-        dtype: of each.
-    """
+    """One buffer as all ranks must have it, under its first name in the module."""
 
     name: str
     shape: tuple[int, ...]
@@ -122,37 +122,109 @@ def sent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in module.named_buffers() if name not in ignored and _is_dense(buffer)]
 
 
+def _is_dense(buffer: Tensor) -> bool:
+    plain = type(buffer).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(buffer)
+    return plain and buffer.layout is torch.strided and not buffer.is_quantized
+
+
 def make_pieces(specs: Sequence[BufferSpec]) -> tuple[BufferPiece, ...]:
     """Which buffers are sent together; those without elements are not sent."""
-    groups: list[list[int]] = []
+    pieces: list[list[int]] = []
     together: list[int] = []
     size = 0
     for index, spec in enumerate(specs):
         if spec.nbytes >= PIECE_NBYTES:
-            groups.append([index])
+            pieces.append([index])
         elif spec.nbytes:
-            if together and size + spec.nbytes > PIECE_NBYTES:
-                groups.append(together)
+            if not together or size + spec.nbytes > PIECE_NBYTES:
                 together, size = [], 0
+                pieces.append(together)
             together.append(index)
             size += spec.nbytes
-    if together:
-        groups.append(together)
-    return tuple(
-        BufferPiece(
-            tuple(sorted(group, key=lambda index: (-specs[index].dtype.itemsize, str(specs[index].dtype)))),
-            sum(specs[index].nbytes for index in group),
-        )
-        for group in groups
-    )
+    for piece in pieces:
+        piece.sort(key=lambda index: (-specs[index].dtype.itemsize, str(specs[index].dtype)))
+    return tuple(BufferPiece(tuple(piece), sum(specs[index].nbytes for index in piece)) for piece in pieces)
 
 
-def _is_dense(buffer: Tensor) -> bool:
-    if type(buffer) is not Tensor and not _is_plain(buffer):
-        return False
-    return buffer.layout is torch.strided and not buffer.is_quantized
+# ----------------------------------------------------- whole parameters, for optimizers that are not elementwise: see
+# ----------------------------------------------------- [Note: owners] in ``optim/whole.py``
 
 
-def _is_plain(buffer: Tensor) -> bool:
-    """Whether a tensor of a subclass is data as usual."""
-    return type(buffer).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(buffer)
+class Owned(Protocol):
+    """A parameter: its elements, their dtype, and for every rank the first element that it holds and how many."""
+
+    @property
+    def numel(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]: ...
+
+
+def deal_out(sizes: Sequence[int], world_size: int) -> list[int]:
+    """The owner of each size: the largest first, each to the rank with the least so far; ties: first, lowest."""
+    owners = [0] * len(sizes)
+    loads = [(0, rank) for rank in range(world_size)]
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, rank = heapq.heappop(loads)
+        owners[index] = rank
+        heapq.heappush(loads, (load + sizes[index], rank))
+    return owners
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one flattened parameter that one rank holds."""
+
+    entry: int
+    start: int
+    numel: int
+
+
+@dataclass
+class Round:
+    """One all-to-all, as one rank sees it.
+
+    Attributes:
+        held: per owner what this rank holds for it.
+        owned: per holder what it holds for this rank.
+        entries: whose pieces travel, on any rank.
+    """
+
+    held: list[list[Piece]]
+    owned: list[list[Piece]]
+    entries: set[int] = field(default_factory=set)
+
+
+def plan_rounds(entries: Sequence[Owned], owners: Sequence[int], rank: int, limit: int) -> list[Round]:
+    """Cut all parameters into pieces, and put pieces into rounds that take at most ``limit`` bytes of any rank.
+
+    Owners take turns, so that a round keeps many of them busy.
+    """
+    world_size = len(entries[0].ranges) if entries else 0
+    queues: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]
+    for index, entry in enumerate(entries):
+        size = max(1, limit // entry.dtype.itemsize)
+        queues[owners[index]] += [(index, s, min(s + size, entry.numel)) for s in range(0, entry.numel, size)]
+    rounds: list[Round] = []
+    sent, received = [0] * world_size, [0] * world_size
+    for index, start, stop in (piece for turn in zip_longest(*queues) for piece in turn if piece is not None):
+        owner, itemsize = owners[index], entries[index].dtype.itemsize
+        pieces = {
+            holder: Piece(index, max(first, start), min(first + numel, stop) - max(first, start))
+            for holder, (first, numel) in enumerate(entries[index].ranges)
+            if max(first, start) < min(first + numel, stop)
+        }
+        fits = received[owner] + (stop - start) * itemsize <= limit
+        if not rounds or not (fits and all(sent[h] + piece.numel * itemsize <= limit for h, piece in pieces.items())):
+            rounds.append(Round([[] for _ in range(world_size)], [[] for _ in range(world_size)]))
+            sent, received = [0] * world_size, [0] * world_size
+        rounds[-1].entries.add(index)
+        received[owner] += (stop - start) * itemsize
+        for holder, piece in pieces.items():
+            sent[holder] += piece.numel * itemsize
+            if holder == rank:
+                rounds[-1].held[owner].append(piece)
+            if owner == rank:
+                rounds[-1].owned[holder].append(piece)
+    return rounds

@@ -27,14 +27,18 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_zero.config import Offload, Placement, Tier
+
 __all__ = [
     "ALIGNMENT",
     "PAGE_NBYTES",
     "DtypeRules",
     "FlatLayout",
     "ParameterSpec",
+    "Rest",
     "ShardSlice",
     "align_up",
+    "rest_of",
 ]
 
 ALIGNMENT = 64
@@ -75,16 +79,11 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeRules:
-    """Mixed precision as data.
+    """Mixed precision as data. ``None`` stands for each parameter's own dtype.
 
-    Attributes:
-        param_dtype: compute dtype of floating parameters other than float64; None: each parameter's own.
-        reduce_dtype: reduction dtype of their gradients; None: each parameter's own dtype, so that 16-bit compute
-            over float32 masters reduces in float32.
-        keep: names of parameters that are computed in their own dtype whatever ``param_dtype`` says.
-
-    Raises:
-        ValueError: if a dtype is not a floating one.
+    Parameters named in ``keep`` are computed in their own dtype; so is what is not floating, and float64, which only
+    those have who want it (autocast leaves it alone too). The reduction dtype does not follow the compute dtype, so
+    that 16-bit compute over float32 masters reduces in float32.
     """
 
     param_dtype: torch.dtype | None = None
@@ -98,26 +97,19 @@ class DtypeRules:
 
     def compute(self, spec: ParameterSpec) -> torch.dtype:
         """The dtype of the buffer that the module computes with."""
-        if self.param_dtype is None or not _may_narrow(spec) or spec.name in self.keep:
-            return spec.dtype
-        return self.param_dtype
+        return spec.dtype if spec.name in self.keep else _narrowed(spec.dtype, self.param_dtype)
 
     def reduce(self, spec: ParameterSpec) -> torch.dtype:
         """The dtype of the gradient bucket; the compute dtype for a frozen parameter, which has none."""
-        if not spec.trainable:
-            return self.compute(spec)
-        if self.reduce_dtype is None or not _may_narrow(spec):
-            return spec.dtype
-        return self.reduce_dtype
+        return _narrowed(spec.dtype, self.reduce_dtype) if spec.trainable else self.compute(spec)
 
     def group(self, spec: ParameterSpec) -> tuple[torch.dtype, torch.dtype, bool]:
         """Parameters of one group, ``(dtype, compute dtype, trainable)``, may share a flat buffer."""
         return spec.dtype, self.compute(spec), spec.trainable
 
 
-def _may_narrow(spec: ParameterSpec) -> bool:
-    """Whether mixed precision concerns a parameter. Whoever asks for float64 wants it; autocast leaves it alone too."""
-    return spec.dtype.is_floating_point and spec.dtype is not torch.float64
+def _narrowed(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    return own if asked is None or not own.is_floating_point or own is torch.float64 else asked
 
 
 @dataclass(frozen=True)
@@ -204,16 +196,11 @@ class FlatLayout:
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
     ) -> FlatLayout:
-        """Lay ``parameters`` end to end in the given order, aligned and padded.
+        """Lay ``parameters``, one or more, end to end in the given order, aligned and padded.
 
         A layout whose parameters are all empty still gets one alignment unit per rank: a collective on an empty buffer
         is an edge case of every backend, and nobody downstream has to think of it.
-
-        Raises:
-            ValueError: if ``parameters`` is empty or mixes dtypes or trainable with frozen.
         """
-        if not parameters:
-            raise ValueError("A flat layout needs at least one parameter.")
         offsets: list[int] = []
         end = 0
         for spec in parameters:
@@ -222,7 +209,7 @@ class FlatLayout:
         return cls(
             parameters=tuple(parameters),
             offsets=tuple(offsets),
-            numel=align_up(max(end, 1), max(world_size, 1) * ALIGNMENT),
+            numel=align_up(max(end, 1), world_size * ALIGNMENT),
             world_size=world_size,
             dtype=parameters[0].dtype,
             compute_dtype=compute_dtype,
@@ -241,11 +228,7 @@ class FlatLayout:
         return self.numel // self.world_size
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """``(start, end)`` of the rank's shard in the buffer, in elements.
-
-        Raises:
-            ValueError: if there is no such rank.
-        """
+        """``(start, end)`` of the rank's shard in the buffer, in elements; ValueError if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"There is no rank {rank} in a shard group of {self.world_size}.")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
@@ -257,24 +240,15 @@ class FlatLayout:
     def slices(self, rank: int) -> tuple[ShardSlice, ...]:
         """What the rank owns: exactly one slice per parameter, in buffer order; empty where it owns nothing.
 
-        Cost: O(parameters), whatever their size.
-
-        Raises:
-            ValueError: if there is no such rank.
+        Costs O(parameters), whatever their size.
         """
         shard_start, shard_end = self.shard_range(rank)
         found = []
         for spec, offset in zip(self.parameters, self.offsets, strict=True):
             first = min(max(shard_start, offset), offset + spec.numel)
             last = min(max(shard_end, offset), offset + spec.numel)
-            found.append(
-                ShardSlice(
-                    name=spec.name,
-                    parameter_start=first - offset,
-                    shard_start=min(max(first, shard_start), shard_end) - shard_start,
-                    numel=last - first,
-                )
-            )
+            place = min(max(first, shard_start), shard_end) - shard_start
+            found.append(ShardSlice(spec.name, first - offset, place, last - first))
         return tuple(found)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -282,12 +256,63 @@ class FlatLayout:
 
         Gaps and parameters tile the buffer.
         """
-        found = []
-        end = 0
-        for spec, offset in zip(self.parameters, self.offsets, strict=True):
-            if offset > end:
-                found.append((end, offset))
-            end = offset + spec.numel
-        if end < self.numel:
-            found.append((end, self.numel))
-        return tuple(found)
+        ends = [0, *(offset + spec.numel for spec, offset in zip(self.parameters, self.offsets, strict=True))]
+        starts = [*self.offsets, self.numel]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """The tier of memory that each part of a layout rests in between uses.
+
+    Attributes:
+        master: the shard that the optimizer updates, in the parameters' dtype.
+        weights: a copy of it in the compute dtype, which units are gathered from; ``None``: there is none, the master
+            (or the full buffer) is used.
+        gradients: the reduced gradient shard.
+        state: the optimizer's state.
+    """
+
+    master: Tier
+    weights: Tier | None
+    gradients: Tier
+    state: Tier
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the master is not on the device."""
+        return self.master is not Tier.DEVICE
+
+    @property
+    def gathered_from(self) -> Tier:
+        """Where the shard rests that units are gathered from."""
+        return self.weights or self.master
+
+
+def rest_of(layout: FlatLayout, placement: Placement, offload: Offload | None) -> Rest:
+    """Where the bytes of ``layout`` rest: decided here from numbers, executed by the engine.
+
+    | layout | master | weights | gradients, state |
+    | --- | --- | --- | --- |
+    | not offloaded | device | the master | device |
+    | trained, optimizer offloaded, parameters replicated | host or disk | the full buffers | host; host or disk |
+    | trained, optimizer offloaded, parameters sharded | host or disk | a copy on the device | host; host or disk |
+    | the same with ``parameters=True`` | host or disk | the master, or a copy beside it in another dtype | same |
+    | frozen | with the weights, or as a trained one where the dtypes differ | as above | none |
+    """
+    device = Rest(master=Tier.DEVICE, weights=None, gradients=Tier.DEVICE, state=Tier.DEVICE)
+    if offload is None or (layout.trainable and not offload.optimizer):
+        return device
+    same = layout.dtype == layout.compute_dtype
+    weights: Tier | None = None
+    if not placement.shards_parameters:
+        if not layout.trainable and (same or not offload.optimizer):
+            return device  # the full buffer is all there is
+    elif not layout.trainable and same:
+        if not offload.parameters:
+            return device
+    elif offload.parameters:
+        weights = None if same else offload.tier
+    else:
+        weights = Tier.DEVICE
+    return Rest(master=offload.tier, weights=weights, gradients=Tier.HOST, state=offload.tier)

@@ -1,23 +1,19 @@
 """The plan: every decision about who holds what, made once, before the first tensor is allocated.
 
-[Note: where bytes rest]
+[Note: slots]
 
-Each layout's bytes rest in a tier of memory between uses: decided here from numbers, executed by the engine.
-
-| layout | master | weights | gradients, state |
-| --- | --- | --- | --- |
-| not offloaded | device | the master | device |
-| trained, optimizer offloaded, parameters replicated | host or disk | the full buffers | host; host or disk |
-| trained, optimizer offloaded, parameters sharded | host or disk | a copy on the device | host; host or disk |
-| the same with ``parameters=True`` | host or disk | the master, or a copy beside it in another dtype | same |
-| frozen | with the weights, or as a trained one where the dtypes differ | as above | none |
+A slot is a reusable byte buffer, like a direct-mapped cache line: a unit always uses the same slot, so the views that
+autograd saved in forward are valid again once the unit is gathered again in backward. Units that compute at the same
+time (a unit and those nested in it) must never share a slot, hence pools by depth; units of very different size should
+not, hence pools by size class.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -32,13 +28,22 @@ from lightning_zero.config import (
     validate_prefetch,
     validate_units,
 )
+from lightning_zero.errors import some
 from lightning_zero.plan.buckets import BufferSpec, make_buckets, sent_buffers
-from lightning_zero.plan.layout import PAGE_NBYTES, DtypeRules, FlatLayout, ParameterSpec, align_up
-from lightning_zero.plan.slots import SlotPlan, UnitPlan, lay_out
+from lightning_zero.plan.layout import (
+    ALIGNMENT,
+    PAGE_NBYTES,
+    DtypeRules,
+    FlatLayout,
+    ParameterSpec,
+    Rest,
+    align_up,
+    rest_of,
+)
 from lightning_zero.plan.tree import ModuleTree, refuse_modules
 from lightning_zero.plan.units import UnitSpec, find_named, find_units
 
-__all__ = ["FETCH_UNITS", "STAGING_BUFFERS", "Plan", "Rest", "rest_of"]
+__all__ = ["FETCH_UNITS", "STAGING_BUFFERS", "Plan", "SlotPlan", "UnitPlan", "assign_slots", "pack"]
 
 FETCH_UNITS = 2
 """Units whose shards may be on their way from host memory or files, or have arrived, ahead of their gather."""
@@ -50,51 +55,91 @@ are added to others, and weights that are cast."""
 CAST_NBYTES = 16 * 2**20
 """Bytes of weights that are cast at a time on their way to an accelerator."""
 
+GRADIENT_BUCKET_SLOTS = 2
+"""Slots of the ring that sharded gradients of replicated parameters go through: one fills while the other is
+reduced."""
+
 AnyPlan = TypeVar("AnyPlan", bound="Plan")
 
 
+@dataclass(frozen=True)
+class SlotPlan:
+    """One slot: its place in the plan's slots, and its bytes, those of the largest unit assigned to it."""
+
+    index: int
+    nbytes: int
+
+
+def pack(parts: Iterable[tuple[int, torch.dtype]]) -> tuple[tuple[int, ...], int]:
+    """Place flat buffers, given as (elements, dtype), one after the other in a byte buffer.
+
+    Returns:
+        The byte offset of each, a multiple of ``ALIGNMENT`` elements of its own dtype, and the bytes needed for all.
+    """
+    offsets = []
+    end = 0
+    for numel, dtype in parts:
+        start = align_up(end, ALIGNMENT * dtype.itemsize)
+        offsets.append(start)
+        end = start + numel * dtype.itemsize
+    return tuple(offsets), end
+
+
 @dataclass(frozen=True, kw_only=True)
-class Rest:
-    """Where one layout's bytes rest. See [Note: where bytes rest].
+class UnitPlan:
+    """Parameters that are gathered and reduced together.
 
     Attributes:
-        master: the shard that the optimizer updates, in the parameters' dtype.
-        weights: a copy of it in the compute dtype, which units are gathered from; ``None``: there is none, the master
-            (or the full buffer) is used.
-        gradients: the reduced gradient shard.
-        state: the optimizer's state.
+        index: its place in the plan's units.
+        name: the module's path ("" for the root); "bucket 0", ... for a gradient bucket.
+        module: the path of the module whose call gathers the unit; None for a bucket.
+        depth: how many units may be computing around it; 0 for the root and for buckets.
+        ancestors: indices of those units, the root included, ascending.
+        layouts: one flat buffer per (dtype, compute dtype, trainable); exactly one for a bucket, none for an empty
+            root.
+        slot: that its unsharded parameters use; None for a bucket.
+        gradient_slot: that its gradients use until they are reduced; None without trainable parameters, and where
+            gradients are replicated.
     """
 
-    master: Tier
-    weights: Tier | None
-    gradients: Tier
-    state: Tier
+    index: int
+    name: str
+    module: str | None
+    depth: int
+    ancestors: tuple[int, ...]
+    layouts: tuple[FlatLayout, ...]
+    slot: int | None = None
+    gradient_slot: int | None = None
 
     @property
-    def offloaded(self) -> bool:
-        """Whether the master is not on the device."""
-        return self.master is not Tier.DEVICE
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Of all layouts, in layout order."""
+        return tuple(spec for layout in self.layouts for spec in layout.parameters)
 
+    @property
+    def trainable_layouts(self) -> tuple[FlatLayout, ...]:
+        """The layouts that have gradients."""
+        return tuple(layout for layout in self.layouts if layout.trainable)
 
-def rest_of(layout: FlatLayout, placement: Placement, offload: Offload | None) -> Rest:
-    """Where the bytes of ``layout`` rest."""
-    device = Rest(master=Tier.DEVICE, weights=None, gradients=Tier.DEVICE, state=Tier.DEVICE)
-    if offload is None or (layout.trainable and not offload.optimizer):
-        return device
-    same = layout.dtype == layout.compute_dtype
-    if not placement.shards_parameters:
-        if not layout.trainable and (same or not offload.optimizer):
-            return device  # the full buffer is all there is
-        weights = None
-    elif not layout.trainable and same:
-        if not offload.parameters:
-            return device
-        weights = None
-    elif offload.parameters:
-        weights = None if same else offload.tier
-    else:
-        weights = Tier.DEVICE
-    return Rest(master=offload.tier, weights=weights, gradients=Tier.HOST, state=offload.tier)
+    @property
+    def numel(self) -> int:
+        """Real elements, without gaps and padding."""
+        return sum(layout.parameter_numel for layout in self.layouts)
+
+    @property
+    def trainable_numel(self) -> int:
+        """Real elements of trainable parameters."""
+        return sum(layout.parameter_numel for layout in self.trainable_layouts)
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes that the unsharded parameters take in compute dtype."""
+        return pack((layout.numel, layout.compute_dtype) for layout in self.layouts)[1]
+
+    @property
+    def gradient_slot_nbytes(self) -> int:
+        """Bytes that the unit's gradients take in reduce dtype."""
+        return pack((layout.numel, layout.reduce_dtype) for layout in self.trainable_layouts)[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,25 +180,19 @@ class Plan:
             raise ValueError(f"{self.world_size} ranks cannot be split into shard groups of {self.group_size}.")
         if self.root != (0 if self.placement.shards_parameters else None):
             raise ValueError("A plan has a root unit, its first, exactly where parameters are sharded.")
-        seen: set[str] = set()
         for index, unit in enumerate(self.units):
             self._prove_unit(index, unit)
-            names = [spec.name for spec in unit.parameters]
-            twice = seen.intersection(names)
-            if twice or len(set(names)) != len(names):
-                raise ValueError(
-                    f"Unit '{unit.name}' holds parameters that the plan already has: {sorted(twice) or names}."
-                )
-            seen.update(names)
-        self._prove_slots()
+        if twice := [name for name, count in Counter(spec.name for spec in self.parameters).items() if count > 1]:
+            raise ValueError(f"Units hold parameters that the plan already has: {some(twice)}.")
+        for slots in (self.slots, self.gradient_slots):
+            if [slot.index for slot in slots] != list(range(len(slots))):
+                raise ValueError("Slots must be numbered in order.")
 
     def _prove_unit(self, index: int, unit: UnitPlan) -> None:
         if unit.index != index:
             raise ValueError(f"Unit '{unit.name}' says index {unit.index} but is number {index} of the plan.")
         if any(layout.world_size != self.group_size for layout in unit.layouts):
-            raise ValueError(
-                f"Unit '{unit.name}' has a layout for another world size than the plan's {self.group_size}."
-            )
+            raise ValueError(f"Unit '{unit.name}' has a layout for another world size than {self.group_size}.")
         if any(not 0 <= ancestor < len(self.units) or ancestor == index for ancestor in unit.ancestors):
             raise ValueError(f"Unit '{unit.name}' has ancestors {unit.ancestors} that are no other units of the plan.")
         gathered = self.placement.shards_parameters
@@ -164,25 +203,17 @@ class Plan:
             raise ValueError(f"Unit '{unit.name}' needs a gradient slot exactly where it has gradients to shard.")
         if len(unit.layouts) != 1 and not gathered:
             raise ValueError(f"Bucket '{unit.name}' must have exactly one layout, has {len(unit.layouts)}.")
-
-    def _prove_slots(self) -> None:
-        for unit in self.units:
-            for kind, slots, index, nbytes in (
-                ("slot", self.slots, unit.slot, unit.slot_nbytes),
-                ("gradient slot", self.gradient_slots, unit.gradient_slot, unit.gradient_slot_nbytes),
-            ):
-                if index is not None and not (0 <= index < len(slots) and nbytes <= slots[index].nbytes):
-                    raise ValueError(f"Unit '{unit.name}' does not fit into {kind} {index}: it needs {nbytes} bytes.")
-            shared = [
-                above for above in unit.ancestors if unit.slot is not None and self.units[above].slot == unit.slot
-            ]
-            if shared:
+        for kind, slots, slot, nbytes in (
+            ("slot", self.slots, unit.slot, unit.slot_nbytes),
+            ("gradient slot", self.gradient_slots, unit.gradient_slot, unit.gradient_slot_nbytes),
+        ):
+            if slot is not None and not (0 <= slot < len(slots) and nbytes <= slots[slot].nbytes):
+                raise ValueError(f"Unit '{unit.name}' does not fit into {kind} {slot}: it needs {nbytes} bytes.")
+        for above in unit.ancestors if unit.slot is not None else ():
+            if self.units[above].slot == unit.slot:
                 raise ValueError(
-                    f"Unit '{unit.name}' shares slot {unit.slot} with '{self.units[shared[0]].name}' around it."
+                    f"Unit '{unit.name}' shares slot {unit.slot} with '{self.units[above].name}' around it."
                 )
-        for slots in (self.slots, self.gradient_slots):
-            if [slot.index for slot in slots] != list(range(len(slots))):
-                raise ValueError("Slots must be numbered in order.")
 
     @property
     def group_size(self) -> int:
@@ -223,42 +254,60 @@ class Plan:
         """Bytes of the largest unit's shards that rest elsewhere than where they are gathered, each in whole pages."""
         if not self.placement.shards_parameters:
             return 0
-
-        def away(layout: FlatLayout) -> bool:
-            rest = self.rest_of(layout)
-            return (rest.master if rest.weights is None else rest.weights) is not Tier.DEVICE
-
         return max(
-            (
-                sum(
-                    align_up(layout.shard_numel * layout.compute_dtype.itemsize, PAGE_NBYTES)
-                    for layout in unit.layouts
-                    if away(layout)
-                )
-                for unit in self.units
-            ),
-            default=0,
+            sum(
+                align_up(layout.shard_numel * layout.compute_dtype.itemsize, PAGE_NBYTES)
+                for layout in unit.layouts
+                if self.rest_of(layout).gathered_from is not Tier.DEVICE
+            )
+            for unit in self.units
         )
 
     @property
     def staging_nbytes(self) -> tuple[int, int]:
         """Size of a staging buffer for gradients from an accelerator, and of one for weights to it."""
-        moved = [layout for layout in self.trainable_layouts if self.rest_of(layout).gradients is Tier.HOST]
-        gradients = [layout.shard_numel * layout.reduce_dtype.itemsize for layout in moved]
-        cast = [
-            layout.shard_numel * layout.compute_dtype.itemsize
-            for layout in moved
-            if layout.dtype != layout.compute_dtype
-        ]
-        return max(gradients, default=0), min(CAST_NBYTES, max(cast, default=0))
+        gradients = cast = 0
+        for layout in self.trainable_layouts:
+            if self.rest_of(layout).gradients is Tier.HOST:
+                gradients = max(gradients, layout.shard_numel * layout.reduce_dtype.itemsize)
+                if layout.dtype != layout.compute_dtype:
+                    cast = max(cast, layout.shard_numel * layout.compute_dtype.itemsize)
+        return gradients, min(CAST_NBYTES, cast)
 
     def summary_lines(self) -> tuple[str, ...]:
         """The plan as canonical text: settings, then each unit, layout and parameter on a line of its own.
 
         Two plans that ranks may run together have equal lines, and only those, so the first line that differs between
-        ranks names the cause.
+        ranks names the cause. Paths and sizes of an offload's buffers are a machine's own matter, and not in it.
         """
-        return tuple(_summary(self))
+        placement, offload = self.placement, self.offload
+        offloaded = "none"
+        if offload is not None:
+            offloaded = f"{offload.tier.value} (optimizer {offload.optimizer}, parameters {offload.parameters})"
+        lines = [
+            f"plan: world size {self.world_size}, parameters {placement.parameters.value}, "
+            f"gradients {placement.gradients.value}, optimizer {placement.optimizer.value}, "
+            f"prefetch {self.prefetch}, root {self.root}, offload {offloaded}"
+            + (f", shard groups of {self.group_size}" if self.group_size != self.world_size else "")
+        ]
+        for unit in self.units:
+            lines.append(
+                f"unit {unit.index}: {unit.name!r}, module {unit.module!r}, depth {unit.depth}, "
+                f"ancestors {unit.ancestors}, slot {unit.slot}, gradient slot {unit.gradient_slot}"
+            )
+            for number, layout in enumerate(unit.layouts):
+                lines.append(
+                    f"unit {unit.index} layout {number}: {layout.numel} elements, {layout.dtype}, computed in "
+                    f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}, trainable {layout.trainable}"
+                )
+                lines += [
+                    f"parameter {spec.name!r}: aliases {spec.aliases}, shape {spec.shape}, {spec.dtype}, "
+                    f"trainable {spec.trainable}, unit {unit.index} layout {number} offset {offset}"
+                    for spec, offset in zip(layout.parameters, layout.offsets, strict=True)
+                ]
+        for kind, slots in (("slot", self.slots), ("gradient slot", self.gradient_slots)):
+            lines += [f"{kind} {slot.index}: {slot.nbytes} bytes" for slot in slots]
+        return tuple(lines)
 
     def fingerprint(self) -> str:
         """sha256 over ``summary_lines()``, as 64 hexadecimal digits."""
@@ -287,31 +336,32 @@ class Plan:
             placement: what is sharded; None: that of ``stage``.
             stage: used only if ``placement`` is None.
             world_size: of all ranks.
-            units: class names whose modules become units; None: found automatically. Used only where parameters are
-                sharded, and checked everywhere.
+            units: class names whose modules become units; None: found automatically. Checked in every stage.
             bucket_mib: size of a gradient bucket in MiB of the reduce dtype. Used only where parameters are replicated.
             prefetch: units gathered ahead of the one computing; 0 switches it off.
             param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
-            reduce_dtype: reduction dtype of floating gradients; None: the parameters' own.
+            reduce_dtype: of floating gradients; None: the parameters' own.
             offload: what rests on the host or in files; None: nothing.
             broadcast_buffers: whether rank 0 sends its buffers to the others.
 
         Raises:
-            ValueError: for settings out of range or an ``offload`` that does not fit the placement, for rules in
-                ``units`` that match nothing, and for what cannot be laid out (see ``plan.tree``), naming it.
+            ValueError: for settings out of range or that do not fit each other, for rules in ``units`` that match
+                nothing, and for what cannot be laid out (see ``plan.tree``), naming it.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"world_size must be a whole number of ranks, 1 or more, got {world_size!r}.")
         bucket_nbytes = max(int(validate_bucket_mib(bucket_mib) * 2**20), 1)
-        rules = validate_units(units)
         chosen = placement if placement is not None else Placement.from_stage(stage)
-        tree = ModuleTree.of(module)
-        dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=tree.in_batch_norm())
+        tree = ModuleTree(module)
         validate_prefetch(prefetch)
-        validate_offload(offload, chosen)
         refuse_modules(module, sharded=chosen.shards_parameters, copied=param_dtype is not None)
-        specs = find_units(tree, rules) if chosen.shards_parameters else _buckets(tree, rules, bucket_nbytes, dtypes)
-        laid_out, slots, gradient_slots = lay_out(specs, chosen, chosen.span or world_size, dtypes, prefetch)
+        dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=tree.in_batch_norm())
+        if chosen.shards_parameters:
+            specs = find_units(tree, validate_units(units))
+        else:
+            find_named(tree, validate_units(units) or ())  # a name that nothing has is a mistake in every stage
+            specs = _buckets(tree, bucket_nbytes, dtypes)
+        laid_out, slots, gradient_slots = _lay_out(specs, chosen, chosen.span or world_size, dtypes, prefetch)
         return cls(
             placement=chosen,
             world_size=world_size,
@@ -325,45 +375,73 @@ class Plan:
         )
 
 
-def _buckets(
-    tree: ModuleTree, rules: Sequence[str] | None, bucket_nbytes: int, dtypes: DtypeRules
-) -> tuple[UnitSpec, ...]:
-    if rules is not None:
-        find_named(tree, rules)  # a name that nothing has is a mistake in every stage
-    buckets = make_buckets([held.spec for held in tree.parameters], bucket_nbytes, dtypes=dtypes)
+def _buckets(tree: ModuleTree, nbytes: int, dtypes: DtypeRules) -> tuple[UnitSpec, ...]:
+    buckets = make_buckets([held.spec for held in tree.parameters], nbytes, dtypes)
     return tuple(UnitSpec(f"bucket {index}", bucket, 0, ()) for index, bucket in enumerate(buckets))
 
 
-def _summary(plan: Plan) -> Iterator[str]:
-    placement = plan.placement
-    yield (
-        f"plan: world size {plan.world_size}, parameters {placement.parameters.value}, "
-        f"gradients {placement.gradients.value}, optimizer {placement.optimizer.value}, "
-        f"prefetch {plan.prefetch}, root {plan.root}, offload {_offload_text(plan.offload)}"
-        + (f", shard groups of {plan.group_size}" if plan.group_size != plan.world_size else "")
-    )
-    for unit in plan.units:
-        yield (
-            f"unit {unit.index}: {unit.name!r}, module {unit.module!r}, depth {unit.depth}, "
-            f"ancestors {unit.ancestors}, slot {unit.slot}, gradient slot {unit.gradient_slot}"
+def _lay_out(
+    specs: Sequence[UnitSpec], placement: Placement, group_size: int, dtypes: DtypeRules, prefetch: int
+) -> tuple[tuple[UnitPlan, ...], tuple[SlotPlan, ...], tuple[SlotPlan, ...]]:
+    """Flat buffers for units (or for buckets where parameters are replicated), their slots, and gradient slots."""
+    index_of = {spec.name: index for index, spec in enumerate(specs)}
+    units = [
+        UnitPlan(
+            index=index,
+            name=spec.name,
+            module=spec.name if placement.shards_parameters else None,
+            depth=spec.depth,
+            ancestors=tuple(index_of[name] for name in spec.ancestors),
+            layouts=_layouts(spec.parameters, group_size, dtypes),
         )
-        for number, layout in enumerate(unit.layouts):
-            yield (
-                f"unit {unit.index} layout {number}: {layout.numel} elements, {layout.dtype}, computed in "
-                f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}, trainable {layout.trainable}"
-            )
-            for spec, offset in zip(layout.parameters, layout.offsets, strict=True):
-                yield (
-                    f"parameter {spec.name!r}: aliases {spec.aliases}, shape {spec.shape}, {spec.dtype}, "
-                    f"trainable {spec.trainable}, unit {unit.index} layout {number} offset {offset}"
-                )
-    for kind, slots in (("slot", plan.slots), ("gradient slot", plan.gradient_slots)):
-        for slot in slots:
-            yield f"{kind} {slot.index}: {slot.nbytes} bytes"
+        for index, spec in enumerate(specs)
+    ]
+    parameters: list[int | None] = [unit.slot_nbytes if placement.shards_parameters else None for unit in units]
+    gradients = [(unit.gradient_slot_nbytes or None) if placement.shards_gradients else None for unit in units]
+    depths = [unit.depth for unit in units] if placement.shards_parameters else None
+    most = GRADIENT_BUCKET_SLOTS if depths is None else prefetch + 1
+    assigned, slots = assign_slots(parameters, depths, most)
+    gradient_assigned, gradient_slots = assign_slots(gradients, depths, most)
+    settled = (
+        replace(unit, slot=slot, gradient_slot=gradient_slot)
+        for unit, slot, gradient_slot in zip(units, assigned, gradient_assigned, strict=True)
+    )
+    return tuple(settled), slots, gradient_slots
 
 
-def _offload_text(offload: Offload | None) -> str:
-    """What ranks must agree on: not paths and sizes of buffers, which are a machine's own matter."""
-    if offload is None:
-        return "none"
-    return f"{offload.tier.value} (optimizer {offload.optimizer}, parameters {offload.parameters})"
+def _layouts(parameters: Sequence[ParameterSpec], group_size: int, dtypes: DtypeRules) -> tuple[FlatLayout, ...]:
+    """One flat buffer per group of dtypes, in order of the group's first parameter."""
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[ParameterSpec]] = {}
+    for spec in parameters:
+        groups.setdefault(dtypes.group(spec), []).append(spec)
+    return tuple(
+        FlatLayout.build(
+            group, group_size, compute_dtype=dtypes.compute(group[0]), reduce_dtype=dtypes.reduce(group[0])
+        )
+        for group in groups.values()
+    )
+
+
+def assign_slots(
+    nbytes: Sequence[int | None], depths: Sequence[int] | None, most: int
+) -> tuple[tuple[int | None, ...], tuple[SlotPlan, ...]]:
+    """Which slot each unit uses, and the slots, numbered in order of first use. See [Note: slots].
+
+    Args:
+        nbytes: that each unit needs; None: the unit needs no slot.
+        depths: of each unit: pools are by (depth, ceil(log2(bytes))); None: all units are one pool.
+        most: slots of a pool, whose i-th unit uses the (i modulo that)-th.
+    """
+    pools: dict[tuple[int, int] | None, list[int]] = {}
+    for unit, size in enumerate(nbytes):
+        if size is not None:
+            pool = None if depths is None else (depths[unit], max(size - 1, 0).bit_length())
+            pools.setdefault(pool, []).append(unit)
+    users = [pool[first::most] for pool in pools.values() for first in range(min(most, len(pool)))]
+    assigned: list[int | None] = [None] * len(nbytes)
+    slots = []
+    for index, sharing in enumerate(sorted(users)):
+        for unit in sharing:
+            assigned[unit] = index
+        slots.append(SlotPlan(index, max(nbytes[unit] or 0 for unit in sharing)))
+    return tuple(assigned), tuple(slots)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from lightning_zero.plan.layout import ParameterSpec
 __all__ = ["HeldParameter", "ModuleNode", "ModuleTree", "refuse_modules", "refuse_shared_memory", "warn_of_views"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModuleNode:
     """One module object.
 
@@ -37,81 +37,67 @@ class ModuleNode:
     index: int
     name: str
     module: nn.Module
-    paths: tuple[tuple[int, ...], ...]
-    children: tuple[tuple[str, int], ...]
+    paths: list[tuple[int, ...]] = field(default_factory=list)
+    children: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeldParameter:
     """One parameter object and the modules (node indices) that hold it directly."""
 
     spec: ParameterSpec
-    holders: tuple[int, ...]
+    holders: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
 class ModuleTree:
     """A module tree, read without touching data, hooks or devices.
 
-    Attributes:
-        nodes: every module once, in registration order, root first.
-        parameters: every parameter once, in registration order.
+    ``nodes`` has every module once and ``parameters`` every parameter once, both in registration order.
+
+    Raises:
+        ValueError: naming the parameter or buffer, if one is no plain dense tensor.
     """
 
-    nodes: tuple[ModuleNode, ...]
-    parameters: tuple[HeldParameter, ...]
+    def __init__(self, module: nn.Module) -> None:
+        self._nodes: dict[int, ModuleNode] = {}
+        self._held: dict[int, HeldParameter] = {}
+        self._visit(module, "", ())
+        self.nodes = tuple(self._nodes.values())
+        self.parameters = tuple(self._held.values())
 
-    @classmethod
-    def of(cls, module: nn.Module) -> ModuleTree:
-        """Read the tree below ``module``.
+    def _visit(self, module: nn.Module, name: str, above: tuple[int, ...]) -> int:
+        node = self._nodes.setdefault(id(module), ModuleNode(len(self._nodes), name, module))
+        if node.index in above:  # a cycle: going round once more leads nowhere new
+            return node.index
+        path, prefix = (*above, node.index), f"{name}." if name else ""
+        node.paths.append(path)
+        for local_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            self._hold(parameter, prefix + local_name, node.index)
+        for local_name, buffer in module.named_buffers(recurse=False):
+            _refuse_tensor("Buffer", prefix + local_name, buffer)
+        for attribute, child in module._modules.items():
+            if child is not None:
+                node.children[attribute] = self._visit(child, prefix + attribute, path)
+        return node.index
 
-        Raises:
-            ValueError: naming the parameter or buffer, if one is no plain dense tensor.
-        """
-        indices: dict[int, int] = {}
-        found: list[tuple[str, nn.Module, list[tuple[int, ...]]]] = []
-        held: dict[int, tuple[nn.Parameter, list[str], list[int]]] = {}
+    def _hold(self, parameter: nn.Parameter, name: str, holder: int) -> None:
+        held = self._held.get(id(parameter))
+        if held is None:
+            _refuse_tensor("Parameter", name, parameter)
+            spec = ParameterSpec(name, (), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            held = self._held[id(parameter)] = HeldParameter(spec)
+        else:
+            held.spec = replace(held.spec, aliases=(*held.spec.aliases, name))
+        if holder not in held.holders:
+            held.holders.append(holder)
 
-        def visit(inner: nn.Module, name: str, above: tuple[int, ...]) -> None:
-            index = indices.setdefault(id(inner), len(found))
-            if index == len(found):
-                found.append((name, inner, []))
-            if index in above:  # a cycle: going round once more leads nowhere new
-                return
-            path, prefix = (*above, index), f"{name}." if name else ""
-            found[index][2].append(path)
-            for local_name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
-                _, names, holders = held.setdefault(id(parameter), (parameter, [], []))
-                names.append(prefix + local_name)
-                if index not in holders:
-                    holders.append(index)
-            for local_name, buffer in inner.named_buffers(recurse=False):
-                _refuse_tensor("Buffer", prefix + local_name, buffer)
-            for attribute, child in _children(inner):
-                visit(child, prefix + attribute, path)
-
-        visit(module, "", ())
-        nodes = [
-            ModuleNode(
-                index=index,
-                name=name,
-                module=inner,
-                paths=tuple(paths),
-                children=tuple((attribute, indices[id(child)]) for attribute, child in _children(inner)),
-            )
-            for index, (name, inner, paths) in enumerate(found)
-        ]
-        parameters = [HeldParameter(_spec_of(p, names), tuple(holders)) for p, names, holders in held.values()]
-        return cls(tuple(nodes), tuple(parameters))
-
-    def numels(self) -> tuple[int, ...]:
+    def numels(self) -> list[int]:
         """For every node: elements of the distinct parameters in it or anywhere below it."""
         totals = [0] * len(self.nodes)
         for parameter in self.parameters:
-            inside = {index for holder in parameter.holders for path in self.nodes[holder].paths for index in path}
-            for index in inside:
+            for index in {index for holder in parameter.holders for path in self.nodes[holder].paths for index in path}:
                 totals[index] += parameter.spec.numel
-        return tuple(totals)
+        return totals
 
     def in_batch_norm(self) -> frozenset[str]:
         """Names of the parameters that a batch norm holds directly."""
@@ -120,16 +106,6 @@ class ModuleTree:
             for parameter in self.parameters
             if any(isinstance(self.nodes[holder].module, BatchNorm) for holder in parameter.holders)
         )
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(attribute, child) for attribute, child in module._modules.items() if child is not None]
-
-
-def _spec_of(parameter: nn.Parameter, names: list[str]) -> ParameterSpec:
-    _refuse_tensor("Parameter", names[0], parameter)
-    shape = tuple(parameter.shape)
-    return ParameterSpec(names[0], tuple(names[1:]), shape, parameter.dtype, parameter.requires_grad)
 
 
 def _refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
@@ -164,15 +140,12 @@ def _strange(tensor: Tensor) -> str:
 
 
 def refuse_modules(module: nn.Module, *, sharded: bool, copied: bool) -> None:
-    """Raise for modules whose parameters cannot be absent between uses, change in a forward, or are a rank's own.
+    """Raise ValueError for parameters that cannot be absent between uses, change in a forward, or are a rank's own.
 
     Args:
         module: the root.
         sharded: whether parameters are there only while their unit computes.
         copied: whether they are computed with as copies of another dtype, which are there only in a step.
-
-    Raises:
-        ValueError: naming the module or the parameter.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, parameter in module.named_parameters(remove_duplicate=False) if ignored else ():
@@ -201,16 +174,10 @@ def refuse_modules(module: nn.Module, *, sharded: bool, copied: bool) -> None:
 
 
 def refuse_shared_memory(module: nn.Module, device: torch.device) -> None:
-    """Raise if a trainable parameter has elements in common with another parameter, or with a buffer.
+    """Raise ValueError if a trainable parameter has elements in common with another parameter, or with a buffer.
 
-    Every parameter gets memory of its own, so what is one element now would be two.
-
-    Args:
-        module: the root.
-        device: where it computes. What has to be moved there gets memory of its own in any trainer.
-
-    Raises:
-        ValueError: naming both.
+    Every parameter gets memory of its own, so what is one element now would be two. What has to be moved to ``device``,
+    where the module computes, gets memory of its own in any trainer.
     """
     for group in _by_memory(module, device):
         near: list[tuple[str, Tensor]] = []  # those before that reach to this one or further
@@ -227,13 +194,9 @@ def refuse_shared_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def warn_of_views(module: nn.Module, device: torch.device) -> None:
-    """Warn of trainable parameters whose memory other tensors keep, which are not in the module.
+    """Warn of trainable parameters whose memory tensors outside of the module keep: they will not follow the parameter.
 
-    They do not follow the parameter, that gets memory of its own.
-
-    Args:
-        module: the root.
-        device: where it computes. What has to be moved there leaves them behind in any trainer.
+    What has to be moved to ``device``, where the module computes, leaves them behind in any trainer.
     """
     known = Counter(map(storage_key, _weights_of_spectral_norm(module)))
     kept = [

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +59,7 @@ STAGE_SHARE = 8
 UNEVEN_RATIO = 8
 """A block more than eight times the median block is split towards the others' size."""
 
+# Exact types: of the first the own ``forward`` uses the parameters; the second are gathered as one, never split.
 CERTAIN_LEAVES: tuple[type[nn.Module], ...] = (
     nn.Linear,
     nn.Bilinear,
@@ -71,11 +72,7 @@ CERTAIN_LEAVES: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-"""Exact types whose parameters are used by their own ``forward``."""
-
 WHOLE_MODULES: tuple[type[nn.Module], ...] = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
-"""Exact types that are gathered as one, never split."""
-
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -97,14 +94,11 @@ class UnitSpec:
 
 
 def find_units(tree: ModuleTree, rules: Sequence[str] | None) -> tuple[UnitSpec, ...]:
-    """Cut a module tree into units.
+    """Cut a module tree into units: the root first (even without parameters), then the others in registration order.
 
     Args:
         tree: of the root.
         rules: class names whose modules become units; None: found automatically, see [Note: What makes a good unit].
-
-    Returns:
-        The root first (even without parameters), then the other units in registration order, each with parameters.
 
     Raises:
         ValueError: for a rule that matches nothing or matches a module whose call gathers nothing.
@@ -116,18 +110,12 @@ def find_units(tree: ModuleTree, rules: Sequence[str] | None) -> tuple[UnitSpec,
         node = tree.nodes[index]
         around = [[above for above in path[:-1] if above in owned] for path in node.paths]
         ancestors = sorted({above for path in around for above in path})
-        found.append(
-            UnitSpec(
-                name=node.name,
-                parameters=owned[index],
-                depth=max(len(path) for path in around),
-                ancestors=tuple(tree.nodes[above].name for above in ancestors),
-            )
-        )
+        names = tuple(tree.nodes[above].name for above in ancestors)
+        found.append(UnitSpec(node.name, tuple(owned[index]), max(map(len, around)), names))
     return tuple(found)
 
 
-def _drop_small(tree: ModuleTree, floors: Mapping[int, int]) -> dict[int, tuple[ParameterSpec, ...]]:
+def _drop_small(tree: ModuleTree, floors: Mapping[int, int]) -> dict[int, list[ParameterSpec]]:
     """Owned parameters of each unit, after candidates that own less than their floor have been given up.
 
     A tied weight leaves its module for the common ancestor, and nested units take most of a block away, so what a
@@ -137,22 +125,18 @@ def _drop_small(tree: ModuleTree, floors: Mapping[int, int]) -> dict[int, tuple[
     candidates = {0, *floors}
     while True:
         owned = _assign_owners(tree, candidates)
-        small = [index for index in candidates if index != 0 and _numel(owned[index]) < floors[index]]
-        if not small:
-            return owned
         depths = {
             index: max(sum(above in candidates for above in path) for path in tree.nodes[index].paths)
-            for index in small
+            for index in candidates
+            if index != 0 and sum(spec.numel for spec in owned[index]) < floors[index]
         }
+        if not depths:
+            return owned
         deepest = max(depths.values())
-        candidates -= {index for index in small if depths[index] == deepest}
+        candidates -= {index for index, depth in depths.items() if depth == deepest}
 
 
-def _numel(parameters: Sequence[ParameterSpec]) -> int:
-    return sum(spec.numel for spec in parameters)
-
-
-def _assign_owners(tree: ModuleTree, candidates: Collection[int]) -> dict[int, tuple[ParameterSpec, ...]]:
+def _assign_owners(tree: ModuleTree, candidates: Collection[int]) -> dict[int, list[ParameterSpec]]:
     """Each parameter to its dominator: the innermost candidate on every path from the root to it."""
     owned: dict[int, list[ParameterSpec]] = {index: [] for index in candidates}
     for parameter in tree.parameters:
@@ -161,15 +145,11 @@ def _assign_owners(tree: ModuleTree, candidates: Collection[int]) -> dict[int, t
         # Dominators lie in the same order on every path, so the innermost may be read from any of them.
         owner = next(index for index in reversed(paths[0]) if index in on_every_path)
         owned[owner].append(parameter.spec)
-    return {index: tuple(specs) for index, specs in owned.items()}
+    return owned
 
 
 def find_named(tree: ModuleTree, rules: Sequence[str]) -> list[int]:
-    """Nodes below the root whose class name is one of ``rules``.
-
-    Raises:
-        ValueError: for a rule that matches nothing or matches a module whose call gathers nothing.
-    """
+    """Nodes below the root whose class name is one of ``rules``; ValueError as for ``find_units``."""
     found = [node for node in _of_classes(tree, rules, "units") if node.index != 0]
     for node in found:
         for path in node.paths:
@@ -186,7 +166,7 @@ def find_named(tree: ModuleTree, rules: Sequence[str]) -> list[int]:
 def find_recomputed(
     module: nn.Module, checkpointing: Literal["units"] | Sequence[str], rules: Sequence[str] | None
 ) -> tuple[str, ...]:
-    """Names of the modules that run their forward again in backward.
+    """First paths of the modules that run their forward again in backward, in registration order.
 
     Args:
         module: the root; may be on the meta device.
@@ -195,13 +175,10 @@ def find_recomputed(
             ``Linear`` (it keeps its input in any case, so that there is nothing to gain).
         rules: class names of the units; ``None``: found automatically.
 
-    Returns:
-        First paths, in registration order.
-
     Raises:
         ValueError: for a class that is not there or cannot be called, and if there is no module to recompute.
     """
-    tree = ModuleTree.of(module)
+    tree = ModuleTree(module)
     if checkpointing != "units":
         return tuple(node.name for node in _of_classes(tree, checkpointing, "ActivationPolicy.checkpointing"))
     units = [unit for unit in find_units(tree, validate_units(rules)) if unit.name]
@@ -224,22 +201,20 @@ def _of_classes(tree: ModuleTree, classes: Sequence[str], setting: str) -> list[
     """The modules of these classes, which are all there and can be called; else raises ValueError."""
     # A compiled module is gathered by its wrapper's call, outside the compiled region.
     compiled = {id(inner) for node in tree.nodes if (inner := compiled_module(node.module)) is not None}
-    by_class: dict[str, list[ModuleNode]] = {}
-    for node in tree.nodes:
-        by_class.setdefault(class_name(node.module), []).append(node)
-    if missing := [name for name in classes if name not in by_class]:
+    known = {class_name(node.module) for node in tree.nodes}
+    if missing := [name for name in classes if name not in known]:
         raise ValueError(
             f"{setting} names {missing}, but the model has no module of that class. Its classes are: "
-            f"{', '.join(sorted(by_class))}."
+            f"{', '.join(sorted(known))}."
         )
-    found = [node for name in dict.fromkeys(classes) for node in by_class[name] if id(node.module) not in compiled]
+    found = [node for node in tree.nodes if class_name(node.module) in classes and id(node.module) not in compiled]
     for node in found:
         if not has_forward(node.module):
             name = class_name(node.module)
             raise ValueError(
                 f"{setting} names '{name}', but a {name} ('{node.name}') is never called: name the class of its items."
             )
-    return sorted(found, key=lambda node: node.index)
+    return found
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -256,10 +231,8 @@ def class_name(module: nn.Module) -> str:
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """The module inside a ``torch.compile`` wrapper, or None. By name: importing the wrapper's class imports the
-    compiler."""
-    inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
-    return inner
+    """The module inside a ``torch.compile`` wrapper. By name: importing the wrapper's class imports the compiler."""
+    return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
 class _Search:
@@ -273,13 +246,17 @@ class _Search:
         self.floors: dict[int, int] = {}
 
     def run(self) -> dict[int, int]:
+        """The candidates, each with the elements that it must own in the end."""
         blocks, leaves = self._below(self.nodes[0])
-        for leaf in leaves:
-            self.floors.setdefault(leaf.index, self.leaf_floor)
+        self._add_leaves(leaves)
         median = statistics.median(self.numels[block.index] for block in blocks) if blocks else 0
         for block in blocks:
             self._add_block(block, median)
         return self.floors
+
+    def _add_leaves(self, leaves: Sequence[ModuleNode]) -> None:
+        for leaf in leaves:
+            self.floors.setdefault(leaf.index, self.leaf_floor)
 
     def _add_block(self, block: ModuleNode, median: float) -> None:
         if block.index in self.floors:
@@ -293,48 +270,43 @@ class _Search:
         inner, leaves = self._below(block)
         stages = [node for node in inner if node.children and type(node.module) not in WHOLE_MODULES]
         if sum(self.numels[node.index] for node in stages) * 2 > numel:
-            for node in stages:
-                self._add_block(node, median)
-        elif uneven:
-            for node in inner:
-                self._add_block(node, median)
-            for leaf in leaves:
-                self.floors.setdefault(leaf.index, self.leaf_floor)
+            inner, leaves = stages, []
+        elif not uneven:
+            return
+        for node in inner:
+            self._add_block(node, median)
+        self._add_leaves(leaves)
 
     def _below(self, top: ModuleNode) -> tuple[list[ModuleNode], list[ModuleNode]]:
         """The outermost blocks and the large leaves outside of them, strictly below ``top``, in registration order."""
         blocks: list[ModuleNode] = []
         leaves: list[ModuleNode] = []
-        seen = {top.index}
-
-        def visit(node: ModuleNode) -> None:
-            repeated = self._repeated_classes(node)
-            for attribute, index in node.children:
-                child = self.nodes[index]
-                if index in seen or self.numels[index] == 0 or _is_closed(attribute, child.module):
-                    continue
-                seen.add(index)
-                if (
-                    class_name(child.module) in repeated
-                    and has_forward(child.module)
-                    and self.numels[index] >= self.block_floor
-                ):
-                    blocks.append(child)
-                elif type(child.module) in CERTAIN_LEAVES + WHOLE_MODULES:
-                    if self.numels[index] >= self.leaf_floor:
-                        leaves.append(child)
-                else:
-                    visit(child)
-
         if type(top.module) not in CERTAIN_LEAVES + WHOLE_MODULES:
-            visit(top)
+            for child, repeated in self._walk(top, {top.index}):
+                if repeated:
+                    blocks.append(child)
+                elif self.numels[child.index] >= self.leaf_floor:
+                    leaves.append(child)
         return blocks, leaves
 
-    def _repeated_classes(self, node: ModuleNode) -> set[str]:
-        if not isinstance(node.module, CONTAINERS):
-            return set()
-        counts = Counter(class_name(self.nodes[index].module) for _, index in node.children if self.numels[index])
-        return {name for name, count in counts.items() if count >= 2}
+    def _walk(self, node: ModuleNode, seen: set[int]) -> Iterator[tuple[ModuleNode, bool]]:
+        """Blocks (with True) and leaves below ``node``, outermost first, each once; ``seen`` grows on the way."""
+        counts: Counter[str] = Counter()
+        if isinstance(node.module, CONTAINERS):
+            children = (self.nodes[index] for index in node.children.values() if self.numels[index])
+            counts.update(class_name(child.module) for child in children)
+        for attribute, index in node.children.items():
+            child = self.nodes[index]
+            if index in seen or self.numels[index] == 0 or _is_closed(attribute, child.module):
+                continue
+            seen.add(index)
+            repeated = counts[class_name(child.module)] >= 2
+            if repeated and has_forward(child.module) and self.numels[index] >= self.block_floor:
+                yield child, True
+            elif type(child.module) in CERTAIN_LEAVES + WHOLE_MODULES:
+                yield child, False
+            else:
+                yield from self._walk(child, seen)
 
 
 def _is_closed(attribute: str, module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Pending, Streams
 from lightning_zero.optim.whole import WholeEntry, WholeParameters, WholeState
-from lightning_zero.plan.owners import deal_out
+from lightning_zero.plan import deal_out
 from tests.helpers.world import run_world
 
 MATRICES = {"a": (12, 8), "b": (5, 17), "c": (8, 12), "d": (3, 3)}

@@ -84,4 +84,4 @@ def numel(module: nn.Module) -> int:
 
 def find_units(module: nn.Module, rules: Sequence[str] | None) -> tuple[units.UnitSpec, ...]:
     """The units of a module."""
-    return units.find_units(ModuleTree.of(module), validate_units(rules))
+    return units.find_units(ModuleTree(module), validate_units(rules))

@@ -1,4 +1,4 @@
-"""Where the bytes of a layout rest: the table of ``lightning_zero.plan.plan``, line by line."""
+"""Where the bytes of a layout rest: the table of ``rest_of``, line by line."""
 
 from __future__ import annotations
 
