@@ -11,10 +11,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, repeat
 from numbers import Real
-from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,27 +21,27 @@ from torch.optim import Optimizer
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import DivergenceError, some
 from lightning_zero.optim.groups import OwnedParameter, ParamGroups
-from lightning_zero.optim.kept import kept_of
+from lightning_zero.optim.hooks import kept_of
 
-__all__ = ["Fingerprint", "NOT_OPTIONS", "agree_on_set_up", "agree_on_step", "described", "number_of"]
+__all__ = ["Fingerprint", "agree_on_optimizers", "agree_on_set_up", "described"]
 
 
 _SHOWN = 5
-NOT_OPTIONS = ("params", "param_names")
-"""What a param group holds besides options."""
+_NOT_OPTIONS = ("params", "param_names")
 _TOLERANCE = 1e-9  # relative: machines round a cosine differently, and no weight sees the difference
 _SLICES = "Every rank steps on its slices of each parameter, so parts of one weight would be trained differently."
 
 
 @dataclass(frozen=True)
 class Description:
-    """One optimizer as plain data, to be sent to the other ranks."""
+    """One optimizer as plain data, to be sent to the other ranks: names of parameters and options of each param group,
+    and whether an earlier fit has ``used`` it."""
 
     label: str
     kind: str
-    used: bool  # whether an earlier fit has trained with it
-    names: list[list[str]]  # of the parameters of each param group, in order
-    options: list[dict[str, Any]]  # of each param group
+    used: bool
+    names: list[list[str]]
+    options: list[dict[str, Any]]
 
 
 class _Thing(str):
@@ -54,7 +53,7 @@ class _Thing(str):
         return str(self)
 
 
-def number_of(value: Any) -> Any:
+def _number_of(value: Any) -> Any:
     """A tensor of one element, or another library's number, as a number, in a sequence too; all else as it is."""
     if isinstance(value, (int, float)):
         return value
@@ -63,7 +62,7 @@ def number_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and not value.is_meta else value
     if isinstance(value, (tuple, list)):
-        return [number_of(item) for item in value]
+        return [_number_of(item) for item in value]
     return value
 
 
@@ -86,10 +85,9 @@ def described(
     counts: Callable[[Any], bool] = lambda value: True,
 ) -> Description:
     """An optimizer as it is now, with the options that matter: ``counts`` says so by value. Waits for the device where
-    options are tensors there.
-    """
+    options are tensors there."""
     options = [
-        {key: _plain(group[key]) for key in sorted(group, key=str) if key not in NOT_OPTIONS and counts(group[key])}
+        {key: _plain(group[key]) for key in sorted(group, key=str) if key not in _NOT_OPTIONS and counts(group[key])}
         for group in optimizer.param_groups
     ]
     return Description(label, _name_of(type(optimizer)), used, [list(group) for group in names], options)
@@ -101,17 +99,10 @@ def agree_on_optimizers(
     schedulers: Sequence[Mapping[str, Any]],
     own: Sequence[Optimizer],
 ) -> None:
-    """Compare what ``configure_optimizers`` has returned.
+    """Compare what ``configure_optimizers`` has returned: this rank's optimizers, described and ``own``, and the
+    settings of its schedulers, with the scheduler itself under ``"scheduler"``.
 
-    Args:
-        control: the ranks.
-        optimizers: this rank's.
-        schedulers: settings of this rank's schedulers, with the scheduler itself under ``"scheduler"``.
-        own: the optimizers, to say which of them a scheduler belongs to.
-
-    Raises:
-        DivergenceError: on every rank, naming ranks, optimizer, param group, option or parameter, and the values.
-
+    Raises ``DivergenceError`` on every rank, naming ranks, optimizer, param group, option or parameter, and the values.
     Collective: every rank.
     """
     if control.world_size == 1:
@@ -130,45 +121,15 @@ def agree_on_optimizers(
         )
 
 
-def agree_on_step(control: ControlGroup, mine: Description, whole: bool) -> None:
-    """Find out what differs before a step, after a fingerprint has; nothing happens if it is nothing that matters.
-
-    Args:
-        control: the ranks.
-        mine: the optimizer that is about to step.
-        whole: whether its step sees whole parameters, of which each rank has its own.
-
-    Raises:
-        DivergenceError: on every rank, naming ranks, param group, option or parameter, and the values.
-
-    Collective: every rank.
-    """
-    found = _differences(control.gather_objects(mine))
-    if found:
-        cause = (
-            ", or an optimizer that computes an option from all parameters in its step, of which each rank has only "
-            "its own here: such an optimizer cannot be sharded"
-            if whole
-            else ""
-        )
-        raise DivergenceError(
-            f"{mine.label} is about to step with other param groups on some ranks than on others:\n{_listed(found)}\n"
-            f"{_SLICES} No rank has taken this step. Usual causes: a scheduler with `monitor` (ReduceLROnPlateau) on a "
-            "metric that every rank computes from its own data, where `self.log(..., sync_dist=True)` gives all ranks "
-            f"the same value; code that changes `optimizer.param_groups` on some ranks only{cause}."
-        )
-
-
 def _set_up_differences(rows: Sequence[tuple[list[Description], list[dict[str, Any]]]]) -> list[str]:
-    kinds = [_Thing(", ".join(one.kind for one in optimizers) or "none") for optimizers, _ in rows]
-    if any(kind != kinds[0] for kind in kinds):
-        return [f"optimizers: {_by_rank(kinds)}"]
-    found: list[str] = []
+    kinds = [", ".join(one.kind for one in optimizers) or "none" for optimizers, _ in rows]
+    if found := _unlike("optimizers", list(map(_Thing, kinds))):
+        return found
     for column in zip(*(optimizers for optimizers, _ in rows), strict=True):
         found += [f"{column[0].label}, {text}" for text in _differences(column)]
-    kinds = [_Thing(", ".join(one["class"] for one in schedulers) or "none") for _, schedulers in rows]
-    if any(kind != kinds[0] for kind in kinds):
-        return [*found, f"schedulers: {_by_rank(kinds)}"]
+    kinds = [", ".join(one["class"] for one in schedulers) or "none" for _, schedulers in rows]
+    if unlike := _unlike("schedulers", list(map(_Thing, kinds))):
+        return found + unlike
     for index, settings in enumerate(zip(*(schedulers for _, schedulers in rows), strict=True)):
         label = f"scheduler {index} ({settings[0]['class'].rpartition('.')[2]})"
         found += [f"{label}, {text}" for text in _option_differences(settings, "setting")]
@@ -177,11 +138,8 @@ def _set_up_differences(rows: Sequence[tuple[list[Description], list[dict[str, A
 
 def _differences(rows: Sequence[Description]) -> list[str]:
     """What of one optimizer is not the same on all ranks, in words."""
-    found = []
-    if any(row.used != rows[0].used for row in rows):
-        found.append(f"used in an earlier fit: {_by_rank([row.used for row in rows])}")
-    if any(len(row.names) != len(rows[0].names) for row in rows):
-        found.append(f"number of param groups: {_by_rank([len(row.names) for row in rows])}")
+    found = _unlike("used in an earlier fit", [row.used for row in rows])
+    found += _unlike("number of param groups", [len(row.names) for row in rows])
     found += _member_differences([row.names for row in rows])
     for index, groups in enumerate(zip(*(row.options for row in rows), strict=False)):
         found += [f"param group {index}, {text}" for text in _option_differences(groups, "option")]
@@ -189,15 +147,11 @@ def _differences(rows: Sequence[Description]) -> list[str]:
 
 
 def _member_differences(rows: Sequence[list[list[str]]]) -> list[str]:
-    if all(row == rows[0] for row in rows):
-        return []
     places = [{name: index for index, group in enumerate(row) for name in group} for row in rows]
     found = []
     for name in dict.fromkeys(chain.from_iterable(places)):
-        groups = [place.get(name) for place in places]
-        if any(group != groups[0] for group in groups):
-            held = [_Thing("it in no param group" if g is None else f"it in param group {g}") for g in groups]
-            found.append(f"parameter '{name}': {_by_rank(held)}")
+        held = [f"it in param group {place[name]}" if name in place else "it in no param group" for place in places]
+        found += _unlike(f"parameter '{name}'", list(map(_Thing, held)))
     if found:
         return found
     for index, groups_of in enumerate(zip(*rows, strict=False)):
@@ -211,10 +165,13 @@ def _member_differences(rows: Sequence[list[list[str]]]) -> list[str]:
 def _option_differences(rows: Sequence[Mapping[str, Any]], word: str) -> list[str]:
     found = []
     for key in dict.fromkeys(chain.from_iterable(rows)):
-        values = [row.get(key, _Thing(f"no such {word}")) for row in rows]
-        if not all(_same(value, values[0]) for value in values):
-            found.append(f"{word} '{key}': {_by_rank(values)}")
+        found += _unlike(f"{word} '{key}'", [row.get(key, _Thing(f"no such {word}")) for row in rows])
     return found
+
+
+def _unlike(what: str, values: Sequence[Any]) -> list[str]:
+    """A line that says which ranks have which value; none if they are the same."""
+    return [] if all(_same(value, values[0]) for value in values) else [f"{what}: {_by_rank(values)}"]
 
 
 def _by_rank(values: Sequence[Any]) -> str:
@@ -241,7 +198,7 @@ def _listed(found: Sequence[str]) -> str:
 
 def _plain(value: Any) -> Any:
     """What a value is, comparable and without addresses: devices do not count, and large tensors by shape."""
-    value = number_of(value)
+    value = _number_of(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -281,47 +238,29 @@ def agree_on_set_up(
     owned: Mapping[nn.Parameter, OwnedParameter],
     control: ControlGroup,
 ) -> list[str]:
-    """Compare optimizers and schedulers of all ranks. Groups hold the user's parameters from now on.
+    """Compare optimizers and schedulers of all ranks, as ``agree_on_optimizers`` does; ``owned`` are the engine's
+    parameters by the user's. Groups hold the user's parameters from now on.
 
-    Args:
-        optimizers: the user's.
-        schedulers: settings of each scheduler, with the scheduler itself under ``"scheduler"``.
-        owned: the engine's parameters by the user's.
-        control: the ranks.
-
-    Returns:
-        How messages name each optimizer, the same on every rank.
-
-    Raises:
-        DivergenceError: on every rank, naming ranks, optimizer, param group, option or parameter, and the values.
-
-    Collective: every rank.
+    Returns how messages name each optimizer, the same on every rank. Collective: every rank.
     """
     names = [type(optimizer).__name__ for optimizer in optimizers]
     labels = [name if len(names) == 1 else f"{name} {index}" for index, name in enumerate(names)]
     descriptions = []
     for optimizer, label in zip(optimizers, labels, strict=True):
         used = kept_of(optimizer) is not None
-        members = ParamGroups(optimizer, label, owned).names()
-        descriptions.append(described(optimizer, label, members, used))
+        descriptions.append(described(optimizer, label, ParamGroups(optimizer, label, owned).names(), used))
     agree_on_optimizers(control, descriptions, schedulers, optimizers)
     return labels
 
 
 _PLAIN = (int, float, str, type(None))
-_CHANGING = object()
 
 
-@dataclass
-class _Group:
-    """What was found in one param group: its keys and values in their order, and a number for each that counts.
+class _Seen(NamedTuple):
+    """An option as it was: the object, how often it had changed (``None``: nobody counts), a number for its value."""
 
-    A value that may change while it is the same object stands as ``_CHANGING`` among those that were seen.
-    """
-
-    keys: list[str]
-    seen: list[Any]
-    parts: list[int]
+    value: Any
+    version: int | None
     code: int
 
 
@@ -329,12 +268,8 @@ class Fingerprint:
     """The options and members of one optimizer's param groups as a 64-bit number.
 
     Numbers, texts, and flat sequences of them count. What else an optimizer keeps in a group (caches, modules) may be
-    another thing on every rank. An option that is the object that it was is not looked at again.
-
-    Args:
-        optimizer: whose.
-        label: how to name it in messages.
-        whole: whether its step sees whole parameters.
+    another thing on every rank. An option that is the object that it was is not looked at again: that waits for the
+    device where it is a tensor there. With ``whole``, steps see whole parameters, of which each rank has its own.
     """
 
     def __init__(self, optimizer: Optimizer, label: str, whole: bool) -> None:
@@ -343,78 +278,73 @@ class Fingerprint:
         self._whole = whole
         self._names: Sequence[Sequence[str]] = []
         self._members = 0
-        self._groups: list[_Group] = []
-        self._read: dict[int, tuple[Tensor, int, Any]] = {}
+        self._seen: list[dict[str, _Seen]] = []  # of each group
 
     def take(self, names: Sequence[Sequence[str]]) -> int:
-        """The number for now.
-
-        Args:
-            names: of each param group the names of its parameters. The same object means the same names.
-        """
+        """The number for now. ``names`` are those of the parameters of each param group; the same object means the same
+        names."""
         if names is not self._names:
             self._names, self._members = names, _code(repr(names))
-        groups = self._optimizer.param_groups
-        if len(groups) != len(self._groups):
-            self._groups = [_Group([], [], [], 0) for _ in groups]
-        read: dict[int, tuple[Tensor, int, Any]] = {}
-        for group, found in zip(groups, self._groups, strict=True):
-            if len(group) != len(found.seen) or not all(map(is_, group.values(), found.seen)):
-                self._look_at(group, found, read)
-        self._read = read
-        return hash((self._members, *[found.code for found in self._groups]))
-
-    def _look_at(self, group: dict[str, Any], found: _Group, read: dict[int, tuple[Tensor, int, Any]]) -> None:
-        if found.keys != (keys := list(group)):
-            found.keys, found.seen, found.parts = keys, [_CHANGING] * len(keys), [0] * len(keys)
-        for place, (key, value) in enumerate(group.items()):
-            if value is found.seen[place]:
-                continue
-            counted = key not in NOT_OPTIONS and counts(value)
-            found.parts[place] = _code(f"{key} {_text(self._number(value, read))}") if counted else 0
-            found.seen[place] = _CHANGING if counted and _can_change(value) else value
-        found.code = hash(tuple(sorted(found.parts)))  # the order of options does not matter
+        groups = zip(self._optimizer.param_groups, chain(self._seen, repeat({})), strict=False)
+        self._seen = [_look_at(group, seen) for group, seen in groups]
+        # The order of options does not matter, nor how many do not count.
+        return hash((self._members, *(frozenset([0, *(one.code for one in seen.values())]) for seen in self._seen)))
 
     def compare(self, control: ControlGroup) -> None:
-        """Say what differs between the ranks, now that their numbers do.
-
-        Raises:
-            DivergenceError: on every rank, if something does.
-
-        Collective: every rank.
-        """
-        mine = described(self._optimizer, self._label, self._names, counts=counts)
-        agree_on_step(control, mine, self._whole)
-
-    def _number(self, value: Any, read: dict[int, tuple[Tensor, int, Any]]) -> Any:
-        """Options that are tensors elsewhere than on the host: only read, which waits for the device, if written to."""
-        if not isinstance(value, Tensor) or value.device.type == "cpu" or value.is_inference():
-            return number_of(value)
-        known = self._read.get(id(value))
-        if known is None or known[1] != value._version:
-            known = (value, value._version, number_of(value))
-        read[id(value)] = known
-        return known[2]
+        """Say what differs between the ranks, now that their numbers do: raises ``DivergenceError`` on every rank, or
+        nothing happens if it is nothing that matters. Collective: every rank."""
+        mine = described(self._optimizer, self._label, self._names, counts=_counts)
+        found = _differences(control.gather_objects(mine))
+        if found:
+            cause = (
+                ", or an optimizer that computes an option from all parameters in its step, of which each rank has "
+                "only its own here: such an optimizer cannot be sharded"
+            )
+            raise DivergenceError(
+                f"{self._label} is about to step with other param groups on some ranks than on others:\n"
+                f"{_listed(found)}\n{_SLICES} No rank has taken this step. Usual causes: a scheduler with `monitor` "
+                "(ReduceLROnPlateau) on a metric that every rank computes from its own data, where `self.log(..., "
+                "sync_dist=True)` gives all ranks the same value; code that changes `optimizer.param_groups` on some "
+                f"ranks only{cause if self._whole else ''}."
+            )
 
 
-def counts(value: Any) -> bool:
+def _look_at(group: Mapping[str, Any], seen: Mapping[str, _Seen]) -> dict[str, _Seen]:
+    found = {}
+    for key, value in group.items():
+        if key not in _NOT_OPTIONS:
+            before, version = seen.get(key), _version(value)
+            if before is None or before.value is not value or version is None or before.version != version:
+                code = _code(f"{key} {_text(_number_of(value))}") if _counts(value) else 0
+                before = _Seen(value, version, code)
+            found[key] = before
+    return found
+
+
+def _version(value: Any) -> int | None:
+    """How often a value has changed while it was the same object. Tensors on the host are read each time instead."""
+    if isinstance(value, Tensor):
+        return None if value.device.type == "cpu" or value.is_inference() else value._version
+    if isinstance(value, tuple):
+        return 0 if all(map(_is_plain, value)) else None
+    return None if isinstance(value, list) else 0
+
+
+def _counts(value: Any) -> bool:
     """Whether an option has to be the same on every rank in every step."""
-    if isinstance(value, _PLAIN):
-        return True
     if isinstance(value, (tuple, list)):
-        return all(isinstance(item, _PLAIN) or _is_number(item) for item in value)
-    return _is_number(value)
+        return all(_is_plain(item) or _is_number(item) for item in value)
+    return _is_plain(value) or _is_number(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN)
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_meta
     return isinstance(value, Real)
-
-
-def _can_change(value: Any) -> bool:
-    """Whether a value may be another while it is the same object."""
-    return isinstance(value, (Tensor, list)) or (isinstance(value, tuple) and any(isinstance(v, Tensor) for v in value))
 
 
 def _text(value: Any) -> str:

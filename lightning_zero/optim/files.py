@@ -25,12 +25,13 @@ window of the unit is done.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,17 +39,17 @@ from lightning_zero._torch import untracked
 from lightning_zero.config import Tier
 from lightning_zero.optim.groups import OffloadedSteps, OwnedParameter
 from lightning_zero.optim.segments import Member, Range, members_of
-from lightning_zero.optim.state import Kind, StateRegions, covers
-from lightning_zero.optim.stepper import SegmentStep, SegmentStepper, threads
+from lightning_zero.optim.state import Kind, StateHomes, covers
+from lightning_zero.optim.stepper import Memory, SegmentStep, SegmentStepper, threads
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.pipeline import Request, Waitable
-from lightning_zero.storage.tiers import WINDOW_ALIGNMENT
+from lightning_zero.storage.tiers import WINDOW_ALIGNMENT, NvmeStore
 
-__all__ = ["OffloadedUpdate", "WindowedStep"]
+__all__ = ["OffloadedUpdate"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Window:
     flat: FlatParameters
     unit: int
@@ -57,38 +58,26 @@ class _Window:
     ranges: Sequence[Range]
     kinds: Mapping[Kind, bool]
     """State in the order of the buffers behind the master's, and whether it is read."""
-    last: bool
-    """Whether no other window of the unit follows."""
 
 
 class WindowedStep:
-    """Steps on everything of one optimizer that rests in files.
+    """Steps on everything of one optimizer, adapted to shards, that rests in files."""
 
-    Args:
-        optimizer: the user's, adapted to shards.
-        steps: the run's side of it.
-        regions: where its state rests.
-    """
-
-    def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, regions: StateRegions) -> None:
+    def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, store: NvmeStore, homes: StateHomes) -> None:
         self._optimizer = optimizer
         self._segments = SegmentStep(optimizer)
         self._steps = steps
-        self._regions = regions
+        self._store = store
+        self._homes = homes
 
-    def run(
-        self,
-        groups: Sequence[Sequence[OwnedParameter]],
-        finish_before: Callable[[int], None],
-        finish_through: Callable[[int], None],
-    ) -> None:
+    def run(self, groups: Sequence[Sequence[OwnedParameter]], finish: Callable[[float], None]) -> None:
         """One step.
 
         Args:
             groups: the parameters of each param group.
-            finish_before: called before anything of a unit is stepped on.
-            finish_through: called when all of a unit is stepped on. Its last window may not be in the file yet then:
-                all files are up to date when ``run`` returns.
+            finish: finishes all units before an index. Called with a unit's before anything of it is stepped on, and
+                with the next one when all of it is; its last window may not be in the file yet then. All files are up
+                to date when ``run`` returns.
 
         Raises:
             OffloadError: if something could not be read or written. Masters and state are useless then.
@@ -96,53 +85,52 @@ class WindowedStep:
         self._segments.begin()
         found = [m for m in members_of(groups) if m.entry.flat.rest.master is Tier.DISK]
         members = [member for member in found if member.parameter.grad is not None]
-        self._settle([entry for group in groups for entry in group])
-        self._step_empty([member for member in members if not member.numel])
+        self._settle(found)
+        # Parameters of which nothing lies on this rank, so that their counters go on as on every rank.
+        nothing = Memory(self._optimizer)
+        self._segments.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
+        self._segments.commit(nothing)
         windows = self._plan([member for member in members if member.numel], groups)
+        last = {window.unit: window for window in windows}
 
         def work(request: Request, buffers: list[Tensor]) -> Sequence[Waitable]:
             window: _Window = request.tag
-            finish_before(window.unit)
+            finish(window.unit)
             memory = self._step(window, buffers)
             waits = self._steps.window_stepped(window.flat, window.start, buffers[0])
-            if window.last:
+            if window is last[window.unit]:
                 self._segments.commit(memory)
-                finish_through(window.unit)
+                finish(window.unit + 1)
             return waits
 
-        if windows and self._steps.store is not None:
-            self._steps.store.pipeline().run(map(self._request, windows), work)
+        if windows:
+            self._store.pipeline().run(map(self._request, windows), work)
 
-    def _settle(self, entries: Sequence[OwnedParameter]) -> None:
+    def _settle(self, members: Sequence[Member]) -> None:
         """Bring state that somebody has put into the optimizer, as its ``load_state_dict`` does, to the files.
 
         That may be the state of another parameter, also of one without a gradient now: everything that is elsewhere in
-        files is read before anything is written.
-
-        Raises:
-            ValueError: if two tensors of state are one in the files: they would part with the first step.
+        files is read before anything is written. Two tensors of state that are one in the files are refused: they would
+        part with the first step.
         """
         moved: list[tuple[nn.Parameter, str, FileTensor, Tensor]] = []
         seen: dict[tuple[Any, ...], str] = {}
-        for entry in entries:
-            parameter = entry.shard.parameter
-            if parameter is None or entry.flat.rest.master is not Tier.DISK or not entry.slice.numel:
-                continue
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if not covers(value, entry.slice.numel):
+        for member in members:
+            for key, value in self._optimizer.state.get(member.parameter, {}).items():
+                if not member.numel or not covers(value, member.numel):
                     continue
-                part = self._regions.part(entry, Kind(key, value.dtype))
-                name = f"'{key}' of '{entry.shard.spec.name}'"
-                identity = value.identity if isinstance(value, FileTensor) else None
-                if identity is not None and seen.setdefault(identity, name) != name:
+                part = self._homes.part(member.entry, Kind(key, value.dtype))
+                if not isinstance(value, FileTensor):
+                    moved.append((member.parameter, key, part, value))
+                    continue
+                name = f"'{key}' of '{member.entry.name}'"
+                if seen.setdefault(value.identity, name) != name:
                     raise ValueError(
-                        f"{seen[identity]} and {name} are one tensor in the optimizer's state. State in files is a "
-                        "tensor of its own for each: put a `.clone()` there."
+                        f"{seen[value.identity]} and {name} are one tensor in the optimizer's state. State in files is "
+                        "a tensor of its own for each: put a `.clone()` there."
                     )
-                if identity is None:
-                    moved.append((parameter, key, part, value))
-                elif identity != part.identity:
-                    moved.append((parameter, key, part, value.read()))
+                if value.identity != part.identity:
+                    moved.append((member.parameter, key, part, value.read()))
         for parameter, key, part, value in moved:
             part.write(value)
             self._optimizer.state[parameter][key] = part
@@ -151,34 +139,25 @@ class WindowedStep:
 
     def _plan(self, members: Sequence[Member], groups: Sequence[Sequence[OwnedParameter]]) -> list[_Window]:
         """The windows of all units in order, none where no parameter takes part."""
-        by_flat: dict[int, list[Member]] = {}
-        for member in members:
-            by_flat.setdefault(id(member.entry.flat), []).append(member)
-        holders: dict[int, list[OwnedParameter]] = {key: [] for key in by_flat}
-        for entry in (entry for group in groups for entry in group):
-            if id(entry.flat) in holders and entry.slice.numel:
-                holders[id(entry.flat)].append(entry)
-        flats = sorted(by_flat, key=lambda key: by_flat[key][0].entry.unit)
-        windows: list[_Window] = []
-        for position, key in enumerate(flats):
-            found = sorted(by_flat[key], key=lambda member: member.start)
-            unit = found[0].entry.unit
-            following = flats[position + 1] if position + 1 < len(flats) else None
-            ends_unit = following is None or by_flat[following][0].entry.unit != unit
-            windows += self._plan_flat(found, holders[key], ends_unit)
-        return windows
+        by_flat: dict[FlatParameters, list[Member]] = {}
+        for member in sorted(members, key=lambda member: (member.entry.unit, member.start)):
+            by_flat.setdefault(member.entry.flat, []).append(member)
+        holders: dict[FlatParameters, list[OwnedParameter]] = {flat: [] for flat in by_flat}
+        for entry in chain.from_iterable(groups):
+            if entry.flat in holders and entry.slice.numel:
+                holders[entry.flat].append(entry)
+        return [window for flat, found in by_flat.items() for window in self._plan_flat(flat, found, holders[flat])]
 
     def _plan_flat(
-        self, members: Sequence[Member], holders: Sequence[OwnedParameter], ends_unit: bool
+        self, flat: FlatParameters, members: Sequence[Member], holders: Sequence[OwnedParameter]
     ) -> Iterator[_Window]:
-        flat, unit = members[0].entry.flat, members[0].entry.unit
-        kinds = {member.parameter: self._kinds(member) for member in members}
-        needed = list(dict.fromkeys(kind for found in kinds.values() for kind in found))
-        ranges = _cut(members, flat.layout.shard_numel, self._window_numel(flat, needed))
-        stored = {kind: [entry for entry in holders if kind in self._stored(entry)] for kind in needed}
-        for position, (start, end) in enumerate(ranges):
+        kinds = {member: self._kinds(member) for member in members}
+        needed = list(dict.fromkeys(chain.from_iterable(kinds.values())))
+        stored = {kind: [entry.slice for entry in holders if kind in self._stored(entry)] for kind in needed}
+        most = self._store.window_numel([dtype.itemsize for dtype in (flat.layout.dtype, *(k.dtype for k in needed))])
+        for start, end in _cut(members, flat.layout.shard_numel, most):
             inside = [member for member in members if member.start < end and start < member.end]
-            ranges_inside = [
+            ranges = [
                 part
                 for member in inside
                 for part in member.ranges(
@@ -187,44 +166,30 @@ class WindowedStep:
                     min(end, member.end) - member.start,
                 )
             ]
-            wanted = dict.fromkeys(kind for member in inside for kind in kinds[member.parameter])
             reads = {
-                kind: any(
-                    entry.slice.shard_start < end and start < entry.slice.shard_start + entry.slice.numel
-                    for entry in stored[kind]
-                )
-                for kind in wanted
+                kind: any(part.shard_start < end and start < part.shard_start + part.numel for part in stored[kind])
+                for kind in dict.fromkeys(kind for member in inside for kind in kinds[member])
             }
-            last = ends_unit and position == len(ranges) - 1
-            yield _Window(flat, unit, start, end - start, ranges_inside, reads, last)
+            yield _Window(flat, members[0].entry.unit, start, end - start, ranges, reads)
 
     def _stored(self, entry: OwnedParameter) -> set[Kind]:
         """What of a parameter's state is in files."""
-        parameter = entry.shard.parameter
-        state = {} if parameter is None else self._optimizer.state.get(parameter, {})
+        state = self._optimizer.state.get(entry.target, {})
         return {Kind(key, value.dtype) for key, value in state.items() if isinstance(value, FileTensor)}
 
     def _kinds(self, member: Member) -> list[Kind]:
         """What of a parameter's state is in files, or will be after its first step."""
         stored = self._stored(member.entry)
-        return sorted(stored, key=str) if stored else self._regions.expected(member.entry.flat, member.group)
-
-    def _window_numel(self, flat: FlatParameters, kinds: Sequence[Kind]) -> int:
-        store = self._steps.store
-        if store is None:
-            raise RuntimeError("There are no files to step on. This is an error in lightning_zero itself.")
-        return store.window_numel([dtype.itemsize for dtype in (flat.layout.dtype, *(kind.dtype for kind in kinds))])
+        if stored:
+            return sorted(stored, key=str)
+        return self._homes.expected(self._optimizer, member.entry.flat, member.group)
 
     def _request(self, window: _Window) -> Request:
-        master = window.flat.master
-        if not isinstance(master, FileTensor):
-            raise RuntimeError("A master that rests in a file is in memory. This is an error in lightning_zero itself.")
-        state = [
-            (self._regions.of(window.flat, kind).part(window.start, window.numel), read, True)
-            for kind, read in window.kinds.items()
-        ]
-        read = window.flat.shown is None
-        return Request(window.numel, [(master.part(window.start, window.numel), read, True), *state], window)
+        master = cast(FileTensor, window.flat.master)
+        tensors = [(master, window.flat.shown is None)]
+        tensors += [(self._homes.region(window.flat, kind), read) for kind, read in window.kinds.items()]
+        parts = [(tensor.part(window.start, window.numel), read, True) for tensor, read in tensors]
+        return Request(window.numel, parts, window)
 
     # -------------------------------------------------------------------- work
 
@@ -237,73 +202,53 @@ class WindowedStep:
             for read, memory in zip(window.kinds.values(), state, strict=True):
                 if not read:
                     memory.zero_()
-        place = _InWindow(window, master, dict(zip(window.kinds, state, strict=True)), self._regions)
+        place = _InWindow(self._optimizer, window, master, dict(zip(window.kinds, state, strict=True)), self._homes)
         # One at a time where each operation goes over all that it is given before the next one begins.
         foreach = any(group.get("foreach") for group in self._optimizer.param_groups)
         for ranges in [[part] for part in window.ranges] if foreach else [window.ranges]:
             self._segments.run(ranges, place)
         return place
 
-    def _step_empty(self, members: Sequence[Member]) -> None:
-        """Step on parameters of which nothing lies on this rank, so that their counters go on as on every rank."""
-        self._segments.run([Range(member, 0, 0) for member in members], _Empty())
-        self._segments.commit(_Empty())
 
-
-@dataclass(frozen=True)
-class _InWindow:
+class _InWindow(Memory):
     """The memory of one window."""
 
-    window: _Window
-    memory: Tensor
-    kinds: Mapping[Kind, Tensor]
-    regions: StateRegions
+    def __init__(
+        self, optimizer: Optimizer, window: _Window, memory: Tensor, kinds: Mapping[Kind, Tensor], homes: StateHomes
+    ) -> None:
+        super().__init__(optimizer)
+        self._window = window
+        self._memory = memory
+        self._kinds = kinds
+        self._homes = homes
 
     def master(self, part: Range) -> Tensor:
-        return self.memory.narrow(0, self._start(part), part.numel)
+        return self._memory.narrow(0, self._start(part), part.numel)
 
     def state(self, part: Range, kind: Kind) -> Tensor | None:
-        found = self.kinds.get(kind)
+        found = self._kinds.get(kind)
         return None if found is None else found.narrow(0, self._start(part), part.numel)
 
     def keep(self, part: Range, kind: Kind, values: Tensor) -> None:
         """Nobody knew of it when the window was read."""
-        region = self.regions.of(self.window.flat, kind)
+        region = self._homes.region(self._window.flat, kind)
         region.part(part.member.start + part.start, part.numel).write(values)
 
     def whole(self, member: Member, kind: Kind, held: Any) -> Tensor:
         if isinstance(held, FileTensor) and held.dtype == kind.dtype:
             return held
-        return self.regions.part(member.entry, kind)
+        return self._homes.part(member.entry, kind)
 
     def _start(self, part: Range) -> int:
-        return part.member.start + part.start - self.window.start
-
-
-class _Empty:
-    """The memory of nothing."""
-
-    def master(self, part: Range) -> Tensor:
-        return torch.empty(0, dtype=part.member.entry.layout.dtype)
-
-    def state(self, part: Range, kind: Kind) -> Tensor | None:
-        return torch.empty(0, dtype=kind.dtype)
-
-    def keep(self, part: Range, kind: Kind, values: Tensor) -> None:
-        pass
-
-    def whole(self, member: Member, kind: Kind, held: Any) -> Tensor:
-        return torch.empty(0, dtype=kind.dtype) if held is None else held
+        return part.member.start + part.start - self._window.start
 
 
 def _cut(members: Sequence[Member], shard_numel: int, window_numel: int) -> list[tuple[int, int]]:
     """Ranges of the shard that hold all members, in order: each from and to a multiple of the alignment, or the end."""
     runs: list[list[int]] = []
     for member in members:
-        start, end = (
-            member.start // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT,
-            min(-(-member.end // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT, shard_numel),
-        )
+        start = member.start // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
+        end = min(-(-member.end // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT, shard_numel)
         if runs and start <= runs[-1][1]:
             runs[-1][1] = max(runs[-1][1], end)
         else:
@@ -312,36 +257,25 @@ def _cut(members: Sequence[Member], shard_numel: int, window_numel: int) -> list
 
 
 class OffloadedUpdate:
-    """Updates all parameters of one optimizer that have a gradient.
+    """Updates all parameters of one optimizer, elementwise and adapted to shards, that have a gradient."""
 
-    Args:
-        optimizer: the user's, elementwise, adapted to shards.
-        steps: the run's side of it.
-        regions: where state rests in files; ``None`` without a store.
-    """
-
-    def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, regions: StateRegions | None) -> None:
+    def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, homes: StateHomes) -> None:
         self._steps = steps
         self._memory = SegmentStepper(optimizer, steps.range_numel)
-        self._windows = None if regions is None else WindowedStep(optimizer, steps, regions)
+        self._windows = None if homes.store is None else WindowedStep(optimizer, steps, homes.store, homes)
         self._groups: Sequence[Sequence[OwnedParameter]] | None = None
         self._units: list[tuple[int, list[Member]]] = []  # what is in memory of each unit with trainable parameters
+        self._left: deque[tuple[int, list[Member]]] = deque()  # of one step
+        self._publishing = False
 
     def forget(self) -> None:
         """Hold no state any more: it is about to be loaded anew, or given up."""
         self._memory.forget()
 
     def run(self, groups: Sequence[Sequence[OwnedParameter]]) -> None:
-        """One step. See [Note: a failure on one rank].
-
-        Args:
-            groups: the parameters of each param group. The same object means the same parameters.
-
-        Raises:
-            OffloadError: on every rank, if one could not make the step.
-
-        Collective: every rank.
-        """
+        """One step on the parameters of each param group; the same object means the same parameters. Raises
+        ``OffloadError`` on every rank, if one could not make it: see [Note: a failure on one rank]. Collective: every
+        rank."""
         if groups is not self._groups:
             units: dict[int, list[Member]] = {}
             for member in members_of(groups):
@@ -349,55 +283,30 @@ class OffloadedUpdate:
                 if member.entry.flat.rest.master is not Tier.DISK:
                     found.append(member)
             self._groups, self._units = groups, sorted(units.items())
-        turns = _Turns(self._units, self._memory, self._steps)
+        self._left, self._publishing = deque(self._units), False
         failure: Exception | None = None
         try:
             with threads(self._steps.threads):
                 if self._windows is not None:
-                    self._windows.run(groups, turns.finish_before, turns.finish_through)
-                turns.finish_all()
+                    self._windows.run(groups, self._finish)
+                self._finish(math.inf)
         except Exception as error:
-            if turns.broken:
+            if self._publishing:  # then the other ranks cannot be reached
                 raise
             failure = error
-            turns.skip_all()
+            while self._left:
+                self._publish()
         self._steps.agree(failure)
 
-
-class _Turns:
-    """The units of one step in their order: steps on what is in memory of each, and says that it is finished."""
-
-    def __init__(
-        self, units: Sequence[tuple[int, list[Member]]], memory: SegmentStepper, steps: OffloadedSteps
-    ) -> None:
-        self._memory = memory
-        self._steps = steps
-        # Whether publishing itself failed: then the other ranks cannot be reached.
-        self.broken = False
-        self._left = deque(units)
-
-    def finish_before(self, unit: int) -> None:
-        while self._left and self._left[0][0] < unit:
-            self._finish()
-
-    def finish_through(self, unit: int) -> None:
-        self.finish_before(unit + 1)
-
-    def finish_all(self) -> None:
-        while self._left:
-            self._finish()
-
-    def skip_all(self) -> None:
-        while self._left:
+    def _finish(self, end: float) -> None:
+        """Step on what is in memory of all units before ``end``, and publish these units."""
+        while self._left and self._left[0][0] < end:
+            unit, members = self._left[0]
+            self._memory.run(members, unit)
             self._publish()
-
-    def _finish(self) -> None:
-        unit, members = self._left[0]
-        self._memory.run(members, unit)
-        self._publish()
 
     def _publish(self) -> None:
         unit, _ = self._left.popleft()
-        self.broken = True
+        self._publishing = True
         self._steps.unit_stepped(unit)
-        self.broken = False
+        self._publishing = False

@@ -48,13 +48,8 @@ def gradient_norm(gradients: Sequence[Tensor], control: ControlGroup, norm_type:
 
 
 def clip_by_norm(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients so that their common norm is at most ``max_norm``, with the formula of ``clip_grad_norm_``.
-
-    Args:
-        gradients: this rank's slices. Written.
-        max_norm: the bound.
-        norm: what ``gradient_norm`` returned for all ranks' slices.
-    """
+    """Scale this rank's slices so that the common norm of all ranks', which ``gradient_norm`` returned, is at most
+    ``max_norm``, with the formula of ``clip_grad_norm_``."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.detach().mul_(coefficient.to(gradient.device, gradient.dtype))
@@ -67,16 +62,8 @@ def clip_by_value(gradients: Sequence[Tensor], clip_value: float) -> None:
 
 
 class LossScaler:
-    """Multiplies the loss so that small fp16 gradients survive, and skips steps whose gradients overflowed.
-
-    Args:
-        init_scale: first factor.
-        growth_factor: what the scale is multiplied with after ``growth_interval`` good steps.
-        backoff_factor: what it is multiplied with after an overflow.
-        growth_interval: good steps in a row before the scale grows.
-
-    Source: the rule of ``torch.amp.GradScaler``.
-    """
+    """Multiplies the loss so that small fp16 gradients survive, and skips steps whose gradients overflowed, by the rule
+    of ``torch.amp.GradScaler``: the scale grows after ``growth_interval`` good steps in a row."""
 
     def __init__(
         self,
@@ -103,13 +90,8 @@ class LossScaler:
         return loss * self.value
 
     def unscale(self, gradients: Sequence[Tensor], control: ControlGroup) -> bool:
-        """Undo the scale in this rank's gradient slices.
-
-        Returns:
-            Whether any gradient of any rank is not finite; the same on every rank.
-
-        Collective: every rank.
-        """
+        """Undo the scale in this rank's gradient slices. Returns whether any gradient of any rank is not finite; the
+        same on every rank. Collective: every rank."""
         finite: dict[torch.device, list[Tensor]] = {}
         for gradient in gradients:
             gradient.mul_(1.0 / self._in_use)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -18,14 +19,7 @@ from lightning_zero.shards.flat import FlatParameters, ParameterShard
 from lightning_zero.storage.pipeline import Waitable
 from lightning_zero.storage.tiers import NvmeStore
 
-__all__ = [
-    "OffloadedSteps",
-    "BeforeStep",
-    "OwnedParameter",
-    "ParamGroups",
-    "Targets",
-    "restore_options",
-]
+__all__ = ["BeforeStep", "OffloadedSteps", "OwnedParameter", "ParamGroups", "restore_options"]
 
 
 BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None], Callable[[], bool]], None]
@@ -36,21 +30,25 @@ are not, to find out and raise if it matters; and what tells whether the step is
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OwnedParameter:
-    """What an optimizer has to know of one of the user's parameters.
-
-    Args:
-        shard: this rank's part.
-        unit: index of the unit it belongs to.
-        flat: the flat buffer that all ranks' parts are in.
-        position: which parameter of its layout.
-    """
+    """One of the user's parameters: this rank's ``shard`` of it, the index of its ``unit``, the ``flat`` buffer that
+    all ranks' parts are in, and its ``position`` in the layout of that."""
 
     shard: ParameterShard
     unit: int
     flat: FlatParameters
     position: int
+
+    @property
+    def name(self) -> str:
+        """What the module calls it."""
+        return self.shard.spec.name
+
+    @property
+    def user(self) -> nn.Parameter:
+        """The user's parameter."""
+        return self.flat.parameters[self.position]
 
     @property
     def layout(self) -> FlatLayout:
@@ -66,6 +64,18 @@ class OwnedParameter:
     def device(self) -> torch.device:
         """Where state of the optimizer for it belongs: with a master in a file, host memory."""
         return self.shard.data.device
+
+    @cached_property
+    def target(self) -> nn.Parameter:
+        """1-D: what stands for it in a step: the shard parameter of the engine, or one like that if it is frozen."""
+        if self.shard.parameter is not None:
+            return self.shard.parameter
+        with torch.inference_mode(False):
+            data = self.shard.data.detach()
+            if self.flat.rest.master is Tier.DISK:
+                absent = float("nan") if data.dtype.is_floating_point or data.dtype.is_complex else 0
+                data = torch.full((), absent, dtype=data.dtype).expand(data.numel())
+            return nn.Parameter(data, requires_grad=False)
 
 
 RANGE_NUMEL = 2**18
@@ -101,96 +111,55 @@ class OffloadedSteps:
     range_numel: int = RANGE_NUMEL
 
 
-class Targets:
-    """The shard parameters of the engine, and parameters like them for those that are frozen."""
-
-    def __init__(self) -> None:
-        self._frozen: dict[str, nn.Parameter] = {}
-
-    def of(self, entry: OwnedParameter) -> nn.Parameter:
-        """1-D, this rank's slice; the same object at every call."""
-        if entry.shard.parameter is not None:
-            return entry.shard.parameter
-        name = entry.shard.spec.name
-        if name not in self._frozen:
-            with torch.inference_mode(False):
-                data = entry.shard.data.detach()
-                if entry.flat.rest.master is Tier.DISK:
-                    absent = float("nan") if data.dtype.is_floating_point or data.dtype.is_complex else 0
-                    data = torch.full((), absent, dtype=data.dtype).expand(data.numel())
-                self._frozen[name] = nn.Parameter(data, requires_grad=False)
-        return self._frozen[name]
-
-
 class ParamGroups:
-    """Finds the engine's parameters in the param groups of one optimizer, which hold the user's between steps.
-
-    Args:
-        optimizer: whose.
-        label: how to name it in messages.
-        owned: the engine's parameters by the user's.
-    """
+    """Finds the engine's parameters (``owned``, by the user's) in the param groups of one optimizer, which hold the
+    user's between steps. What was found stays as long as groups hold the same objects."""
 
     def __init__(self, optimizer: Optimizer, label: str, owned: Mapping[nn.Parameter, OwnedParameter]) -> None:
         self._optimizer = optimizer
         self._label = label
         self._owned = owned
-        # As long as groups hold the same objects, which are kept alive here, they are not looked through again.
         self._seen: list[list[nn.Parameter]] = []
+        self._names: list[list[str]] | None = None
         self._current: list[list[OwnedParameter]] | None = None
-        self._named: tuple[list[list[nn.Parameter]], list[list[str]]] | None = None
-        self._asked: tuple[list[list[OwnedParameter]] | None, list[int]] = (None, [])
 
     def names(self) -> list[list[str]]:
         """Of each group the names of its parameters: the same object as long as they are the same. Never raises."""
-        if self._named is None or not self._holds(self._named[0]):
-            held = [list(group["params"]) for group in self._optimizer.param_groups]
-            self._named = held, [[self._name(p) for p in group] for group in held]
-        return self._named[1]
+        self._look()
+        if self._names is None:
+            self._names = [[self._name(parameter) for parameter in group] for group in self._seen]
+        return self._names
 
     def current(self) -> list[list[OwnedParameter]]:
-        """The parameters of each group: the same object as long as they are the same.
+        """The parameters of each group: the same object as long as they are the same. Raises ``ValueError`` if one is
+        not the model's, or is in a group already."""
+        self._look()
+        if self._current is None:
+            places: dict[OwnedParameter, int] = {}
+            for index, group in enumerate(self._seen):
+                for parameter in group:
+                    entry = self._lookup(index, parameter)
+                    if entry in places:
+                        raise ValueError(
+                            f"{self._label} holds '{entry.name}' twice, in param groups {places[entry]} and {index}. "
+                            "Take a parameter out of one group before it is put into another."
+                        )
+                    places[entry] = index
+            self._current = [[self._owned[parameter] for parameter in group] for group in self._seen]
+        return self._current
 
-        Raises:
-            ValueError: if one is not the model's, or is in a group already.
-        """
-        if self._current is not None and self._holds(self._seen):
-            return self._current
-        places: dict[int, int] = {}
-        found: list[list[OwnedParameter]] = []
-        for index, group in enumerate(self._optimizer.param_groups):
-            found.append([])
-            for parameter in group["params"]:
-                entry = self._lookup(index, parameter)
-                if id(entry) in places:
-                    raise ValueError(
-                        f"{self._label} holds '{entry.shard.spec.name}' twice, in param groups {places[id(entry)]} and "
-                        f"{index}. Take a parameter out of one group before it is put into another."
-                    )
-                places[id(entry)] = index
-                found[-1].append(entry)
-        self._seen = [list(group["params"]) for group in self._optimizer.param_groups]
-        self._current = found
-        return found
-
-    def units_of(self, groups: list[list[OwnedParameter]]) -> list[int]:
-        """Units with trainable parameters in ``groups``, ascending. The same object means the same parameters."""
-        if groups is not self._asked[0]:
-            units = {entry.unit for group in groups for entry in group if entry.shard.parameter is not None}
-            self._asked = (groups, sorted(units))
-        return self._asked[1]
+    def _look(self) -> None:
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        same = len(groups) == len(self._seen) and all(
+            len(group) == len(seen) and all(map(is_, group, seen))
+            for group, seen in zip(groups, self._seen, strict=True)
+        )
+        if not same:
+            self._seen, self._names, self._current = [list(group) for group in groups], None, None
 
     def _name(self, parameter: nn.Parameter) -> str:
         entry = self._owned.get(parameter)
-        shape = tuple(parameter.shape)
-        return f"(not the model's, of shape {shape})" if entry is None else entry.shard.spec.name
-
-    def _holds(self, members: list[list[nn.Parameter]]) -> bool:
-        groups = self._optimizer.param_groups
-        return len(groups) == len(members) and all(
-            len(group["params"]) == len(seen) and all(map(is_, group["params"], seen))
-            for group, seen in zip(groups, members, strict=True)
-        )
+        return f"(not the model's, of shape {tuple(parameter.shape)})" if entry is None else entry.name
 
     def _lookup(self, group: int, parameter: nn.Parameter) -> OwnedParameter:
         owned = self._owned.get(parameter)

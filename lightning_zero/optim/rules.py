@@ -69,10 +69,8 @@ def optimizer_rule(optimizer: Optimizer) -> str:
     """How an optimizer is served: ``elementwise`` (on slices) or ``whole`` (on whole parameters at their owner).
 
     Optimizers we do not know treat each parameter on its own as a rule, so they get whole parameters: always right, at
-    the price of two more exchanges per step.
-
-    Raises:
-        UnsupportedOptimizerError: for an optimizer neither way can serve, with the reason and an alternative.
+    the price of two more exchanges per step. Raises ``UnsupportedOptimizerError``, with the reason and an alternative,
+    for an optimizer neither way can serve.
     """
     cls = type(optimizer)
     if "_optimizer_step_pre_hooks" not in vars(optimizer):
@@ -93,11 +91,8 @@ def optimizer_rule(optimizer: Optimizer) -> str:
 
 
 def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, device: torch.device) -> None:
-    """Refuse what cannot step where its masters rest, in ``tier``, for a module that computes on ``device``.
-
-    Raises:
-        UnsupportedOptimizerError: with the reason and what to do.
-    """
+    """Raise ``UnsupportedOptimizerError`` for what cannot step where its masters rest, in ``tier``, for a module that
+    computes on ``device``."""
     name = type(optimizer).__name__
     if rule == "whole" and tier is Tier.DISK:
         raise UnsupportedOptimizerError(
@@ -135,11 +130,9 @@ def step_of(cls: type) -> Any:
 
 
 def demands_closure(optimizer: Optimizer) -> UnsupportedOptimizerError | None:
-    """The error for an optimizer that can be seen to need a closure; ``None`` for all others.
-
-    It is seen if ``step`` has an argument ``closure`` without a default, or if its first statements raise where there
-    is none. What is not seen here ends in ``naming_closures``.
-    """
+    """The error for an optimizer that can be seen to need a closure, because ``step`` has an argument ``closure``
+    without a default, or its first statements raise where there is none; ``None`` for all others. What is not seen here
+    ends in ``naming_closures``."""
     cls = type(optimizer)
     step: Any = next((own for base in cls.__mro__ if (own := step_of(base)) is not None), None)
     try:
@@ -196,14 +189,11 @@ _WHY = (
 
 
 def try_in_parts(optimizer: Optimizer, label: str) -> None:
-    """Refuse an optimizer whose parameters cannot be dealt out to ranks. See the note of the file. Local.
+    """Raise ``UnsupportedOptimizerError`` for an optimizer whose parameters cannot be dealt out to ranks. See the note
+    of the file. Local.
 
     The values of its parameters need not be there, and it is not changed. One that does not step on small tensors at
     all, or cannot be copied, is let through with a warning.
-
-    Raises:
-        UnsupportedOptimizerError: if the numbers differ, only a part of the parameters makes it raise, or it asks for a
-            closure.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return

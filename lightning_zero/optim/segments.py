@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -100,14 +101,7 @@ def members_of(groups: Sequence[Sequence[OwnedParameter]]) -> list[Member]:
 
 
 class Together:
-    """Parameters that are stepped on as one.
-
-    Args:
-        optimizer: whose.
-        group: index of their param group.
-        first: of the shard parameters, which have one dtype.
-        fused: whether a fused kernel steps.
-    """
+    """Parameters of one dtype, of one param group, that are stepped on as one; ``fused`` by a kernel that is so."""
 
     def __init__(self, optimizer: Optimizer, group: int, first: nn.Parameter, fused: bool) -> None:
         self._optimizer = optimizer
@@ -122,10 +116,8 @@ class Together:
             self.parameter = nn.Parameter(self._nothing)
         self._where: list[int] = []  # where masters and gradients lie
         self._spans: list[Tensor | None] = [None, None]  # both as one, where they lie side by side
-        self._state: dict[str, Any] = {}  # of the segment
-        self._kept: dict[str, Any] = {}  # what was in it after its last step
-        self._values: list[Any] = []  # of the members' own, as the last step left them
-        self._ids: list[int] = []
+        self._state: dict[str, Any] = {}  # of the segment, as the last step left it
+        self._values: list[Any] = []  # of the members' own, likewise
         self._tensors: list[Tensor] = []  # of the values
         self._places: list[int] = []  # where they lie
         self._scalars: list[tuple[Tensor, Tensor]] = []  # the members' values for a whole parameter, and the segment's
@@ -152,7 +144,7 @@ class Together:
             self._where, self._spans = where, [_span(self.members), _span(gradients)]
             if None in self._spans and max(self._sizes) > SMALL_NUMEL:
                 return False
-        states = [self._optimizer.state.get(member) for member in self.members]
+        states = [self._optimizer.state.get(member) or {} for member in self.members]
         return self._is_as_left(states) or self._collect(states)
 
     def take(self) -> nn.Parameter:
@@ -161,7 +153,7 @@ class Together:
         self.parameter.data = torch.cat([*self.members]) if master is None else master
         self.parameter.grad = torch.cat([m.grad for m in self.members]) if gradient is None else gradient  # type: ignore[misc]
         if self._state:
-            self._optimizer.state[self.parameter] = self._state
+            self._optimizer.state[self.parameter] = dict(self._state)
         return self.parameter
 
     def give_back(self) -> None:
@@ -169,7 +161,7 @@ class Together:
         if self._spans[0] is None or self.parameter.data_ptr() != self._spans[0].data_ptr():
             foreach_copy(self.members, self.parameter.data.split(self._sizes))
         found = self._optimizer.state.get(self.parameter, {})
-        same = found.keys() == self._kept.keys() and all(value is self._kept[key] for key, value in found.items())
+        same = found.keys() == self._state.keys() and all(found[key] is value for key, value in self._state.items())
         if not self._values or not same:
             self._hand_out(found)
             return
@@ -182,24 +174,23 @@ class Together:
         self.parameter.grad = None
         self._optimizer.state.pop(self.parameter, None)
 
-    def _is_as_left(self, states: Sequence[dict[str, Any] | None]) -> bool:
+    def _is_as_left(self, states: Sequence[dict[str, Any]]) -> bool:
         """Whether nobody has touched the members' state since the last step."""
-        if not self._values or None in states:
-            return False
-        if list(map(id, chain.from_iterable(map(dict.values, states)))) != self._ids:  # type: ignore[arg-type]
+        values = list(chain.from_iterable(map(dict.values, states)))
+        if not values or len(values) != len(self._values) or not all(map(is_, values, self._values)):
             return False
         # Writes and moves that no version counts, through ``.data``, count too.
         if list(map(Tensor.data_ptr, self._tensors)) != self._places:
             return False
         return all(bool((scalars == value).all()) for scalars, value in self._scalars)
 
-    def _collect(self, states: Sequence[dict[str, Any] | None]) -> bool:
+    def _collect(self, states: Sequence[dict[str, Any]]) -> bool:
         """Put the members' state together, after it was loaded or written to. False if it is not alike."""
         self._values, self._state = [], {}
-        first = states[0] or {}
-        if any((state or {}).keys() != first.keys() for state in states):
+        first = states[0]
+        if any(state.keys() != first.keys() for state in states):
             return False
-        values = {key: [state[key] for state in states if state] for key in first}
+        values = {key: [state[key] for state in states] for key in first}
         for column in values.values():
             alike = {covers(v, n) and v.dtype for v, n in zip(column, self._sizes, strict=True)}
             if len(alike) > 1 or (alike == {False} and any(not _equal(value, column[0]) for value in column)):
@@ -212,7 +203,7 @@ class Together:
             if span is None or span.untyped_storage().nbytes() > span.nbytes:
                 span = torch.cat(column)
                 for state, part in zip(states, span.split(self._sizes), strict=True):
-                    state[key] = part  # type: ignore[index]  # so that only one of them is there twice
+                    state[key] = part  # so that only one of them is there twice
             self._state[key] = span
         if first:
             self._hand_out(self._state)
@@ -220,7 +211,7 @@ class Together:
 
     def _hand_out(self, found: dict[str, Any]) -> None:
         """Give every member state of its own: views of the segment's, and of as many scalars as there are members."""
-        self._state, self._kept, self._scalars = dict(found), dict(found), []
+        self._state, self._scalars = dict(found), []
         columns: list[Sequence[Any]] = []
         for value in found.values():
             if covers(value, self.numel):
@@ -232,12 +223,11 @@ class Together:
             else:
                 columns.append([value] * len(self.members))
         self._values = []
-        for index, member in enumerate(self.members):
+        # Looking at the state of a parameter that has none would make one.
+        for index, member in enumerate(self.members if found else ()):
             values = [column[index] for column in columns]
-            if found:  # looking at the state of a parameter that has none would make one
-                self._optimizer.state[member] = dict(zip(found, values, strict=True))
+            self._optimizer.state[member] = dict(zip(found, values, strict=True))
             self._values += values
-        self._ids = list(map(id, self._values))
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._places = list(map(Tensor.data_ptr, self._tensors))
 

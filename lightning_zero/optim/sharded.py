@@ -2,15 +2,11 @@
 
 Elementwise optimizers step on 1-D slices, bit-identical to the whole. Every rank keeps every parameter in its place in
 the groups, with 0 elements where it owns nothing, so parameter indices mean the same everywhere and step counters
-agree.
+agree. Where masters do not rest on the device, the update happens in ``optim/files.py``.
 
 Optimizers that need whole matrices get them at one owner rank (``optim/whole.py``). During a step their groups hold the
 whole parameters this rank owns *and* the shard parameters of all, which show no gradient then, so that the optimizer
-passes them over.
-
-Shards are in the groups during a step only: see [Note: the user's view of an optimizer].
-
-Where masters do not rest on the device, the update happens in ``optim/files.py``.
+passes them over. Shards are in the groups during a step only: see [Note: the user's view of an optimizer].
 """
 
 from __future__ import annotations
@@ -25,18 +21,11 @@ from lightning_zero.comm import Collectives
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.optim.agreement import Fingerprint
 from lightning_zero.optim.files import OffloadedUpdate
-from lightning_zero.optim.groups import (
-    BeforeStep,
-    OffloadedSteps,
-    OwnedParameter,
-    ParamGroups,
-    restore_options,
-)
-from lightning_zero.optim.kept import Kept, holds, kept_of
+from lightning_zero.optim.groups import BeforeStep, OffloadedSteps, OwnedParameter, ParamGroups, restore_options
+from lightning_zero.optim.hooks import Kept, StepHooks, holds, kept_of
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
 from lightning_zero.optim.segments import Member, members_of
-from lightning_zero.optim.state import SCALARS, Slices, StateHomes, StateRegions, copied, covers
-from lightning_zero.optim.step_hooks import StepHooks
+from lightning_zero.optim.state import SCALARS, Slices, StateHomes, copied, covers
 from lightning_zero.optim.stepper import SegmentStepper
 from lightning_zero.optim.visible import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
@@ -85,24 +74,27 @@ class ShardedOptimizer:
         kept = kept_of(optimizer)
         if self.rule == "whole" and kept is None:
             try_in_parts(optimizer, label)
-        self._places: dict[int, int] = {}
+        self.units: list[int] = []
+        """Units with parameters that this optimizer may change, the same list on every rank."""
         self._collectives = collectives
         self._before_step = before_step
         self._after_step = after_step
         self._members = ParamGroups(optimizer, label, owned)
-        self._adopted: dict[int, OwnedParameter] = {}  # by id
-        self._dealt: list[OwnedParameter] = []  # what is whole at owners, in the order in which it was handed out
+        self._adopted: dict[OwnedParameter, None] = {}
+        self._dealt: dict[
+            OwnedParameter, int
+        ] = {}  # what is whole at owners, in the order it was handed out: its place
         self._whole: WholeParameters | None = None
         self._whole_is_stale = False
         self._writable = writable
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients that the step is not to see
         self._offload = offload
-        self._regions: StateRegions | None = None
-        if offload is not None and offload.store is not None:
-            kept_regions = None if kept is None else kept.regions
-            self._regions = kept_regions or StateRegions(optimizer, label, offload.store, offload.check_room)
-        self.homes = StateHomes(self._regions)
-        self._update = None if offload is None else OffloadedUpdate(optimizer, offload, self._regions)
+        store = None if offload is None else offload.store
+        if kept is not None and store is not None and kept.homes.store is store:
+            self.homes = kept.homes
+        else:
+            self.homes = StateHomes(optimizer, label, store)
+        self._update = None if offload is None else OffloadedUpdate(optimizer, offload, self.homes)
         # Small parameters in host memory are stepped on together; the rest is left to the optimizer's own step.
         together = offload is None and self.rule == "elementwise"
         self._segments = SegmentStepper(optimizer, None) if together else None
@@ -123,11 +115,8 @@ class ShardedOptimizer:
 
     @property
     def groups(self) -> list[list[OwnedParameter]]:
-        """The parameters of each param group as it is now: the user may move them, or take them out.
-
-        Raises:
-            ValueError: if a group holds what is not the model's, or what is in a group already.
-        """
+        """The parameters of each param group as it is now: the user may move them, or take them out. Raises
+        ``ValueError`` if a group holds what is not the model's, or what is in a group already."""
         return self._view.members if self._view.entered else self._members.current()
 
     @property
@@ -135,19 +124,10 @@ class ShardedOptimizer:
         """All parameters of the optimizer, in the order of its groups."""
         return [entry for group in self.groups for entry in group]
 
-    @property
-    def units(self) -> list[int]:
-        """Units with parameters that this optimizer may change, the same list on every rank."""
-        return self._members.units_of(self.groups)
-
     def gradients(self) -> list[Tensor]:
         """This rank's gradient slices, 1-D, of the parameters that have a gradient."""
-        found = []
-        for entry in self.entries:
-            parameter = entry.shard.parameter
-            if parameter is not None and parameter.grad is not None and parameter.grad.numel():
-                found.append(parameter.grad)
-        return found
+        gradients = map(_gradient, self.entries)
+        return [gradient for gradient in gradients if gradient is not None and gradient.numel()]
 
     def masters_changed(self) -> None:
         """Note that the masters were written by something other than this optimizer's step."""
@@ -163,10 +143,11 @@ class ShardedOptimizer:
         self._hooks.remove()
         self._leave()
         self._take_over()
-        users = {self._view.user(entry): entry for entry in self._adopted.values()}
-        named = {} if self._whole is not None else self._state_of_slices(users.values())
-        state = (lambda: named) if self._whole is None else self._state_of_whole(self._whole)
-        kept = Kept(self.optimizer, self.label, users, state, self._regions)
+        if self._whole is None:
+            named = self._state_of_slices(self._adopted)
+            kept = Kept(self.optimizer, self.label, list(self._adopted), lambda: named, self.homes)
+        else:
+            kept = Kept(self.optimizer, self.label, list(self._adopted), self._state_of_whole(self._whole), self.homes)
         self._view.let_go()
         if self._update is not None:
             self._update.forget()
@@ -200,9 +181,9 @@ class ShardedOptimizer:
                 self._whole.load()
                 self._whole_is_stale = False
             self._whole.collect_gradients([_gradient(entry) for entry in self._dealt])
-            for index, entry in enumerate(self._dealt):
-                if (whole := self._whole.whole(index)) is not None:
-                    vars(whole).update(vars(self._view.user(entry)))  # marks that user code has left, as a factor
+            for entry in self._dealt:
+                if (whole := self._owned_whole(entry)) is not None:
+                    vars(whole).update(vars(entry.user))  # marks that user code has left, as a factor
             self._hidden = [(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None]
             for parameter, _ in self._hidden:
                 parameter.grad = None
@@ -216,9 +197,8 @@ class ShardedOptimizer:
         if self._whole is not None:
             self._whole.publish()
             self._whole.release_gradients()
-        units = self.units
         self._leave()
-        self._after_step(units)
+        self._after_step(self.units)
 
     def _leave(self) -> None:
         """Let the user see gradients, groups and state again. May be called again."""
@@ -230,40 +210,40 @@ class ShardedOptimizer:
     # -------------------------------------------------------------- adaptation
 
     def adopt_new_groups(self) -> None:
-        """Take over what is new in groups and state, at set-up or between steps, before anybody goes by them.
-
-        Raises:
-            UnsupportedOptimizerError: for new parameters, if the optimizer has whole parameters.
-
-        Collective: every rank, if there is something to take over.
-        """
+        """Take over what is new in groups and state, at set-up or between steps, before anybody goes by them. An
+        optimizer with whole parameters refuses new ones. Collective: every rank, if there is something to take over."""
         self._leave()  # of a step that raised
         members = self._members.current()
         if members is self._view.members and not self._view.replaced:
             return
-        fresh = [[entry for entry in entries if id(entry) not in self._adopted] for entries in members]
+        fresh = [[entry for entry in entries if entry not in self._adopted] for entries in members]
         entries = [entry for group in fresh for entry in group]
         for tier, entry in {e.flat.rest.master: e for e in entries if e.shard.parameter is not None}.items():
-            check_offloadable(self.optimizer, self.label, self.rule, tier, self._view.user(entry).device)
+            check_offloadable(self.optimizer, self.label, self.rule, tier, entry.user.device)
         if self.rule == "whole" and entries:
             self._hand_out(entries)
         failure: OffloadError | None = None
         try:
-            if self._regions is not None:
-                self._regions.reserve(fresh)
+            if self._offload is not None:
+                self.homes.reserve(self.optimizer, fresh, self._offload.check_room)
             self._take_over()
         except OffloadError as error:
             failure = error
-        if self._offload is not None and self._regions is not None:
+        if self._offload is not None and self.homes.store is not None:
             self._offload.agree(failure)
-        self._adopted.update((id(entry), entry) for entry in entries)
+        self._adopted.update(dict.fromkeys(entries))
         self._shards = members_of(members)
+        self.units = sorted({member.entry.unit for member in self._shards})
         self._view.step_on(members, [self._stepped_on(group) for group in members])
+
+    def _owned_whole(self, entry: OwnedParameter) -> nn.Parameter | None:
+        """The whole parameter, if this rank owns it."""
+        return None if self._whole is None else self._whole.whole(self._dealt[entry])
 
     def _stepped_on(self, members: Sequence[OwnedParameter]) -> list[nn.Parameter]:
         """What stands in a group during a step: shards, and before them the whole parameters that this rank owns."""
-        whole = [] if self._whole is None else [self._whole.whole(self._places[id(entry)]) for entry in members]
-        return [*(parameter for parameter in whole if parameter is not None), *map(self._view.target, members)]
+        whole = [parameter for entry in members if (parameter := self._owned_whole(entry)) is not None]
+        return [*whole, *(entry.target for entry in members)]
 
     def _hand_out(self, entries: Sequence[OwnedParameter]) -> None:
         if self._whole is not None:
@@ -271,8 +251,7 @@ class ShardedOptimizer:
                 f"{self.label}: add_param_group after set-up is not supported for {type(self.optimizer).__name__}, "
                 "whose parameters are handed out to owner ranks at set-up. Put all parameters in groups from the start."
             )
-        self._dealt = list(entries)
-        self._places = {id(entry): place for place, entry in enumerate(entries)}
+        self._dealt = {entry: place for place, entry in enumerate(entries)}
         self._whole = WholeParameters(whole_entries(entries, self._collectives.world_size), self._collectives)
 
     def _take_over(self) -> None:
@@ -284,8 +263,8 @@ class ShardedOptimizer:
 
     def _put(self, entry: OwnedParameter, state: dict[str, Any]) -> None:
         if self._whole is None:
-            self.state[self._view.target(entry)] = self._view.cut(entry, state)
-        elif state and (whole := self._whole.whole(self._places[id(entry)])) is not None:
+            self.state[entry.target] = self._view.cut(entry, state)
+        elif state and (whole := self._owned_whole(entry)) is not None:
             self.state[whole] = {
                 key: copied(value.to(whole.device) if isinstance(value, Tensor) and value.dim() else value)
                 for key, value in state.items()
@@ -294,10 +273,8 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------- state
 
     def named_state(self) -> dict[str, WholeState]:
-        """Optimizer state by parameter name.
-
-        Collective: every rank, for an optimizer with whole parameters; local otherwise.
-        """
+        """Optimizer state by parameter name. Collective: every rank, for an optimizer with whole parameters; local
+        otherwise."""
         self._take_over()
         if self._whole is not None:
             return self._state_of_whole(self._whole)()
@@ -305,9 +282,8 @@ class ShardedOptimizer:
 
     def _state_of_whole(self, whole: WholeParameters) -> Callable[[], dict[str, WholeState]]:
         """What gives the state as it is now, and does not hold the optimizer."""
-        names = [entry.shard.spec.name for entry in self._dealt]
-        parameters = map(whole.whole, range(len(names)))
-        states = [None if p is None else self.state.get(p) for p in parameters]
+        names = [entry.name for entry in self._dealt]
+        states = [None if (p := self._owned_whole(entry)) is None else self.state.get(p) for entry in self._dealt]
         return lambda: {
             name: state
             for name, state in zip(names, whole.state_to_slices(states), strict=True)
@@ -317,11 +293,11 @@ class ShardedOptimizer:
     def _state_of_slices(self, entries: Iterable[OwnedParameter]) -> dict[str, WholeState]:
         named = {}
         for entry in entries:
-            state = self.state.get(self._view.target(entry))
+            state = self.state.get(entry.target)
             if state:
                 slices = {key: value for key, value in state.items() if covers(value, entry.slice.numel)}
                 values = {key: value for key, value in state.items() if key not in slices}
-                named[entry.shard.spec.name] = WholeState(slices, values)
+                named[entry.name] = WholeState(slices, values)
         return named
 
     def slices_state(self, entry: OwnedParameter, key: str, shape: Sequence[int]) -> bool:
@@ -333,7 +309,7 @@ class ShardedOptimizer:
     def steps_on_device(self, entry: OwnedParameter) -> bool:
         """Whether the step counter of a parameter belongs on its device (fused and capturable optimizers)."""
         for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
-            if any(member is entry for member in members):
+            if entry in members:
                 return bool(group.get("fused") or group.get("capturable"))
         return False
 
@@ -343,56 +319,41 @@ class ShardedOptimizer:
             self.state.clear()
             self._update.forget()
 
-    @property
-    def _own_options(self) -> tuple[str, ...]:
-        """Options of a param group that do not come from a checkpoint: those of the run, not of the training."""
-        return ("params",) if self._offload is None else ("params", "capturable", "differentiable")
-
     def load_named_state(self, state: Mapping[str, WholeState], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take state over.
-
-        Args:
-            state: by parameter name, as ``named_state`` gives it.
-            groups: options of each param group (``params`` is ignored).
-
-        Raises:
-            ValueError: if the number of groups differs.
-
-        Collective: every rank, for an optimizer with whole parameters; local otherwise.
-        """
+        """Take over state by parameter name, as ``named_state`` gives it, and options of each param group, of which
+        there have to be as many as here. Collective: every rank, for an optimizer with whole parameters; local
+        otherwise."""
         if len(groups) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"{self.label} has {len(self.optimizer.param_groups)} param groups, the checkpoint has {len(groups)}. "
                 "Build the optimizer with the same groups as when the checkpoint was saved."
             )
-        restore_options(self.optimizer, groups, self._own_options)
+        # Some options are those of the run, not of the training.
+        own = ("params",) if self._offload is None else ("params", "capturable", "differentiable")
+        restore_options(self.optimizer, groups, own)
         self.state.clear()
         if self._segments is not None:
             self._segments.forget()
         if self._whole is not None:
             self._whole.load()
             self._whole_is_stale = False
-            found = self._whole.state_from_slices([state.get(e.shard.spec.name, WholeState()) for e in self._dealt])
-            for index, values in enumerate(found):
-                whole = self._whole.whole(index)
-                if whole is not None and values:
+            found = self._whole.state_from_slices([state.get(entry.name, WholeState()) for entry in self._dealt])
+            for entry, values in zip(self._dealt, found, strict=True):
+                if values and (whole := self._owned_whole(entry)) is not None:
                     self.state[whole] = values
-            self._view.show()
-            return
-        for entry in self.entries:
-            loaded = state.get(entry.shard.spec.name)
-            if loaded is not None:
-                slices = {key: self.homes.put(entry, key, value) for key, value in loaded.slices.items()}
-                self.state[self._view.target(entry)] = {**loaded.values, **slices}
+        else:
+            for entry in self.entries:
+                loaded = state.get(entry.name)
+                if loaded is not None:
+                    slices = {key: self.homes.put(entry, key, value) for key, value in loaded.slices.items()}
+                    self.state[entry.target] = {**loaded.values, **slices}
         self._view.show()
 
     def tensors(self) -> Iterable[Tensor]:
         """What this rank holds for the optimizer beside shards: its state, and the whole parameters that it owns."""
         for state in self.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
-        if self._whole is not None:
-            places = range(len(self._dealt))
-            yield from (whole for place in places if (whole := self._whole.whole(place)) is not None)
+        yield from (whole for entry in self._dealt if (whole := self._owned_whole(entry)) is not None)
 
 
 def _gradient(entry: OwnedParameter) -> Tensor | None:

@@ -24,18 +24,7 @@ from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.host import padded_nbytes
 from lightning_zero.storage.tiers import NvmeStore
 
-__all__ = [
-    "Slices",
-    "probe_state",
-    "ConstantState",
-    "Kind",
-    "SCALARS",
-    "StateHomes",
-    "StateRegions",
-    "constant_of",
-    "covers",
-    "is_like",
-]
+__all__ = ["SCALARS", "ConstantState", "Kind", "Slices", "StateHomes", "copied", "covers", "probe_state"]
 
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -47,20 +36,9 @@ def covers(value: Any, numel: int) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == numel
 
 
-def is_like(key: str, value: Any, shape: Sequence[int]) -> bool:
+def _is_like(key: str, value: Any, shape: Sequence[int]) -> bool:
     """Whether state of a whole parameter has an element for each of the parameter's."""
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and (value.dim() > 0 or key not in SCALARS)
-
-
-def constant_of(value: Tensor) -> float | None:
-    """The one element that a tensor of more repeats, ``None`` if there are several in memory."""
-    return value[(0,) * value.dim()].item() if value.numel() > 1 and not any(value.stride()) else None
-
-
-def cut_out(value: Tensor, entry: OwnedParameter) -> Tensor:
-    """1-D: this rank's slice of state of the parameter's shape; a view of ``value``."""
-    numel = entry.slice.numel
-    return value.detach().reshape(-1).narrow(0, entry.shard.start if numel else 0, numel)
 
 
 def copied(value: Any) -> Any:
@@ -83,17 +61,14 @@ class Slices:
 
     def show(self, entry: OwnedParameter, key: str, own: Tensor, alive: Callable[[], bool]) -> Tensor:
         """A tensor of the parameter's shape for this rank's elements ``own``, 1-D, as long as they are ``alive``."""
-        shard, start = entry.shard, entry.shard.start if own.numel() else 0
-        edited, meaning = partial(self._note, _name(entry, key)), state_of(shard.spec.name, key)
+        start = entry.shard.start if own.numel() else 0
+        edited, meaning = partial(self._note, _name(entry, key)), state_of(entry.name, key)
         cut = entry.layout.cut_of(entry.position)
-        return SlicedTensor(own, start, shard.spec.shape, shard.spec.name, alive, edited, self._device, meaning, cut)
+        return SlicedTensor(own, start, entry.shard.spec.shape, entry.name, alive, edited, self._device, meaning, cut)
 
-    def own(self, entry: OwnedParameter, value: Tensor) -> Tensor | None:
-        """This rank's elements, 1-D, of what ``show`` gave, or was made from it; ``None`` for any other tensor.
-
-        Raises:
-            ParameterAccessError: if they are not those that this rank has of the entry's parameter, or are gone.
-        """
+    def own(self, entry: OwnedParameter, value: Any) -> Tensor | None:
+        """This rank's elements, 1-D, of what ``show`` gave, or was made from it; ``None`` for anything else. Raises
+        ``ParameterAccessError`` if they are not those that this rank has of the entry's parameter, or are gone."""
         return value.elements(entry.layout.cut_of(entry.position)) if isinstance(value, SlicedTensor) else None
 
     def note(self, entry: OwnedParameter, key: str, value: Any) -> None:
@@ -104,80 +79,154 @@ class Slices:
 
 
 def _name(entry: OwnedParameter, key: str) -> str:
-    return f"the optimizer state '{key}' of '{entry.shard.spec.name}'"
+    return f"the optimizer state '{key}' of '{entry.name}'"
+
+
+class Kind(NamedTuple):
+    """What a region holds of each parameter of a layout."""
+
+    key: str
+    dtype: torch.dtype
+
+
+Regions = dict[tuple[FlatParameters, Kind], FileTensor]
+
+# Regions that an optimizer of an earlier fit has left in files which are still there.
+_FREE: weakref.WeakKeyDictionary[NvmeStore, list[FileTensor]] = weakref.WeakKeyDictionary()
 
 
 class StateHomes:
-    """Gives state of one optimizer its place.
+    """Where the state of one optimizer rests: in memory, or in files of ``store``, in one region for each layout and
+    kind of state. The optimizer is not held; its regions are free for others when nobody holds it any more."""
 
-    Args:
-        regions: for state in files; ``None`` where there is none.
-    """
-
-    def __init__(self, regions: StateRegions | None) -> None:
-        self._regions = regions
+    def __init__(self, optimizer: Optimizer, label: str, store: NvmeStore | None) -> None:
+        self.store = store
+        self._label = label
+        self._regions: Regions = {}
+        self._expected: dict[tuple[int, torch.dtype], list[Kind]] = {}
+        if store is not None:
+            weakref.finalize(optimizer, _give_back, weakref.ref(store), self._regions).atexit = False
 
     def slice_for(self, entry: OwnedParameter, key: str, dtype: torch.dtype) -> Tensor:
-        """1-D, the elements of the parameter that are here: what to write loaded state to. Any content."""
-        place = self._region(entry, key, dtype)
-        if place is not None:
-            return place
+        """1-D, the elements of the parameter that are here: what to write its state to. Any content."""
+        if self._is_in_file(entry):
+            return self.part(entry, Kind(key, dtype))
         with untracked():
             return torch.empty(entry.slice.numel, dtype=dtype, device=entry.device)
 
-    def _region(self, entry: OwnedParameter, key: str, dtype: torch.dtype) -> FileTensor | None:
-        if self._regions is None or entry.flat.rest.state is not Tier.DISK or not entry.slice.numel:
-            return None
-        return self._regions.part(entry, Kind(key, dtype))
-
     def put(self, entry: OwnedParameter, key: str, value: Tensor) -> Tensor:
         """A slice of state that was loaded, where it belongs; itself if it is there already."""
-        place = self._region(entry, key, value.dtype)
-        if place is None:
+        if not self._is_in_file(entry):
             return value.read() if isinstance(value, FileTensor) else value
+        place = self.part(entry, Kind(key, value.dtype))
         fill_from(place, value)
         return place
 
-    def adopt(self, entry: OwnedParameter, state: MutableMapping[str, Any]) -> dict[str, Any]:
-        """State that a constructor made for a whole parameter, cut to this rank's slice and put in its place.
+    def _is_in_file(self, entry: OwnedParameter) -> bool:
+        return self.store is not None and entry.flat.rest.state is Tier.DISK and entry.slice.numel > 0
 
-        Args:
-            entry: the parameter.
-            state: emptied, so that nothing is kept twice.
-        """
+    def adopt(self, entry: OwnedParameter, state: MutableMapping[str, Any]) -> dict[str, Any]:
+        """State that was made for a whole parameter, cut to this rank's slice and put in its place. ``state`` is
+        emptied, so that nothing is kept twice."""
         adopted: dict[str, Any] = {}
         with untracked():
             for key in list(state):
                 value = state.pop(key)
-                if is_like(key, value, entry.shard.spec.shape):
-                    adopted[key] = self._slice(entry, key, value)
+                if _is_like(key, value, entry.shard.spec.shape):
+                    value = self._cut(entry, key, value)
                 elif isinstance(value, Tensor) and entry.flat.rest.offloaded:
-                    adopted[key] = value.detach().to(entry.device)
-                else:
-                    adopted[key] = value
+                    value = value.detach().to(entry.device)
+                adopted[key] = value
         return adopted
 
-    def _slice(self, entry: OwnedParameter, key: str, value: Tensor) -> Tensor:
-        if entry.flat.rest.offloaded:
-            place = self.slice_for(entry, key, value.dtype)
-        else:
-            place = torch.empty(entry.slice.numel, dtype=value.dtype, device=entry.device)
-        constant = constant_of(value)
-        if constant is None:
-            fill_from(place, cut_out(value, entry))
-        elif isinstance(place, FileTensor):
+    def _cut(self, entry: OwnedParameter, key: str, value: Tensor) -> Tensor:
+        place, numel = self.slice_for(entry, key, value.dtype), entry.slice.numel
+        if value.numel() <= 1 or any(value.stride()):
+            fill_from(place, value.detach().reshape(-1).narrow(0, entry.shard.start if numel else 0, numel))
+            return place
+        constant = value[(0,) * value.dim()].item()  # one element stands for all
+        if isinstance(place, FileTensor):
             place.fill(constant)
         else:
             place.fill_(constant)
         return place
 
+    # ------------------------------------------------------------------- files
+
+    def expected(self, optimizer: Optimizer, flat: FlatParameters, group: int) -> list[Kind]:
+        """What the optimizer will make for a parameter of a param group when it first steps on it."""
+        place = (group, flat.layout.dtype)
+        if place not in self._expected:
+            found = probe_state(optimizer, group, flat.layout.dtype)
+            self._expected[place] = [Kind(key, dtype) for key, dtype in found.items()]
+        return self._expected[place]
+
+    def reserve(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Sequence[OwnedParameter]],
+        check_room: Callable[[int], None],
+    ) -> None:
+        """Allocate what the optimizer will need for the parameters of each group that are new, so that a full disk is
+        noticed before training begins: ``check_room`` raises on every rank if so many bytes more have no room.
+        Collective: every rank."""
+        if self.store is None:
+            return
+        wanted = {
+            (entry.flat, kind): entry.flat.layout.shard_numel
+            for index, group in enumerate(groups)
+            for entry in group
+            if entry.shard.parameter is not None and self._is_in_file(entry)
+            for kind in self.expected(optimizer, entry.flat, index)
+        }
+        missing = {place: numel for place, numel in wanted.items() if place not in self._regions}
+        free = [(region.numel(), region.dtype) for region in _FREE.get(self.store, [])]
+        nbytes = 0
+        for (_, kind), numel in missing.items():
+            if (numel, kind.dtype) in free:
+                free.remove((numel, kind.dtype))
+            else:
+                nbytes += padded_nbytes(numel * kind.dtype.itemsize)
+        check_room(nbytes)
+        for flat, kind in missing:
+            self.region(flat, kind)
+
+    def release(self) -> None:
+        """Let another optimizer of the same run have the regions. State that is still in them must not be used."""
+        if self.store is not None:
+            _give_back(weakref.ref(self.store), self._regions)
+
+    def region(self, flat: FlatParameters, kind: Kind) -> FileTensor:
+        """1-D, as many elements as the shard; any content where nothing was written. Raises if there is no space for
+        it."""
+        if (flat, kind) not in self._regions:
+            self._regions[flat, kind] = self._take(flat, kind)
+        return self._regions[flat, kind]
+
+    def _take(self, flat: FlatParameters, kind: Kind) -> FileTensor:
+        if self.store is None:
+            raise RuntimeError("There are no files for state. This is an error in lightning_zero itself.")
+        numel, free = flat.layout.shard_numel, _FREE.get(self.store, [])
+        for index, region in enumerate(free):
+            if region.numel() == numel and region.dtype == kind.dtype:
+                return free.pop(index)
+        what = f"'{kind.key}' of {self._label} for '{flat.layout.parameters[0].name}' and what lies with it"
+        return self.store.allocate(numel, kind.dtype, what)
+
+    def part(self, entry: OwnedParameter, kind: Kind) -> FileTensor:
+        """1-D: the elements of a region that belong to one parameter."""
+        return self.region(entry.flat, kind).part(entry.slice.shard_start, entry.slice.numel)
+
+
+def _give_back(weak_store: weakref.ref[NvmeStore], regions: Regions) -> None:
+    store = weak_store()
+    if store is not None and regions:
+        _FREE.setdefault(store, []).extend(regions.values())
+    regions.clear()
+
 
 _aten = torch.ops.aten
-_FILL = {
-    _aten.zeros_like.default: 0.0,
-    _aten.ones_like.default: 1.0,
-    _aten.empty_like.default: 0.0,
-}
+_FILL = {_aten.zeros_like.default: 0.0, _aten.ones_like.default: 1.0, _aten.empty_like.default: 0.0}
 
 
 class ConstantState(TorchDispatchMode):
@@ -204,130 +253,19 @@ class ConstantState(TorchDispatchMode):
         return func(*args, **options)
 
 
-# Regions that an optimizer of an earlier fit has left in files which are still there.
-_FREE: weakref.WeakKeyDictionary[NvmeStore, list[FileTensor]] = weakref.WeakKeyDictionary()
-
-
-class Kind(NamedTuple):
-    """What a region holds of each parameter of a layout."""
-
-    key: str
-    dtype: torch.dtype
-
-
-class StateRegions:
-    """The regions of one optimizer.
-
-    Args:
-        optimizer: the user's.
-        label: how to name it in messages.
-        store: where they are allocated.
-        check_room: sees whether so many bytes more have room, on every rank.
-    """
-
-    def __init__(self, optimizer: Optimizer, label: str, store: NvmeStore, check_room: Callable[[int], None]) -> None:
-        self._optimizer = optimizer
-        self._label = label
-        self._store = store
-        self._check_room = check_room
-        self._regions: dict[tuple[int, Kind], FileTensor] = {}
-        self._flats: dict[int, FlatParameters] = {}  # kept alive, because regions are found by their ``id``
-        self._expected: dict[tuple[int, torch.dtype], list[Kind]] = {}
-        # An optimizer that nobody holds any more has no use for its regions, whether anybody has said so or not.
-        weakref.finalize(optimizer, _give_back, weakref.ref(store), self._regions).atexit = False
-
-    def expected(self, flat: FlatParameters, group: int) -> list[Kind]:
-        """What the optimizer will make for a parameter of a param group when it first steps on it."""
-        place = (group, flat.layout.dtype)
-        if place not in self._expected:
-            found = probe_state(self._optimizer, group, flat.layout.dtype)
-            self._expected[place] = [Kind(key, dtype) for key, dtype in found.items()]
-        return self._expected[place]
-
-    def reserve(self, groups: Sequence[Sequence[OwnedParameter]]) -> None:
-        """Allocate what the optimizer will need, so that a full disk is noticed before training begins.
-
-        Args:
-            groups: of each param group the parameters that are new.
-
-        Raises:
-            OffloadError: on every rank, if a disk has no room, with the bytes needed and found.
-
-        Collective: every rank.
-        """
-        wanted: dict[tuple[int, Kind], FlatParameters] = {}
-        for index, group in enumerate(groups):
-            for entry in group:
-                if entry.shard.parameter is not None and entry.flat.rest.state is Tier.DISK and entry.slice.numel:
-                    for kind in self.expected(entry.flat, index):
-                        wanted[id(entry.flat), kind] = entry.flat
-        missing = {place: flat for place, flat in wanted.items() if place not in self._regions}
-        free = [(region.numel(), region.dtype) for region in _FREE.get(self._store, [])]
-        nbytes = 0
-        for (_, kind), flat in missing.items():
-            size = (flat.layout.shard_numel, kind.dtype)
-            if size in free:
-                free.remove(size)
-            else:
-                nbytes += padded_nbytes(size[0] * size[1].itemsize)
-        self._check_room(nbytes)
-        for (_, kind), flat in missing.items():
-            self.of(flat, kind)
-
-    def release(self) -> None:
-        """Let another optimizer of the same run have the regions. State that is still in them must not be used."""
-        _give_back(weakref.ref(self._store), self._regions)
-        self._flats.clear()
-
-    def of(self, flat: FlatParameters, kind: Kind) -> FileTensor:
-        """1-D, as many elements as the shard; any content where nothing was written.
-
-        Raises:
-            OffloadError: if there is no space for it.
-        """
-        place = (id(flat), kind)
-        if place not in self._regions:
-            self._regions[place] = self._take(flat, kind)
-            self._flats[id(flat)] = flat
-        return self._regions[place]
-
-    def _take(self, flat: FlatParameters, kind: Kind) -> FileTensor:
-        numel, free = flat.layout.shard_numel, _FREE.get(self._store, [])
-        for index, region in enumerate(free):
-            if region.numel() == numel and region.dtype == kind.dtype:
-                return free.pop(index)
-        what = f"'{kind.key}' of {self._label} for '{flat.layout.parameters[0].name}' and what lies with it"
-        return self._store.allocate(numel, kind.dtype, what)
-
-    def part(self, entry: OwnedParameter, kind: Kind) -> FileTensor:
-        """1-D: the elements that belong to one parameter."""
-        return self.of(entry.flat, kind).part(entry.slice.shard_start, entry.slice.numel)
-
-
-def _give_back(weak_store: weakref.ref[NvmeStore], regions: dict[tuple[int, Kind], FileTensor]) -> None:
-    store = weak_store()
-    if store is not None and regions:
-        _FREE.setdefault(store, []).extend(regions.values())
-    regions.clear()
-
-
 def probe_state(optimizer: Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The state, of which every element of a parameter has one, that an elementwise optimizer will make: key to dtype.
+    """The state, of which every element of a parameter has one, that an elementwise optimizer will make for masters of
+    ``dtype`` in a param group: key to dtype.
 
     A constructor that makes state for its parameters has told already. Otherwise a twin of the optimizer steps once on
     a tiny parameter of zeros with a gradient of zeros. It shares all but state and groups, so that nothing is copied,
     and what torch notes in it (which checks of a first step were made) is gone with it.
-
-    Args:
-        optimizer: over the user's parameters or over shards.
-        group: index of the param group whose options hold.
-        dtype: of the master.
     """
     options = optimizer.param_groups[group]
     for parameter in options["params"]:
         if parameter.dtype == dtype and optimizer.state.get(parameter):
             state = optimizer.state[parameter].items()
-            return {k: v.dtype for k, v in state if isinstance(v, Tensor) and is_like(k, v, parameter.shape)}
+            return {k: v.dtype for k, v in state if isinstance(v, Tensor) and _is_like(k, v, parameter.shape)}
     with untracked():
         tiny = nn.Parameter(torch.zeros(ALIGNMENT, dtype=dtype))
         tiny.grad = torch.zeros_like(tiny)

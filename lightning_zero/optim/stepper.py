@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from lightning_zero.analysis.optimizers import SEGMENT_NUMEL, SMALL_NUMEL
 from lightning_zero.optim.segments import Member, Range, Segment, Together
 from lightning_zero.optim.state import Kind, copied, covers
 
-__all__ = ["SegmentStep", "SegmentStepper", "threads"]
+__all__ = ["Memory", "SegmentStep", "SegmentStepper", "threads"]
 
 _AT_ONCE = 16  # segments in a step of the optimizers that take one parameter after the other
 _LINE_NBYTES = 64
@@ -25,27 +25,42 @@ _EXACT = (torch.float32, torch.float64)  # see [Note: what rounding depends on]
 _WAY = ("fused", "foreach", "capturable", "differentiable")
 
 
-class Memory(Protocol):
-    """The memory of ranges."""
+class Memory:
+    """The memory of ranges of parameters, and of their state: that of the parameters, if these are in memory."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._made: dict[tuple[nn.Parameter, Kind], Tensor] = {}  # in this step
 
     def master(self, part: Range) -> Tensor:
         """1-D: the range's elements. Written."""
+        if not part.numel:  # wherever the parameter rests
+            return torch.empty(0, dtype=part.member.parameter.dtype)
+        return part.member.parameter.detach().narrow(0, part.start, part.numel)
 
     def state(self, part: Range, kind: Kind) -> Tensor | None:
         """1-D: the range's elements of one tensor of state, written; ``None`` if there is no memory for them."""
+        found = self._made.get((part.member.parameter, kind))
+        if found is None:
+            held = self._optimizer.state.get(part.member.parameter, {}).get(kind.key)
+            found = held if covers(held, part.member.numel) and held.dtype == kind.dtype else None
+        return None if found is None else found.narrow(0, part.start, part.numel)
 
     def keep(self, part: Range, kind: Kind, values: Tensor) -> None:
-        """Take over elements of state that have no memory."""
+        """Take over elements of state that have no memory: make it for the whole parameter, and put them there."""
+        made = torch.empty(part.member.numel, dtype=kind.dtype, device=values.device)
+        self._made[part.member.parameter, kind] = made
+        made.narrow(0, part.start, part.numel).copy_(values)
 
     def whole(self, member: Member, kind: Kind, held: Any) -> Tensor:
         """What holds a whole parameter's state, that of ``keep`` included; it was ``held`` before, or ``None``."""
+        made: Tensor = self._made.get((member.parameter, kind), held)
+        return made
 
 
 class SegmentStep:
-    """One step of an optimizer on some segments at a time.
-
-    Args:
-        optimizer: the user's, elementwise. Its ``step`` is run as its class defines it: no hook and no scheduler sees.
+    """One step of an elementwise optimizer on some segments at a time. Its ``step`` is run as its class defines it: no
+    hook and no scheduler sees.
 
     [Note: when fused is exact]
     Where the user left ``foreach`` and ``fused`` open, torch's fused CPU kernel may run instead of the loop over
@@ -64,12 +79,7 @@ class SegmentStep:
         self._changed.clear()
 
     def run(self, segments: Sequence[Segment], memory: Memory) -> None:
-        """Update some segments, and their state.
-
-        Args:
-            segments: of a parameter's ranges all before ``commit``.
-            memory: of the ranges.
-        """
+        """Update some segments, and their state: of a parameter's ranges all before ``commit``."""
         stand_ins: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         ranges: list[tuple[Range, nn.Parameter, Tensor]] = []
         together = [segment for segment in segments if isinstance(segment, Together)]
@@ -165,32 +175,19 @@ def _exactly_fused(optimizer: Optimizer, group: dict[str, Any], parameters: Sequ
 
 @dataclass
 class _Plan:
-    """How some parameters are stepped on, as long as all that this depends on is as it was.
+    """How some parameters are stepped on, as long as all that this depends on is as it was."""
 
-    Attributes:
-        members: which.
-        gradients: the dtype of each one's, ``None`` where it has none.
-        ways: the options of param groups that count.
-        together: segments of several parameters.
-        batches: segments, with the ranges of large parameters, that the optimizer gets in one step.
-        stepped: parameters in all of them.
-    """
-
-    members: Sequence[Member]
-    gradients: list[torch.dtype | None]
-    ways: list[Any]
-    together: list[Together] = field(default_factory=list)
-    batches: list[list[Segment]] = field(default_factory=list)
-    stepped: list[nn.Parameter] = field(default_factory=list)
+    depends: tuple[Sequence[Member], list[torch.dtype | None], list[Any]]
+    """The members, the dtypes of their gradients (``None``: there is none), and the options of groups that count."""
+    together: list[Together]
+    batches: list[list[Segment]]
+    """What the optimizer gets in one step each."""
+    stepped: list[nn.Parameter]
 
 
 class SegmentStepper:
-    """Steps on parameters in host memory, in segments.
-
-    Args:
-        optimizer: the user's, elementwise.
-        range_numel: most elements of a range, a multiple of 64. ``None``: only what can be put together is stepped on,
-            and the rest is left to the optimizer's own step.
+    """Steps on parameters in host memory, in segments, of which a range has at most ``range_numel`` elements, a
+    multiple of 64. ``None``: only what can be put together is stepped on, the rest is left to the optimizer's own step.
     """
 
     def __init__(self, optimizer: Optimizer, range_numel: int | None) -> None:
@@ -203,23 +200,17 @@ class SegmentStepper:
         self.puts_together = init_group is not None and init_group.__module__.startswith("torch.optim.")
 
     def run(self, members: Sequence[Member], unit: int = 0) -> list[nn.Parameter]:
-        """Step on parameters with a gradient.
-
-        Args:
-            members: which. The same object means the same parameters.
-            unit: which of several such calls this is in each step.
-
-        Returns:
-            What was stepped on.
-        """
+        """Step on those of ``members`` with a gradient, and return what was stepped on. The same object means the same
+        parameters; ``unit`` tells several such calls of a step apart."""
         gradients = [None if (g := member.parameter.grad) is None else g.dtype for member in members]
         ways = [*(tuple(map(group.get, _WAY)) for group in self._optimizer.param_groups), torch.get_num_threads()]
         plan = self._plans.get(unit)
-        same = plan is not None and (plan.members, plan.gradients, plan.ways) == (members, gradients, ways)
+        same = plan is not None and plan.depends == (members, gradients, ways)
         with untracked():
             if plan is None or not same or not all(segment.prepare() for segment in plan.together):
-                plan = self._plans[unit] = self._planned(members, gradients, ways, plan)
-        memory = _Resident(self._optimizer)
+                former = [] if plan is None else plan.together
+                plan = self._plans[unit] = self._planned(members, gradients, ways, former)
+        memory = Memory(self._optimizer)
         self._step.begin()
         for batch in plan.batches:
             self._step.run(batch, memory)
@@ -231,17 +222,21 @@ class SegmentStepper:
         self._plans.clear()
 
     def _planned(
-        self, members: Sequence[Member], gradients: list[torch.dtype | None], ways: list[Any], former: _Plan | None
+        self,
+        members: Sequence[Member],
+        gradients: list[torch.dtype | None],
+        ways: list[Any],
+        former: Sequence[Together],
     ) -> _Plan:
-        plan = _Plan(members, gradients, ways)
         present = [member for member, dtype in zip(members, gradients, strict=True) if dtype is not None]
-        plan.together = [segment for segment in self._together(present) if segment.prepare()]
-        taken = {parameter for segment in plan.together for parameter in segment.members}
-        self._part(p for segment in (former.together if former else ()) for p in segment.members if p not in taken)
-        alone = [member for member in present if member.parameter not in taken]
-        plan.batches = self._batches(plan.together, [] if self._range_numel is None else alone)
-        plan.stepped = list(taken) if self._range_numel is None else [member.parameter for member in present]
-        return plan
+        together = [segment for segment in self._together(present) if segment.prepare()]
+        taken = {parameter for segment in together for parameter in segment.members}
+        for segment in former:
+            self._part(parameter for parameter in segment.members if parameter not in taken)
+        if self._range_numel is None:
+            return _Plan((members, gradients, ways), together, self._batches(together, []), list(taken))
+        batches = self._batches(together, [member for member in present if member.parameter not in taken])
+        return _Plan((members, gradients, ways), together, batches, [member.parameter for member in present])
 
     def _together(self, members: Sequence[Member]) -> Iterator[Together]:
         """Neighbours that may be stepped on as one."""
@@ -297,34 +292,6 @@ class SegmentStepper:
         rounded = torch.get_num_threads() > 1 and member.parameter.dtype.itemsize < 4
         most = self._range_numel or 0
         return [member] if fused or rounded or member.numel <= most else member.ranges(most)
-
-
-class _Resident:
-    """The memory of ranges of parameters that are in memory, with their state."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._made: dict[tuple[nn.Parameter, Kind], Tensor] = {}  # in this step
-
-    def master(self, part: Range) -> Tensor:
-        return part.member.parameter.detach().narrow(0, part.start, part.numel)
-
-    def state(self, part: Range, kind: Kind) -> Tensor | None:
-        found = self._made.get((part.member.parameter, kind))
-        if found is None:
-            held = self._optimizer.state.get(part.member.parameter, {}).get(kind.key)
-            found = held if covers(held, part.member.numel) and held.dtype == kind.dtype else None
-        return None if found is None else found.narrow(0, part.start, part.numel)
-
-    def keep(self, part: Range, kind: Kind, values: Tensor) -> None:
-        """Make memory for a whole parameter's state, and put the first of it there."""
-        made = torch.empty(part.member.numel, dtype=kind.dtype, device=values.device)
-        self._made[part.member.parameter, kind] = made
-        made.narrow(0, part.start, part.numel).copy_(values)
-
-    def whole(self, member: Member, kind: Kind, held: Any) -> Tensor:
-        made: Tensor = self._made.get((member.parameter, kind), held)
-        return made
 
 
 def _number(value: Any) -> Any:

@@ -13,7 +13,7 @@ new dictionary in place of the state. What is put there is a copy.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -23,111 +23,88 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import UnsupportedOptimizerError
-from lightning_zero.optim.groups import OwnedParameter, Targets
+from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.state import Slices, StateHomes, copied, covers
 from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["OptimizerView", "ParameterState", "VisibleState"]
 
+Put = Callable[[OwnedParameter, dict[str, Any]], None]
+
 
 class VisibleState(MutableMapping[Any, Any]):
-    """The state of one optimizer, by the user's parameters. A state that is not there is made when it is asked for.
+    """The state of one optimizer, by the user's parameters, over ``inner``, its own state by what it steps on. A state
+    that is not there is made when it is asked for."""
 
-    Args:
-        label: how to name the optimizer in messages.
-        state: the optimizer's own, by what it steps on. Read and written.
-        owned: the engine's parameters by the user's.
-        target: what the optimizer steps on in place of a parameter.
-        adopt: cuts state of a parameter to this rank's slice.
-        slices: how slices are shown; ``None`` where the optimizer has whole parameters at owner ranks.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        state: MutableMapping[Any, dict[str, Any]],
-        owned: Mapping[nn.Parameter, OwnedParameter],
-        target: Callable[[OwnedParameter], nn.Parameter],
-        adopt: Callable[[OwnedParameter, dict[str, Any]], dict[str, Any]],
-        slices: Slices | None,
-    ) -> None:
-        self._label = label
-        self.state = state
-        self.owned = owned
-        self.target = target
-        self._adopt = adopt
-        self._slices = slices
-        self._users: dict[nn.Parameter, nn.Parameter] = {}
+    def __init__(self, view: OptimizerView, inner: MutableMapping[Any, dict[str, Any]]) -> None:
+        self.view = view
+        self.inner = inner
         # What is in the user's hands stays the same object, as long as anybody holds it.
         self._handed: WeakValueDictionary[nn.Parameter, ParameterState] = WeakValueDictionary()
         self._recent: list[ParameterState] = []  # since the last step
 
-    def know(self, members: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Note what stands for the user's parameters in a step: pairs of both."""
-        self._users.update((target, user) for user, target in members)
-
     def refresh(self) -> None:
         """Show what a step, or a checkpoint, has put into the state, also in what was handed out before."""
         self._recent.clear()
-        for entry in list(self._handed.values()):
-            entry.refresh()
+        for state in list(self._handed.values()):
+            state.refresh()
 
     def note_numbers(self) -> None:
         """Note step counters and the like that user code has changed in place."""
-        for entry in {id(state): state for state in [*self._recent, *self._handed.values()]}.values():
-            entry.note_numbers()
+        for state in {id(state): state for state in [*self._recent, *self._handed.values()]}.values():
+            state.note_numbers()
 
     def __getitem__(self, key: Any) -> Any:
-        entry = self._entry(key)
+        entry = self.view.entry(key)
         if entry is None:
-            return self.state[key]
-        self._check()
-        inner = self.state[self.target(entry)]
+            return self.inner[key]
+        self.view.check_shown()
+        inner = self.inner[entry.target]
         found = self._handed.get(key)
         if found is None or found.inner is not inner:
-            self._users[self.target(entry)] = key
-            found = self._handed[key] = ParameterState(entry, inner, self)
+            self.view.users[entry.target] = key
+            found = self._handed[key] = ParameterState(entry, inner, self.view)
             self._recent.append(found)
         return found
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        entry = self._entry(key)
+        entry = self.view.entry(key)
         if entry is None:
-            self.state[key] = value
+            self.inner[key] = value
             return
-        slices = self._check()
+        self.view.check_shown()
         for name, part in value.items():
-            slices.note(entry, name, part)
-        self._users[self.target(entry)] = key
-        self.state[self.target(entry)] = self._adopt(entry, dict(value))
+            self.view.note(entry, name, part)
+        self.view.users[entry.target] = key
+        self.inner[entry.target] = self.view.cut(entry, dict(value))
         self._handed.pop(key, None)
 
     def __delitem__(self, key: Any) -> None:
-        entry = self._entry(key)
+        entry = self.view.entry(key)
         if entry is None:
-            del self.state[key]
+            del self.inner[key]
             return
-        slices = self._check()
-        del self.state[self.target(entry)]
-        slices.note(entry, "all", None)
+        self.view.check_shown()
+        del self.inner[entry.target]
+        self.view.note(entry, "all")
         self._handed.pop(key, None)
 
     def __contains__(self, key: object) -> bool:
-        entry = self._entry(key)
+        entry = self.view.entry(key)
         if entry is None:
-            return key in self.state
-        self._check()
-        return self.target(entry) in self.state
+            return key in self.inner
+        self.view.check_shown()
+        return entry.target in self.inner
 
     def __iter__(self) -> Iterator[Any]:
-        self._check()
+        self.view.check_shown()
         # The optimizer's own order depends on what this rank has of each parameter.
-        known = [user for target, user in self._users.items() if target in self.state]
-        return iter([*known, *(key for key in self.state if key not in self._users)])
+        known = [user for target, user in self.view.users.items() if target in self.inner]
+        return iter([*known, *(key for key in self.inner if key not in self.view.users)])
 
     def __len__(self) -> int:
-        self._check()
-        return len(self.state)
+        self.view.check_shown()
+        return len(self.inner)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of every dictionary: nothing is made."""
@@ -143,41 +120,12 @@ class VisibleState(MutableMapping[Any, Any]):
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOptimizerError(
-            f"A pickle of {self._label} would hold one process's slices of its state. Save with "
+            f"A pickle of {self.view.label} would hold one process's slices of its state. Save with "
             "`trainer.save_checkpoint`, which writes all of it, for any number of processes."
         )
 
     def __repr__(self) -> str:
-        return f"State of {self._label}, sliced over ranks, of {len(self.state)} parameters"
-
-    def visible(self, entry: OwnedParameter, key: str, inner: Mapping[str, Any], lives: dict[str, _Life]) -> Any:
-        """What the user sees of one value; how long it is that is noted in ``lives``."""
-        value = inner[key]
-        if not covers(value, entry.slice.numel):
-            return value
-        # What user code takes out stays as it is; what a step has put elsewhere is not the state any more.
-        life = lives[key] = _Life()
-        return self._check().show(entry, key, value, lambda: life.free or inner.get(key) is value)
-
-    def put(self, entry: OwnedParameter, key: str, value: Any) -> Any:
-        """What is kept of one value that user code sets."""
-        self._check().note(entry, key, value)
-        return self._adopt(entry, {key: value})[key]
-
-    def note(self, entry: OwnedParameter, key: str, value: Any = None) -> None:
-        """Note that user code took a value out, or changed it."""
-        self._check().note(entry, key, value)
-
-    def _entry(self, key: object) -> OwnedParameter | None:
-        return self.owned.get(key) if isinstance(key, nn.Parameter) else None
-
-    def _check(self) -> Slices:
-        if self._slices is None:
-            raise UnsupportedOptimizerError(
-                f"{self._label} needs whole parameters, so each one's state is at one process only. To read it "
-                "anywhere: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
-            )
-        return self._slices
+        return f"State of {self.view.label}, sliced over ranks, of {len(self.inner)} parameters"
 
 
 class _Life:
@@ -187,23 +135,18 @@ class _Life:
 
 
 class ParameterState(dict[str, Any]):
-    """The state of one parameter: what is set in it counts. Made of another dictionary, it is an ordinary one.
-
-    Args:
-        entry: the parameter.
-        inner: what the optimizer has.
-        state: whose it is.
-    """
+    """What the user has of ``inner``, the optimizer's state for one parameter: what is set in it counts. Made of
+    another dictionary, it is an ordinary one."""
 
     def __new__(cls, *args: Any) -> Any:
         """See the class."""
         return super().__new__(cls) if len(args) == 3 else dict(*args)
 
-    def __init__(self, entry: OwnedParameter, inner: dict[str, Any], state: VisibleState) -> None:
+    def __init__(self, entry: OwnedParameter, inner: dict[str, Any], view: OptimizerView) -> None:
         super().__init__()
         self.inner = inner
         self._entry = entry
-        self._visible = state
+        self._view = view
         self._lives: dict[str, _Life] = {}
         self._numbers: dict[str, Tensor] = {}  # as they were when they were shown
         self.refresh()
@@ -211,39 +154,43 @@ class ParameterState(dict[str, Any]):
     def refresh(self) -> None:
         """Be what ``inner`` is now."""
         super().clear()
-        super().update({key: self._visible.visible(self._entry, key, self.inner, self._lives) for key in self.inner})
-        self._numbers = {key: copied(value) for key, value in self.items() if self._is_number(value)}
+        super().update({key: self._shown(key) for key in self.inner})
+        self._numbers = {key: copied(value) for key, value in self.items() if _is_number(value)}
 
     def note_numbers(self) -> None:
         """Note those that have changed in place."""
         for key, before in self._numbers.items():
             value = self.get(key)
             if isinstance(value, Tensor) and not torch.equal(value, before):
-                self._visible.note(self._entry, key, value)
+                self._view.note(self._entry, key, value)
                 self._numbers[key] = copied(value)
 
-    @staticmethod
-    def _is_number(value: Any) -> bool:
-        return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
+    def _shown(self, key: str) -> Any:
+        value, inner = self.inner[key], self.inner
+        if not covers(value, self._entry.slice.numel):
+            return value
+        # What user code takes out stays as it is; what a step has put elsewhere is not the state any more.
+        life = self._lives[key] = _Life()
+        return self._view.slices.show(self._entry, key, value, lambda: life.free or inner.get(key) is value)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self and self[key] is value:
             return  # what ``state[key] *= x`` assigns
-        put = self._visible.put(self._entry, key, value)
+        self._view.note(self._entry, key, value)
+        put = self._view.cut(self._entry, {key: value})[key]
         self._free(key)
         self.inner[key] = put
-        super().__setitem__(key, self._visible.visible(self._entry, key, self.inner, self._lives))
+        super().__setitem__(key, self._shown(key))
 
     def __delitem__(self, key: str) -> None:
         super().__delitem__(key)
         self._free(key)
         del self.inner[key]
-        self._visible.note(self._entry, key)
+        self._view.note(self._entry, key)
 
     def _free(self, key: str) -> None:
-        life = self._lives.pop(key, None)
-        if life is not None:
-            life.free = True
+        if key in self._lives:
+            self._lives.pop(key).free = True
 
     # What a dictionary does without calling the two above.
     pop = MutableMapping.pop
@@ -263,16 +210,15 @@ class ParameterState(dict[str, Any]):
         return dict, (dict(self),)
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
+
+
 class OptimizerView:
     """Two views of one optimizer: the user's between steps, and what it steps on. Puts one in the place of the other.
 
-    Args:
-        optimizer: the user's. Its state may hold what its constructor has made, until ``take_over``.
-        label: how to name it in messages.
-        owned: the engine's parameters by the user's.
-        homes: where slices of state rest.
-        slices: how they are shown to user code.
-        whole: whether state is at owner ranks, and not shown.
+    Its state may hold what its constructor has made, until ``take_over``. If it is ``whole``, at owner ranks, it is not
+    shown.
     """
 
     def __init__(
@@ -284,34 +230,28 @@ class OptimizerView:
         slices: Slices,
         whole: bool,
     ) -> None:
+        self.label = label
+        self.slices = slices
+        self.users: dict[nn.Parameter, nn.Parameter] = {}
+        """The user's parameters by their targets, in the order of groups."""
         self._optimizer = optimizer
-        self._label = label
         self._owned = owned
         self._homes = homes
-        self._slices = slices
-        self._users = {id(entry): parameter for parameter, entry in owned.items()}
-        self.target = Targets().of
-        """The shard that stands for a parameter in a step."""
-        self.state: MutableMapping[Any, dict[str, Any]] = optimizer.state
-        """The state as the optimizer steps with it: this rank's slices, by what stands for the parameters."""
+        self._whole = whole
         # Of a wrapper, for example, that shows the state of what it wraps: there it is as it steps with it at any time.
         state = getattr(type(optimizer), "state", None)
         self._fixed = isinstance(state, property) and state.fset is None
         self._taken = False
-        self._whole = whole
-        self._visible = self._show_of(self.state)
+        self._visible = VisibleState(self, optimizer.state)
         self.members: list[list[OwnedParameter]] = []
         """The parameters of each group that ``enter`` puts there."""
         self._lists: list[list[nn.Parameter]] = []
         self._held: list[tuple[dict[str, Any], list[nn.Parameter]]] | None = None
 
-    def _show_of(self, state: MutableMapping[Any, dict[str, Any]]) -> VisibleState:
-        slices = None if self._whole else self._slices
-        return VisibleState(self._label, state, self._owned, self.target, self.cut, slices)
-
-    def user(self, entry: OwnedParameter) -> nn.Parameter:
-        """The user's parameter."""
-        return self._users[id(entry)]
+    @property
+    def state(self) -> MutableMapping[Any, dict[str, Any]]:
+        """The state as the optimizer steps with it: this rank's slices, by what stands for the parameters."""
+        return self._visible.inner
 
     @property
     def entered(self) -> bool:
@@ -324,13 +264,32 @@ class OptimizerView:
         state: Any = self._optimizer.state
         return not self.entered and (not self._taken if self._fixed else state is not self._visible)
 
+    def entry(self, key: object) -> OwnedParameter | None:
+        """The parameter that a key of the state is."""
+        return self._owned.get(key) if isinstance(key, nn.Parameter) else None
+
+    def check_shown(self) -> None:
+        """Refuse to show state that is at one process only, and say how to read it anywhere."""
+        if self._whole:
+            raise UnsupportedOptimizerError(
+                f"{self.label} needs whole parameters, so each one's state is at one process only. To read it "
+                "anywhere: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
+            )
+
+    def note(self, entry: OwnedParameter, key: str, value: Any = None) -> None:
+        """Note that user code took a value out, or changed it."""
+        self.check_shown()
+        self.slices.note(entry, key, value)
+
+    def note_numbers(self) -> None:
+        """Note what user code has changed in place that is no slice, before the ranks compare."""
+        if not self._whole:
+            self._visible.note_numbers()
+
     def step_on(self, members: list[list[OwnedParameter]], lists: list[list[nn.Parameter]]) -> None:
         """Say what groups hold in a step from now on: their parameters, and what the optimizer steps on for these."""
         self.members, self._lists = members, lists
-        self._know()
-
-    def _know(self) -> None:
-        self._visible.know((self.user(entry), self.target(entry)) for group in self.members for entry in group)
+        self.users.update((entry.target, entry.user) for group in members for entry in group)
 
     def enter(self) -> None:
         """Put shards, and the state that goes by them, in the place of what the user sees."""
@@ -340,30 +299,24 @@ class OptimizerView:
             group["params"] = parameters
         self._set_state(self.state)
 
-    def pass_over(self, stepped: Iterable[nn.Parameter] | None) -> None:
+    def pass_over(self, stepped: Collection[nn.Parameter] | None) -> None:
         """Leave what is stepped on already, or everything, to no other step than that."""
         done = None if stepped is None else set(stepped)
         for group, parameters in zip(self._optimizer.param_groups, self._lists, strict=True):
-            group["params"] = [p for p in parameters if p not in done] if done is not None else []
+            group["params"] = [] if done is None else [p for p in parameters if p not in done]
 
     def leave(self) -> None:
         """Let the user see groups and state again. May be called again."""
         held, self._held = self._held, None
-        if held is None:
-            return
-        for group, parameters in held:
-            group["params"] = parameters
-        self.show()
+        if held is not None:
+            for group, parameters in held:
+                group["params"] = parameters
+            self.show()
 
     def show(self) -> None:
         """Let the user see the state as it is now."""
         self._set_state(self._visible)
         self._visible.refresh()
-
-    def note_numbers(self) -> None:
-        """Note what user code has changed in place that is no slice, before the ranks compare."""
-        if not self._whole:
-            self._visible.note_numbers()
 
     def let_go(self) -> None:
         """Give the optimizer back, without state."""
@@ -374,7 +327,7 @@ class OptimizerView:
         if not self._fixed:
             self._optimizer.state = state
 
-    def take_over(self, put: Callable[[OwnedParameter, dict[str, Any]], None]) -> None:
+    def take_over(self, put: Put) -> None:
         """Take over a state that is ``replaced``, unless it was rounded: ``put`` gets that of each parameter. Local."""
         found: Any = self._optimizer.state
         self._taken = True
@@ -384,28 +337,29 @@ class OptimizerView:
             self.show()
             return
         for first in self.members[0][:1] if self.members else ():
-            self._slices.note(first, "all", None)
-        if isinstance(found, VisibleState) and found.owned is self._owned and found.target == self.target:
-            self.state, self._visible, given = found.state, found, []  # one that was there before
+            self.slices.note(first, "all", None)
+        given: list[tuple[Any, Any]] = []
+        if isinstance(found, VisibleState) and found.view is self:  # one that was there before
+            self._visible = found
         else:
             given = list(found.items())
             for parameter, values in given:
                 self._check_rounded(parameter, values)
             # What was shown goes on being what it was, in the user's hands.
-            self.state = type(self.state)(*([dict] if isinstance(self.state, defaultdict) else []))
-            self._visible = self._show_of(self.state)
-        self._know()
+            kind = type(self.state)
+            self._visible = VisibleState(self, kind(dict) if issubclass(kind, defaultdict) else kind())
         for key, values in given:
-            entry = self._owned.get(key)
+            entry = self.entry(key)
             if entry is not None:
                 for name, value in values.items():
-                    self._slices.note(entry, name, value)
-                values = {name: _own_scalar(value) for name, value in values.items()}
+                    self.slices.note(entry, name, value)
+                # A step counter does not change with the one that it was loaded from; anything else is cut.
+                values = {k: copied(v) if isinstance(v, Tensor) and not v.dim() else v for k, v in values.items()}
             self._take(key, values, put)
         self.show()
 
-    def _take(self, key: Any, values: Any, put: Callable[[OwnedParameter, dict[str, Any]], None]) -> None:
-        entry = self._owned.get(key)
+    def _take(self, key: Any, values: Any, put: Put) -> None:
+        entry = self.entry(key)
         if entry is None:
             self.state[key] = values
         else:
@@ -415,7 +369,7 @@ class OptimizerView:
         """This rank's slices of a parameter's state, whole or as it is shown, in their places. ``state`` is emptied."""
         keys, sliced = list(state), {}
         for key in keys:
-            own = self._slices.own(entry, state[key]) if isinstance(state[key], Tensor) else None
+            own = self.slices.own(entry, state[key])
             if own is not None:
                 sliced[key] = own if isinstance(own, FileTensor) else self._homes.put(entry, key, own.clone())
                 del state[key]
@@ -424,18 +378,13 @@ class OptimizerView:
 
     def _check_rounded(self, parameter: Any, values: Mapping[str, Any]) -> None:
         """``load_state_dict`` gives state the parameter's dtype, which is not that of the state in mixed precision."""
-        entry = self._owned.get(parameter)
+        entry = self.entry(parameter)
         if entry is None or parameter.dtype == entry.layout.dtype:
             return
         for key, value in values.items():
             if isinstance(value, Tensor) and value.dim() and value.dtype == parameter.dtype:
                 raise UnsupportedOptimizerError(
-                    f"{self._label} got the state '{key}' of '{entry.shard.spec.name}' in {value.dtype}, which "
+                    f"{self.label} got the state '{key}' of '{entry.name}' in {value.dtype}, which "
                     f"`load_state_dict` makes of it because the parameter is; the optimizer has it in "
                     f"{entry.layout.dtype}. Resume with `trainer.fit(..., ckpt_path=...)`, which rounds nothing."
                 )
-
-
-def _own_scalar(value: Any) -> Any:
-    """A step counter that does not change with the one that it was loaded from; anything else as it is, to be cut."""
-    return copied(value) if isinstance(value, Tensor) and not value.dim() else value

@@ -13,101 +13,66 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import tree_map_only, untracked
 from lightning_zero.comm import Collectives
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.plan.buckets import ROUND_NBYTES, Piece, deal_out, plan_rounds
 
-__all__ = ["WholeEntry", "WholeParameters", "WholeState", "whole_entries"]
+__all__ = ["WholeEntry", "WholeParameters", "WholeState", "resharded", "whole_entries"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WholeEntry:
-    """One parameter, as all ranks together hold it.
+    """One parameter of a full ``shape``, as all ranks together hold it. ``shard``, 1-D, is this rank's slice of the
+    master; ``ranges`` say for every rank which element of the flattened parameter it holds first, and how many it
+    holds."""
 
-    Args:
-        name: for messages.
-        shape: full shape.
-        dtype: of the master, hence of the whole parameter and of its gradient.
-        shard: 1-D, this rank's slice of the master. Read by ``load`` and written by ``publish``.
-        ranges: for every rank the first element of the flattened parameter it holds, and how many; the same on all
-            ranks.
-
-    Raises:
-        ValueError: if the ranges do not tile the parameter.
-    """
-
-    name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
     shard: Tensor
     ranges: Sequence[tuple[int, int]]
-
-    def __post_init__(self) -> None:
-        end = 0
-        for start, numel in sorted(part for part in self.ranges if part[1]):
-            if start != end:
-                break
-            end += numel
-        if end != self.numel:
-            raise ValueError(
-                f"The ranks' ranges of '{self.name}' do not tile its {self.numel} elements: {self.ranges}."
-            )
 
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the master, hence of the whole parameter and of its gradient."""
+        return self.shard.dtype
+
 
 def whole_entries(entries: Sequence[OwnedParameter], world_size: int) -> list[WholeEntry]:
     """What ``WholeParameters`` has to know of each of these parameters."""
     slices = {id(entry.layout): [entry.layout.slices(rank) for rank in range(world_size)] for entry in entries}
-    return [
-        WholeEntry(
-            name=entry.shard.spec.name,
-            shape=tuple(entry.shard.spec.shape),
-            dtype=entry.shard.spec.dtype,
-            shard=entry.shard.data,
-            ranges=[
-                (ranks[entry.position].parameter_start, ranks[entry.position].numel)
-                for ranks in slices[id(entry.layout)]
-            ],
-        )
-        for entry in entries
-    ]
+    found = []
+    for entry in entries:
+        parts = [of_rank[entry.position] for of_rank in slices[id(entry.layout)]]
+        ranges = [(part.parameter_start, part.numel) for part in parts]
+        found.append(WholeEntry(tuple(entry.shard.spec.shape), entry.shard.data, ranges))
+    return found
 
 
 @dataclass(frozen=True)
 class WholeState:
-    """The optimizer's state for one parameter, as every rank gets it for a checkpoint.
-
-    Args:
-        slices: state of the parameter's own shape: 1-D, this rank's slice of it.
-        values: everything else (step counters, factored statistics): the whole value, the same on every rank.
-    """
+    """The optimizer's state for one parameter, as every rank gets it for a checkpoint: ``slices`` of state of the
+    parameter's own shape, 1-D, and ``values`` of everything else (step counters, factored statistics), the same on
+    every rank."""
 
     slices: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
 
 class WholeParameters:
-    """Hands each parameter to an owner rank and back.
-
-    Args:
-        entries: in the same order on every rank, equal but for ``shard``.
-        collectives: the wire. Only ``rank``, ``world_size`` and ``all_to_all`` are used.
-        round_nbytes: bytes of parameters that one all-to-all takes from, or gives to, one rank at most.
-
-    Raises:
-        ValueError: if an entry does not fit the world or this rank's shard.
+    """Hands each parameter to an owner rank and back; one all-to-all takes at most ``round_nbytes`` bytes from, or
+    gives them to, one rank. Entries are in the same order on every rank, and equal but for ``shard``.
 
     Collective: every rank, in construction (which loads the whole parameters) and as stated.
     """
@@ -117,18 +82,12 @@ class WholeParameters:
     ) -> None:
         self._entries = tuple(entries)
         self._collectives = collectives
-        self._check()
         self._owners = deal_out([entry.numel for entry in self._entries], collectives.world_size)
         self._device = entries[0].shard.device if entries else torch.device("cpu")
-        self._starts = [entry.ranges[collectives.rank][0] for entry in self._entries]
-        self._zeros = [0] * len(self._entries)
         self._rounds = plan_rounds(self._entries, self._owners, collectives.rank, round_nbytes)
-        self._whole: list[nn.Parameter | None] = []
+        self._dtypes: list[torch.dtype | None] = [entry.dtype for entry in self._entries]
         with untracked():
-            for index, entry in enumerate(self._entries):
-                mine = self._owners[index] == collectives.rank
-                empty = torch.empty(entry.shape if mine else 0, dtype=entry.dtype, device=entry.shard.device)
-                self._whole.append(nn.Parameter(empty) if mine else None)
+            self._whole = [None if empty is None else nn.Parameter(empty) for empty in self._empty(self._dtypes)]
         self.load()
 
     def owner(self, index: int) -> int:
@@ -141,20 +100,20 @@ class WholeParameters:
 
     def load(self) -> None:
         """Masters to whole parameters, after the masters were written from outside. Collective: every rank."""
-        shards = [entry.shard for entry in self._entries]
-        self._to_owners(shards, [_flat(whole) for whole in self._whole], self._dtypes, "masters")
+        self._move([entry.shard for entry in self._entries], self._whole, self._dtypes, "masters", to_owners=True)
 
     def publish(self) -> None:
         """Whole parameters to all ranks' masters, after an optimizer step. Collective: every rank."""
         shards = [entry.shard for entry in self._entries]
-        self._to_holders([_flat(whole) for whole in self._whole], shards, self._dtypes, "updated parameters")
+        self._move(shards, self._whole, self._dtypes, "updated parameters", to_owners=False)
 
     def collect_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Set ``.grad`` of the whole parameters from this rank's 1-D slices; ``None`` where no rank has a gradient: the
         same entries on every rank, also on ranks that hold nothing of them. Collective: every rank.
         """
         dtypes = [None if g is None else entry.dtype for g, entry in zip(gradients, self._entries, strict=True)]
-        received = self._collect(gradients, dtypes, "gradients")
+        received = self._empty(dtypes)
+        self._move(gradients, received, dtypes, "gradients", to_owners=True)
         for whole, gradient in zip(self._whole, received, strict=True):
             if whole is not None:
                 whole.grad = gradient
@@ -168,54 +127,40 @@ class WholeParameters:
     # ------------------------------------------------------------------- state
 
     def to_slices(self, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
-        """Give every rank its slices, 1-D, of tensors that live at the owners. Collective: every rank.
-
-        Args:
-            tensors: per entry, of the entry's shape, at its owner; ignored elsewhere.
-            dtypes: theirs, the same on every rank; ``None`` leaves an entry out.
-        """
+        """Give every rank its slices, 1-D, of one tensor for each entry, of its shape, at its owner. Where a dtype is
+        ``None`` the entry is left out; dtypes are the same on every rank. Collective: every rank."""
         with untracked():
             slices = [
                 None if dtype is None else torch.empty(entry.shard.numel(), dtype=dtype, device=entry.shard.device)
                 for entry, dtype in zip(self._entries, dtypes, strict=True)
             ]
-        self._to_holders([_flat(tensor) for tensor in tensors], slices, dtypes, "optimizer state")
+        self._move(slices, tensors, dtypes, "optimizer state", to_owners=False)
         return slices
-
-    def from_slices(self, slices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The way back: per entry a tensor of its shape at the owner, ``None`` elsewhere and where ``slices`` has none.
-
-        That has to be the same entries on every rank, with equal dtypes. Collective: every rank.
-        """
-        return self._collect(slices, [None if part is None else part.dtype for part in slices], "optimizer state")
 
     def share(self, values: Sequence[Any]) -> list[Any]:
         """Give every rank the owner's value of each entry: small things, tensors (which arrive on the CPU) included.
-
-        Collective: every rank.
-        """
+        Collective: every rank."""
         if not self._entries:
             return []
         rank, world_size = self._collectives.rank, self._collectives.world_size
         mine = {index: values[index] for index, owner in enumerate(self._owners) if owner == rank}
         buffer = io.BytesIO()
-        torch.save(_on_cpu(mine), buffer)
+        torch.save(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), mine), buffer)
         with untracked():
             blob = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(self._device)
-            size = torch.full((world_size,), blob.numel(), device=self._device)
-            sizes = self._exchange(size, [1] * world_size, [1] * world_size)
-            lengths = [int(size) for size in sizes.tolist()]
-            blobs = self._exchange(blob.repeat(world_size), lengths, [blob.numel()] * world_size)
+            size = torch.tensor([blob.numel()], device=self._device)
+            sizes = torch.empty(world_size, dtype=size.dtype, device=self._device)
+            self._exchange([[size]] * world_size, [[one] for one in sizes.split(1)], size.dtype, "optimizer state")
+            blobs = torch.empty(int(sizes.sum()), dtype=blob.dtype, device=self._device).split(sizes.tolist())
+            self._exchange([[blob]] * world_size, [[one] for one in blobs], blob.dtype, "optimizer state")
         shared: dict[int, Any] = {}
-        for part in blobs.split_with_sizes(lengths):
+        for part in blobs:
             shared |= torch.load(io.BytesIO(part.cpu().numpy().tobytes()), weights_only=False)
         return [shared[index] for index in range(len(self._entries))]
 
     def state_to_slices(self, states: Sequence[Mapping[str, Any] | None]) -> list[WholeState]:
         """The optimizer's state as every rank saves it, of ``optimizer.state[whole(i)]`` at each entry's owner.
-
-        Collective: every rank.
-        """
+        Collective: every rank."""
         sliced: list[dict[str, Tensor]] = []
         described = []
         for entry, state in zip(self._entries, states, strict=True):
@@ -233,16 +178,16 @@ class WholeParameters:
         return result
 
     def state_from_slices(self, states: Sequence[WholeState]) -> list[dict[str, Any] | None]:
-        """The way back, for ``optimizer.state[whole(i)]``: ``None`` where this rank does not own the entry.
-
-        The keys and dtypes of each entry are the same on every rank. Collective: every rank.
-        """
+        """The way back, for ``optimizer.state[whole(i)]``: ``None`` where this rank does not own the entry. The keys
+        and dtypes of each entry are the same on every rank. Collective: every rank."""
         result: list[dict[str, Any] | None] = []
         for whole, state in zip(self._whole, states, strict=True):
-            values = None if whole is None else _on_device(state.values, whole.device)
-            result.append(values)
+            result.append(None if whole is None else _on_device(state.values, whole.device))
         for key in sorted({key for state in states for key in state.slices}):
-            found = self.from_slices([state.slices.get(key) for state in states])
+            slices = [state.slices.get(key) for state in states]
+            dtypes = [None if part is None else part.dtype for part in slices]
+            found = self._empty(dtypes)
+            self._move(slices, found, dtypes, "optimizer state", to_owners=True)
             for values, tensor in zip(result, found, strict=True):
                 if values is not None and tensor is not None:
                     values[key] = tensor
@@ -250,112 +195,75 @@ class WholeParameters:
 
     # ---------------------------------------------------------------- transfer
 
-    @property
-    def _dtypes(self) -> list[torch.dtype | None]:
-        return [entry.dtype for entry in self._entries]
-
-    def _collect(
-        self, slices: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], what: str
-    ) -> list[Tensor | None]:
-        whole: list[Tensor | None] = []
+    def _empty(self, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+        """Memory for whole tensors at their owners, ``None`` where there is no dtype."""
         with untracked():
-            for index, (entry, dtype) in enumerate(zip(self._entries, dtypes, strict=True)):
-                mine = dtype is not None and self._owners[index] == self._collectives.rank
-                whole.append(torch.empty(entry.shape, dtype=dtype, device=entry.shard.device) if mine else None)
-        self._to_owners(slices, [_flat(tensor) for tensor in whole], dtypes, what)
-        return whole
+            return [
+                torch.empty(entry.shape, dtype=dtype, device=entry.shard.device)
+                if dtype is not None and owner == self._collectives.rank
+                else None
+                for entry, dtype, owner in zip(self._entries, dtypes, self._owners, strict=True)
+            ]
 
-    def _to_owners(
+    def _move(
         self,
         slices: Sequence[Tensor | None],
         whole: Sequence[Tensor | None],
         dtypes: Sequence[torch.dtype | None],
         what: str,
+        to_owners: bool,
     ) -> None:
-        source, target = _Side(slices, self._starts), _Side(whole, self._zeros)
+        """From all ranks' slices to whole tensors at their owners, or back: in each round one all-to-all per dtype of
+        the entries that take part. Every rank decides alike which those are."""
+        starts = [entry.ranges[self._collectives.rank][0] for entry in self._entries]
+        flat = [None if tensor is None else tensor.detach().reshape(-1) for tensor in whole]
         for turn in self._rounds:
-            self._transfer(turn.entries, (source, turn.held), (target, turn.owned), dtypes, what)
+            for dtype in sorted({dtype for i in turn.entries if (dtype := dtypes[i]) is not None}, key=str):
+                held, owned = (
+                    [[part for part in parts if dtypes[part.entry] == dtype] for parts in by_rank]
+                    for by_rank in (turn.held, turn.owned)
+                )
+                here = [[_view(slices, part, starts[part.entry]) for part in parts] for parts in held]
+                there = [[_view(flat, part, 0) for part in parts] for parts in owned]
+                self._exchange(*((here, there) if to_owners else (there, here)), dtype, what)
 
-    def _to_holders(
-        self,
-        whole: Sequence[Tensor | None],
-        slices: Sequence[Tensor | None],
-        dtypes: Sequence[torch.dtype | None],
-        what: str,
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], dtype: torch.dtype, what: str
     ) -> None:
-        source, target = _Side(whole, self._zeros), _Side(slices, self._starts)
-        for turn in self._rounds:
-            self._transfer(turn.entries, (source, turn.owned), (target, turn.held), dtypes, what)
-
-    def _transfer(
-        self,
-        entries: set[int],
-        sending: tuple[_Side, Sequence[Sequence[Piece]]],
-        receiving: tuple[_Side, Sequence[Sequence[Piece]]],
-        dtypes: Sequence[torch.dtype | None],
-        what: str,
-    ) -> None:
-        """One all-to-all per dtype of the entries that take part; every rank decides alike which those are."""
-        for dtype in sorted({dtype for i in entries if (dtype := dtypes[i]) is not None}, key=str):
-            source, target = (
-                [(side, [part for part in parts if dtypes[part.entry] == dtype]) for parts in by_rank]
-                for side, by_rank in (sending, receiving)
-            )
-            with untracked():
-                views = [side.view(part).to(dtype) for side, parts in source for part in parts]
-                output = self._exchange(
-                    torch.cat(views) if views else torch.empty(0, dtype=dtype, device=self._device),
-                    [sum(part.numel for part in parts) for _, parts in target],
-                    [sum(part.numel for part in parts) for _, parts in source],
-                    what,
-                )
-                arrived = [(side, part) for side, parts in target for part in parts]
-                lengths = [part.numel for _, part in arrived]
-                for (side, part), values in zip(arrived, output.split_with_sizes(lengths), strict=True):
-                    side.view(part).copy_(values)
-
-    def _exchange(self, values: Tensor, receive: list[int], send: list[int], what: str = "optimizer state") -> Tensor:
-        output = torch.empty(sum(receive), dtype=values.dtype, device=values.device)
-        self._collectives.all_to_all(output, values, receive, send, f"{what} of whole-matrix optimizers").wait()
-        return output
-
-    def _check(self) -> None:
-        rank, world_size = self._collectives.rank, self._collectives.world_size
-        for entry in self._entries:
-            if len(entry.ranges) != world_size:
-                raise ValueError(
-                    f"'{entry.name}' has ranges for {len(entry.ranges)} ranks, the world has {world_size}."
-                )
-            if (
-                entry.shard.dim() != 1
-                or entry.shard.numel() != entry.ranges[rank][1]
-                or entry.shard.dtype != entry.dtype
-            ):
-                raise ValueError(
-                    f"Rank {rank}'s slice of '{entry.name}' must be 1-D with {entry.ranges[rank][1]} elements of "
-                    f"{entry.dtype}, got shape {tuple(entry.shard.shape)} of {entry.shard.dtype}."
-                )
+        what = f"{what} of whole-matrix optimizers"
+        _exchange(sent, received, dtype, self._device, self._collectives, what)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One end of a transfer: per entry a 1-D tensor that begins at element ``starts`` of the flattened parameter."""
-
-    tensors: Sequence[Tensor | None]
-    starts: Sequence[int]
-
-    def view(self, piece: Piece) -> Tensor:
-        tensor = self.tensors[piece.entry]
-        if tensor is None:
-            raise RuntimeError(
-                f"This rank has no tensor for entry {piece.entry} of a transfer that every rank agreed to make. Which "
-                "parameters have gradients or state must not depend on the rank."
-            )
-        return tensor.detach().narrow(0, piece.start - self.starts[piece.entry], piece.numel)
+def _view(tensors: Sequence[Tensor | None], piece: Piece, start: int) -> Tensor:
+    """A piece of a parameter, of a 1-D tensor that begins at its element ``start``."""
+    tensor = tensors[piece.entry]
+    if tensor is None:
+        raise RuntimeError(
+            f"This rank has no tensor for entry {piece.entry} of a transfer that every rank agreed to make. Which "
+            "parameters have gradients or state must not depend on the rank."
+        )
+    return tensor.detach().narrow(0, piece.start - start, piece.numel)
 
 
-def _flat(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().reshape(-1)
+def _exchange(
+    sent: Sequence[Sequence[Tensor]],
+    received: Sequence[Sequence[Tensor]],
+    dtype: torch.dtype,
+    device: torch.device,
+    collectives: Collectives,
+    what: str,
+) -> None:
+    """One all-to-all: what is ``sent`` to each rank, 1-D, is written to what that rank has for it in ``received``."""
+    with untracked():
+        source = torch.cat(
+            [torch.empty(0, dtype=dtype, device=device), *(v.to(dtype) for views in sent for v in views)]
+        )
+        sent_numel, received_numel = ([sum(map(torch.numel, views)) for views in side] for side in (sent, received))
+        output = torch.empty(sum(received_numel), dtype=dtype, device=device)
+        collectives.all_to_all(output, source, received_numel, sent_numel, what).wait()
+        places = [place for views in received for place in views]
+        for place, values in zip(places, output.split_with_sizes(list(map(torch.numel, places))), strict=True):
+            place.copy_(values)
 
 
 def _is_like(value: Any, entry: WholeEntry) -> bool:
@@ -363,23 +271,56 @@ def _is_like(value: Any, entry: WholeEntry) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == entry.shape
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(function, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map_tensors(function, item) for item in value)
-    return value
-
-
-def _on_cpu(value: Any) -> Any:
-    return _map_tensors(lambda tensor: tensor.detach().cpu().clone(), value)
-
-
-def _on_device(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _on_device(values: Any, device: torch.device) -> Any:
     """Copies on ``device``; single numbers stay where they are, as torch's optimizers want their step counters."""
-    return {
-        key: _map_tensors(lambda tensor: tensor.detach().clone().to(device if tensor.dim() else tensor.device), value)
-        for key, value in values.items()
-    }
+    return tree_map_only(Tensor, lambda t: t.detach().clone().to(device if t.dim() else t.device), values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State that was cut for one engine, for another
+
+
+def resharded(
+    state: Sequence[WholeState],
+    pairs: Sequence[tuple[OwnedParameter, OwnedParameter]],
+    collectives: Collectives,
+    device: torch.device,
+) -> list[WholeState]:
+    """State of each parameter, cut as its old entry is, cut anew as its new entry is; ``pairs`` are old and new.
+
+    ``state`` is emptied, one kind after the other, so that only one kind is held twice. The wire begins and ends on
+    ``device``, wherever state rests. Collective: every rank, with the same parameters and kinds of state.
+    """
+    rank, world_size = collectives.rank, collectives.world_size
+    old = [entry.ranges for entry in whole_entries([before for before, _ in pairs], world_size)]
+    new = [entry.ranges for entry in whole_entries([now for _, now in pairs], world_size)]
+    cut = []
+    for (_, entry), one in zip(pairs, state, strict=True):
+        values = {
+            key: value.to(entry.device) if isinstance(value, Tensor) and entry.flat.rest.offloaded else value
+            for key, value in one.values.items()
+        }
+        cut.append(WholeState(values=values))
+    kinds = {(key, value.dtype) for one in state for key, value in one.slices.items()}
+    for key, dtype in sorted(kinds, key=str):
+        chosen = [i for i, one in enumerate(state) if key in one.slices and one.slices[key].dtype is dtype]
+        before = [state[i].slices.pop(key).to(device) for i in chosen]
+        with untracked():
+            now = [torch.empty(new[i][rank][1], dtype=dtype, device=device) for i in chosen]
+        sent, received = (
+            [
+                [_overlap(values, mine[i][rank], theirs[i][other]) for i, values in zip(chosen, tensors, strict=True)]
+                for other in range(world_size)
+            ]
+            for tensors, mine, theirs in ((before, old, new), (now, new, old))
+        )
+        _exchange(sent, received, dtype, device, collectives, f"'{key}' of an optimizer of an earlier fit")
+        for i, target in zip(chosen, now, strict=True):
+            cut[i].slices[key] = target.to(pairs[i][1].device)
+    return cut
+
+
+def _overlap(values: Tensor, held: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
+    """The elements of a slice that another range has too, as a view. Ranges are a first element and how many."""
+    start, stop = max(held[0], wanted[0]), min(sum(held), sum(wanted))
+    return values.narrow(0, start - held[0], stop - start) if start < stop else values.narrow(0, 0, 0)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from lightning_zero.comm import Groups, Streams, choose_collectives
 from lightning_zero.config import Tier
 from lightning_zero.optim.groups import OwnedParameter
-from lightning_zero.optim.kept import resharded
-from lightning_zero.optim.whole import WholeState
+from lightning_zero.optim.whole import WholeState, resharded
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
 from lightning_zero.shards.flat import FlatParameters
 from tests.helpers.world import run_world

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.optim.step_hooks import StepHooks
+from lightning_zero.optim.hooks import StepHooks
 
 
 def sgd() -> Optimizer:

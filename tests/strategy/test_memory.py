@@ -272,8 +272,8 @@ def count_offloaded(rank: int, precision_name: str, stage: int, offload: HostOff
     store = engine.tiers.store
     if store is not None:
         small["memory that checkpoints pass through"] = storages([store._staging._memory])  # the pool is gone by now
-        views = [trainer.strategy.adapter(optimizer)._view for optimizer in trainer.strategy.optimizers]
-        targets = [view.target(entry) for view in views for group in view.members for entry in group]
+        adapters = [trainer.strategy.adapter(optimizer) for optimizer in trainer.strategy.optimizers]
+        targets = [entry.target for adapter in adapters for entry in adapter.entries]
         stand_ins = [target for target in targets if not any(target.stride())]
         small["stand-ins"] = storages(stand_ins)
     known = {**merged(found), **merged(host), **merged(small)}

@@ -1,0 +1,193 @@
+"""What hangs on the user's optimizer: hooks next to its step, and between two fits what it has learned.
+
+[Note: innermost hooks]
+Our pre-hook runs after all others of the optimizer and our post-hook before them: what a user's hook does to gradients
+before the step counts, and a user's hook after the step finds them as they were. Hooks may be registered at any time,
+and one that runs cannot change the order any more. So a hook of all optimizers, which torch runs before an optimizer's
+own, puts ours in their place.
+
+[Note: nested steps]
+torch runs step hooks in a wrapper that it puts around ``step`` of every class of which an optimizer was made. A class
+whose ``step`` calls that of its base therefore runs them twice, one pair inside of the other, as soon as somebody in
+the process has made an optimizer of the base. Only the outer pair may exchange gradients: the inner one would find none
+and step on zeros. A step that raised never runs its post-hooks, so that a counter alone would take the next step for a
+nested one. What tells is whether the wrapper of the outer step is still running.
+
+[Note: one optimizer, several fits]
+A user may build the optimizer once and return it from ``configure_optimizers`` in every fit: under DDP it goes on with
+its state. Here its groups hold shards, and its state slices, which a later fit may cut in another way. So before the
+next set-up its groups get the user's own parameters back, and this rank's state waits here, as it was cut, until the
+optimizer is adapted anew. Nothing here holds the optimizer: one that nobody needs goes at once, with what is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import FrameType
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_zero._torch import put_hooks_innermost
+from lightning_zero.comm import Collectives
+from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.optim.groups import OwnedParameter
+from lightning_zero.optim.state import StateHomes
+from lightning_zero.optim.whole import WholeState, resharded
+
+__all__ = ["Kept", "StepHooks", "holds", "kept_of"]
+
+# The ids of the pre-hook and the post-hook on each optimizer that has them.
+_IDS: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+
+
+class StepHooks:
+    """A last pre-hook and a first post-hook of one optimizer: ``before`` gets the arguments of its own ``step`` right
+    before that, ``after`` is called right after it. Neither is called for steps inside of a step."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        before: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._before, self._after = before, after
+        self._wrapper: FrameType | None = None  # of the outermost step
+        self._inside = 0
+        self._handles = optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end)
+        _IDS[optimizer] = (self._handles[0].id, self._handles[1].id)
+        _watch()
+
+    def running(self) -> bool:
+        """Whether the caller was called by a step."""
+        return self._is_around(sys._getframe(1))
+
+    def forget(self) -> None:
+        """Let go of a step that raised, and of all that its frames hold."""
+        self._wrapper, self._inside = None, 0
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        _IDS.pop(self._optimizer, None)
+
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wrapper = sys._getframe(1)
+        if self._is_around(wrapper):
+            self._inside += 1
+            return
+        self._wrapper, self._inside = wrapper, 0
+        self._before(args, kwargs)
+
+    def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inside:
+            self._inside -= 1
+            return
+        self._wrapper = None
+        self._after()
+
+    def _is_around(self, frame: FrameType | None) -> bool:
+        while self._wrapper is not None and frame is not None:
+            frame = frame.f_back
+            if frame is self._wrapper:
+                return True
+        return False
+
+
+@cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_arrange)
+
+
+def _arrange(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if optimizer in _IDS:
+        put_hooks_innermost(optimizer, *_IDS[optimizer])
+
+
+class Holder(Protocol):
+    """Who has the state of an optimizer."""
+
+    def keep(self) -> Kept: ...
+
+
+_HOLDERS: WeakKeyDictionary[Optimizer, ref[Holder]] = WeakKeyDictionary()
+
+
+def holds(optimizer: Optimizer, holder: Holder) -> None:
+    """Note who has an optimizer's state. The optimizer keeps the holder alive, by its hooks."""
+    _HOLDERS[optimizer] = ref(holder)
+
+
+def kept_of(optimizer: Optimizer) -> Kept | None:
+    """What an earlier fit has left of an optimizer; ``None`` if there was none. Its groups hold the user's parameters
+    from now on. Local."""
+    holder = _HOLDERS[optimizer]() if optimizer in _HOLDERS else None
+    return None if holder is None else holder.keep()
+
+
+class Kept:
+    """The state of one optimizer between two fits, by parameter name, each rank's slices of it; ``state`` gives it,
+    collectively if the optimizer had whole parameters. A step meanwhile is an error, because it would train nothing."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        label: str,
+        entries: Sequence[OwnedParameter],
+        state: Callable[[], dict[str, WholeState]],
+        homes: StateHomes,
+    ) -> None:
+        self.homes = homes
+        self._label = label
+        self._entries = list(entries)
+        self._state: Callable[[], dict[str, WholeState]] | None = state
+        self._handle = optimizer.register_step_pre_hook(self._refuse)
+        holds(optimizer, self)
+
+    def keep(self) -> Kept:
+        """Itself."""
+        return self
+
+    def give_up_files(self) -> None:
+        """Let other optimizers have the files. State that was in them is lost, and this optimizer cannot go on."""
+        if self.homes.store is not None:
+            self._state = None
+            self.homes.release()
+
+    def let_go(self) -> None:
+        """Nothing is kept any more: the optimizer was adapted anew."""
+        self._state = None
+        self._entries.clear()
+        self._handle.remove()
+
+    def state_for(
+        self, owned: Mapping[nn.Parameter, OwnedParameter], collectives: Collectives
+    ) -> dict[str, WholeState]:
+        """The state by parameter name, cut as the shards of ``owned`` are now. Tensors are handed over where they fit.
+        Raises ``UnsupportedOptimizerError`` on every rank, if the state was in files that are gone. Collective: every
+        rank."""
+        pairs = [(entry, owned[entry.user]) for entry in self._entries if entry.user in owned]
+        moved = any(new.shard is not old.shard for old, new in pairs)
+        if self._state is None or (self.homes.store is not None and moved):
+            raise UnsupportedOptimizerError(
+                f"{self._label} has trained in an earlier fit that kept its state in files, and these are gone. Build "
+                "a new one in configure_optimizers, or resume from a checkpoint: `trainer.fit(..., ckpt_path=...)`."
+            )
+        found = self._state()
+        state = [found.get(old.name, WholeState()) for old, _ in pairs]
+        if moved:
+            state = resharded(state, pairs, collectives, next(iter(owned)).device)
+        return {new.name: one for (_, new), one in zip(pairs, state, strict=True)}
+
+    def _refuse(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise RuntimeError(
+            f"{self._label} is an optimizer of an earlier fit and is not part of the run that the model is in now, so "
+            "its step would train nothing. Return it from configure_optimizers in a new fit: it goes on with its state."
+        )
