@@ -26,10 +26,10 @@ from torchmetrics import MeanMetric
 
 from lightning_zero.checkpoint import StoredTensor, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.format import torch_file
-from lightning_zero.checkpoint.load import require_lightning
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError
 from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
+from lightning_zero.session.checkpoints import require_lightning
 from lightning_zero.session.names import under_own_names
 from tests.checkpoint.samples import control
 from tests.helpers.script import run_script

@@ -7,14 +7,9 @@ in ``storage/publish.py``. What other programs write is read too; see ``load.py`
 
 from __future__ import annotations
 
-import os
-
-from lightning_zero.checkpoint.agreement import Control, collect
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.checkpoint.consolidated import save_consolidated_file
-from lightning_zero.checkpoint.destination import remove_at
-from lightning_zero.checkpoint.directories import is_sharded_checkpoint, load_checkpoint_directory
 from lightning_zero.checkpoint.format.flat_shard import FlatShard
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.inspection import inspect_checkpoint
@@ -22,7 +17,6 @@ from lightning_zero.checkpoint.load import is_checkpoint_directory_at, open_chec
 from lightning_zero.checkpoint.save import save_checkpoint_directory
 
 __all__ = [
-    "Control",
     "FlatShard",
     "Saver",
     "Source",
@@ -30,27 +24,8 @@ __all__ = [
     "consolidate_checkpoint",
     "inspect_checkpoint",
     "is_checkpoint_directory_at",
-    "is_sharded_checkpoint",
-    "load_checkpoint_directory",
     "open_checkpoint",
-    "remove_checkpoint_directory",
     "save_checkpoint_directory",
     "save_consolidated_file",
     "verify_checkpoint",
 ]
-
-
-def remove_checkpoint_directory(path: str | os.PathLike[str], control: Control) -> None:
-    """Delete a checkpoint, a directory or a single file, local or behind a URL. One that does not exist is fine.
-
-    Raises:
-        CheckpointError: on every rank, if rank 0 could not, or if it is a directory that is no checkpoint.
-
-    Collective: every rank.
-    """
-    control.gather_objects(None)  # not before every rank has looked whether it is there
-    collect(
-        control,
-        f"remove the checkpoint '{os.fspath(path)}'",
-        lambda: remove_at(path) if control.rank == 0 else None,
-    )

@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.agreement import Control, collect, failure_text
 from lightning_zero.checkpoint.destination import remove_at
 from lightning_zero.checkpoint.format.flat_shard import FlatShard
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.save import no_garbage_collection
+from lightning_zero.comm import ControlGroup
+from lightning_zero.comm.control import collect, failure_text
 from lightning_zero.errors import CheckpointError, CommunicationError
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.host import host_memory
@@ -42,22 +43,25 @@ __all__ = ["Saver", "Snapshots"]
 
 _BEGIN_SECONDS = 5.0
 
-Write = Callable[[Mapping[str, Any], Control], Sequence[str] | None]
+Write = Callable[[Mapping[str, Any], ControlGroup], Sequence[str] | None]
 
 
 class _Outcome:
-    """What the thread leaves for the caller.
+    """What came of the last save in the background, which outlives the saver.
 
     Attributes:
-        what: the last save in the background.
+        what: the save.
         failure: why it failed; ``None`` again once it was raised.
-        kept: what could not be deleted, and why; and what else is worth a warning.
     """
 
     def __init__(self) -> None:
         self.what = ""
         self.failure: BaseException | None = None
-        self.kept: list[str] = []
+
+    def report(self) -> None:
+        """A failure that nobody waited for: the process ends, or the saver is gone."""
+        if self.failure is not None:
+            sys.stderr.write(f"Could not {self.what} in the background: {self.failure}\n")
 
 
 class Saver:
@@ -68,15 +72,16 @@ class Saver:
             before using it for anything else.
     """
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ControlGroup) -> None:
         self._control = control
         self._snapshots = Snapshots()
         self._in_flight = False
         self._thread: threading.Thread | None = None
         self._outcome = _Outcome()
+        self._warnings: list[str] = []
         self._found: list[str] = []  # warnings of the save in flight: its thread's alone until that has been waited for
         self._removals: list[str | os.PathLike[str]] = []
-        weakref.finalize(self, _report_unseen, self._outcome)
+        weakref.finalize(self, _Outcome.report, self._outcome)
 
     @property
     def failed(self) -> bool:
@@ -103,11 +108,11 @@ class Saver:
         snapshot = self._snapshot(checkpoint, what) if asynchronous else None
         removals, self._removals = self._removals, []
         if snapshot is None:
-            self._outcome.kept += self._remove_all(removals)
-            self._outcome.kept += write(checkpoint, self._control) or ()
+            self._warnings += self._remove_all(removals)
+            self._warnings += write(checkpoint, self._control) or ()
         else:
             self._begin(write, snapshot, removals, what)
-        self._warn_of_what_was_kept()  # last: a warning may be an error, and on this rank alone
+        self._warn()  # last: a warning may be an error, and on this rank alone
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint when the next save begins, or in ``close``. Forgotten if the save in flight fails.
@@ -126,7 +131,7 @@ class Saver:
         Collective: every rank.
         """
         self._settle()
-        self._warn_of_what_was_kept()
+        self._warn()
 
     def close(self, *, collective: bool = True) -> None:
         """Wait for the save in flight, carry out the removals, and give the memory back. May be used again.
@@ -149,11 +154,11 @@ class Saver:
         failure = self._outcome.failure
         if failure is not None:
             self._forget()
-            self._outcome.kept.append(f"Could not {self._outcome.what} in the background: {failure}")
+            self._warnings.append(f"Could not {self._outcome.what} in the background: {failure}")
         removals, self._removals = self._removals, []
-        self._outcome.kept += self._remove_all(removals)
+        self._warnings += self._remove_all(removals)
         self._snapshots = Snapshots()
-        self._warn_of_what_was_kept()
+        self._warn()
 
     def _settle(self) -> None:
         """Wait for the save in flight, and raise its failure. Collective."""
@@ -164,17 +169,19 @@ class Saver:
         try:
             if isinstance(own, CommunicationError):
                 raise own
-            failures = self._failures(own)
+            reason = None if own is None else str(own) if isinstance(own, CheckpointError) else repr(own)
+            reasons = self._control.gather_objects(reason)
         except CommunicationError:
             self._forget()
             raise
         self._in_flight = False
+        failures = {rank: text for rank, text in enumerate(reasons) if text is not None}
         if failures:
             what = f"{self._outcome.what} in the background"
             agreed = len(failures) == self._control.world_size and len(set(failures.values())) == 1
             self._forget()
             raise CheckpointError(
-                (next(iter(failures.values())) if agreed else failure_text(what, failures))
+                (failures[0] if agreed else failure_text(what, failures))
                 + f"\nThis was the attempt to {what}. Training went on meanwhile; checkpoints that were saved before "
                 "are intact, and none was deleted for it."
             ) from own
@@ -183,14 +190,14 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._outcome.kept += self._found
+        self._warnings += self._found
         self._found = []
 
-    def _failures(self, own: BaseException | None) -> dict[int, str]:
-        """Why the save in flight failed, by rank. Collective."""
-        reason = None if own is None else str(own) if isinstance(own, CheckpointError) else repr(own)
-        reasons = enumerate(self._control.gather_objects(reason))
-        return {rank: text for rank, text in reasons if text is not None}
+    def _forget(self) -> None:
+        """A save failed, and that is being told: what its success would have made superfluous stays."""
+        self._outcome.failure = None
+        self._in_flight = False
+        self._removals.clear()
 
     def _snapshot(self, checkpoint: Mapping[str, Any], what: str) -> dict[str, Any] | None:
         """A copy, or ``None`` on every rank if any rank could make none. Collective."""
@@ -209,7 +216,7 @@ class Saver:
             return taken[0]
         if self._control.rank == 0:
             rank, reason = next(iter(reasons.items()))
-            self._outcome.kept.append(
+            self._warnings.append(
                 f"The attempt to {what} was made without delay and not in the background: rank {rank} could not copy "
                 f"it ({reason}). Keep values of that kind out of the checkpoint, or free memory on the host."
             )
@@ -248,45 +255,32 @@ class Saver:
                 kept.append(f"The checkpoint '{os.fspath(path)}' was not deleted: {type(error).__name__}: {error}")
         return kept
 
-    def _forget(self) -> None:
-        """A save failed, and that is being told: what its success would have made superfluous stays."""
-        self._outcome.failure = None
-        self._in_flight = False
-        self._removals.clear()
-
-    def _warn_of_what_was_kept(self) -> None:
-        kept, self._outcome.kept = self._outcome.kept, []
-        for text in kept:
+    def _warn(self) -> None:
+        texts, self._warnings = self._warnings, []
+        for text in texts:
             warnings.warn(text, stacklevel=3)
-
-
-def _report_unseen(outcome: _Outcome) -> None:
-    """A failure that nobody waited for: the process ends, or the saver is gone."""
-    if outcome.failure is not None:
-        sys.stderr.write(f"Could not {outcome.what} in the background: {outcome.failure}\n")
 
 
 _ALIGNMENT = 64  # bytes; of what is copied, so that every dtype may start where it started in its own storage
 _GAP_NBYTES = 1 << 16  # what lies between two slices of a storage is copied along if it is less: one copy, not two
 _MAX_DEPTH = 64
-_WASTE = 2  # how many times the memory that is needed may be held before it is given back and taken anew
 
 
 class Snapshots:
     """Copies of checkpoints, one at a time, in host memory that is taken once and kept.
 
     Taking memory is what makes a first copy slow (the pages are made while they are written). One save after another
-    writes into the same memory; more is taken only when a checkpoint is larger than all before. It is given back with
-    this object. For tensors on an accelerator it is page-locked.
+    writes into the same memory; it is taken anew only when it is too small. It is given back with this object. For
+    tensors on an accelerator it is page-locked.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []  # 1-D, bytes
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def nbytes(self) -> int:
         """Host memory held."""
-        return sum(block.numel() for block in self._blocks)
+        return self._memory.numel()
 
     def take(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Copy a checkpoint. The snapshot before is no longer valid.
@@ -307,12 +301,10 @@ class Snapshots:
         with untracked():
             sources = dict(_sources(checkpoint))
             runs = _runs(sources)
-            places = self._copy(runs)
             copied: dict[int, Any] = {}
-            for run, place in zip(runs, places, strict=True):
+            for run, place in zip(runs, self._copy(runs), strict=True):
                 for identity, offset in run.members:
-                    tensor, source = sources[identity]
-                    copied[identity] = _rebuilt(tensor, source, place, offset)
+                    copied[identity] = _rebuilt(*sources[identity], place, offset)
             for identity, (tensor, source) in sources.items():
                 if identity not in copied:  # no elements
                     copied[identity] = _rebuilt(tensor, source, None, 0)
@@ -321,40 +313,23 @@ class Snapshots:
 
     def _copy(self, runs: list[_Run]) -> list[Tensor]:
         """Where each run's bytes are on the host now."""
-        places = self._reserve(runs)
         devices = {run.source.device for run in runs if run.source.device.type != "cpu"}
-        for run, place in zip(runs, places, strict=True):
+        needed = sum(run.room for run in runs)
+        if needed > self.nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+            self._memory = host_memory(needed, bool(devices))
+        places, begin = [], 0
+        for run in runs:
+            first = begin + run.start % _ALIGNMENT
+            place = self._memory[first : first + run.source.nbytes]
             if isinstance(run.source, FileTensor):
                 run.source.read_into(place.view(run.source.dtype))
             else:
                 place.copy_(run.source, non_blocking=True)
+            places.append(place)
+            begin += run.room
         for device in devices:
             torch.accelerator.synchronize(device)
-        return places
-
-    def _reserve(self, runs: list[_Run]) -> list[Tensor]:
-        """Host memory for each run: in the blocks held, in the first that has room, or else in a new one."""
-        locked = any(run.source.device.type != "cpu" for run in runs)
-        needed = sum(run.room for run in runs)
-        used = [0] * len(self._blocks)
-        found: list[tuple[int, int] | None] = []
-        for run in runs:
-            block = next((i for i, b in enumerate(self._blocks) if used[i] + run.room <= b.numel()), None)
-            found.append(None if block is None else (block, used[block]))
-            if block is not None:
-                used[block] += run.room
-        missing = sum(run.room for run, place in zip(runs, found, strict=True) if place is None)
-        if missing and self.nbytes + missing > _WASTE * needed:
-            self._blocks.clear()
-            return self._reserve(runs)
-        if missing:
-            self._blocks.append(host_memory(missing, locked))
-        end, places = 0, []
-        for run, place in zip(runs, found, strict=True):
-            if place is None:
-                place, end = (len(self._blocks) - 1, end), end + run.room
-            begin = place[1] + run.start % _ALIGNMENT
-            places.append(self._blocks[place[0]][begin : begin + run.source.nbytes])
         return places
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY, by_parameter_index
-from lightning_zero.checkpoint.directories import Directory, is_sharded_checkpoint, read_directory
+from lightning_zero.checkpoint.directories import Directory, read_directory
+from lightning_zero.checkpoint.format.record import RECORD_FILE
 from lightning_zero.checkpoint.format.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorSpec
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
@@ -24,7 +25,7 @@ from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, is_plai
 from lightning_zero.checkpoint.fsdp import write_fsdp_directory
 from lightning_zero.checkpoint.load import open_checkpoint
 from lightning_zero.checkpoint.pieces import Pieces, write_bytes
-from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
+from lightning_zero.checkpoint.storage.files import Files, is_folder, is_remote, local_output, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
@@ -169,14 +170,20 @@ def _is_single(target: Path) -> bool:
 def _opened(source: str | os.PathLike[str]) -> dict[str, Any]:
     """The checkpoint, with its partition if it is one of ours."""
     checkpoint = open_checkpoint(source, ControlGroup(None))
-    if is_sharded_checkpoint(source) and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
-        plan = Decoder().decode(Directory(open_folder(source)).record.plan)
+    if (files := _own_files(source)) and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
+        plan = Decoder().decode(Directory(files).record.plan)
         own = {key: value for key, value in checkpoint.get(SUMMARY_KEY, {}).items() if key != RANDOM_KEY}
         checkpoint[SUMMARY_KEY] = {**own, "plan": plan}
     if not isinstance(checkpoint.get("state_dict"), Mapping):
         raise CheckpointError(f"'{os.fspath(source)}' holds no weights: there is no `state_dict` in it.")
     _warn_of_excluded(checkpoint, os.fspath(source))
     return checkpoint
+
+
+def _own_files(source: str | os.PathLike[str]) -> Files | None:
+    """The files of a directory with our record, if it is one."""
+    files = open_folder(source) if is_folder(source) else None
+    return files if files is not None and files.has(RECORD_FILE) else None
 
 
 def _renamed(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
@@ -216,8 +223,8 @@ def _warn_of_overflow(holes: Mapping[str, Any], pieces: Pieces) -> None:
 
 
 def _write_fsdp(source: str | os.PathLike[str], target: Path, progress: bool) -> Path:
-    if is_sharded_checkpoint(source):
-        _warn_of_excluded(read_directory(open_folder(source)).checkpoint, os.fspath(source))
+    if files := _own_files(source):
+        _warn_of_excluded(read_directory(files).checkpoint, os.fspath(source))
     try:
         return write_fsdp_directory(source, target, progress=progress)
     except OSError as error:

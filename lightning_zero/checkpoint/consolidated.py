@@ -17,24 +17,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.agreement import Control, collect
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
-from lightning_zero.checkpoint.format.items import (
-    Leaf,
-    check_savable,
-    describe,
-    digest,
-    disagreement,
-    put_together,
-    split,
-)
+from lightning_zero.checkpoint.format.items import Leaf, put_together
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.format.writer import combine
 from lightning_zero.checkpoint.pieces import write_bytes, write_tensor
+from lightning_zero.checkpoint.save import Divided, divide
 from lightning_zero.checkpoint.storage.files import local_output
 from lightning_zero.checkpoint.storage.publish import StagedFile
-from lightning_zero.errors import CheckpointError
+from lightning_zero.comm import ControlGroup
+from lightning_zero.comm.control import collect
 
 __all__ = ["RANDOM_KEY", "SUMMARY_KEY", "by_parameter_index", "save_consolidated_file"]
 
@@ -54,17 +47,10 @@ class _Part(NamedTuple):
     crc32: int
 
 
-class _Start(NamedTuple):
-    """What a rank tells the others before anything is written."""
-
-    digest: str
-    tied: list[list[str]]
-
-
 def save_consolidated_file(
     checkpoint: Mapping[str, Any],
     path: str | os.PathLike[str],
-    control: Control,
+    control: ControlGroup,
     *,
     plan_summary: Mapping[str, Any] | None = None,
 ) -> None:
@@ -83,91 +69,61 @@ def save_consolidated_file(
 
     Collective: every rank.
     """
-    _Export(control, f"save the checkpoint file '{os.fspath(path)}'").run(checkpoint, path, plan_summary)
+    what = f"save the checkpoint file '{os.fspath(path)}'"
+    divided = divide(checkpoint, control, what, _tied)
+    export = _Export(divided, control.rank)
+    others = [pair for pairs in collect(control, what, export.only_here) for pair in pairs]
+    try:
+        told = collect(control, what, lambda: export.lay_out(others, path, plan_summary))[0]
+        parts = collect(control, what, lambda: export.write(*told))  # type: ignore[misc]
+        collect(control, what, lambda: export.complete(parts))
+    finally:
+        if export.file is not None:
+            export.file.discard()
 
 
 class _Export:
-    """One save: its steps, each of which succeeds on all ranks or raises on all."""
+    """One save, on one rank: its steps, none of which communicates."""
 
-    def __init__(self, control: Control, what: str) -> None:
-        self._control = control
-        self._what = what
-        self._file: StagedFile | None = None  # on rank 0
+    def __init__(self, divided: Divided, rank: int) -> None:
+        self._leaves, self._rest, self._own, tied = divided
+        self._rank = rank
         self._layout: TorchFile | None = None  # on rank 0
-        self._leaves: dict[str, Leaf] = {}
-        self._rest: dict[str, Any] = {}
-        self._own: set[str] = set()  # the names of which this rank is the lowest to have them
-        self._shared: dict[str, str] = {}  # the name of a tied tensor -> the name its elements are stored under
+        self.file: StagedFile | None = None  # on rank 0
+        # The name of a tied tensor -> the name its elements are stored under.
+        self._shared: dict[str, str] = {key: keys[0] for groups in tied for keys in groups for key in keys[1:]}
 
-    def run(
-        self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], plan_summary: Mapping[str, Any] | None
-    ) -> None:
-        try:
-            others = self._look(checkpoint)
-
-            def lay_out() -> tuple[str, dict[str, int]] | None:
-                if self._control.rank != 0:
-                    return None
-                self._layout = self._laid_out(others, plan_summary)
-                self._file = StagedFile(local_output(path), self._layout.nbytes)
-                return str(self._file.path), {
-                    str(place.key): place.offset for place in self._layout.places if place.tensor is None
-                }
-
-            told = collect(self._control, self._what, lay_out)[0]
-            parts = collect(self._control, self._what, lambda: self._write(*told))  # type: ignore[misc]
-            collect(self._control, self._what, lambda: self._complete(parts))
-        finally:
-            if self._file is not None:
-                self._file.discard()
-
-    def _look(self, checkpoint: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], Any]]:
-        """Take the checkpoint apart and compare with the other ranks.
-
-        Returns:
-            Path and value, or hole, of what other ranks have and rank 0 has not: an optimizer may have no state for a
-            parameter of which rank 0 holds nothing. Of each, the lowest rank that has it counts and writes it.
-        """
-
-        def look() -> _Start:
-            self._leaves, self._rest = split(checkpoint)
-            for leaf in self._leaves.values():
-                check_savable(leaf)
-            return _Start(digest(self._leaves), _tied(self._leaves))
-
-        starts = collect(self._control, self._what, look)
-        self._shared = {key: keys[0] for start in starts for keys in start.tied for key in keys[1:]}
-        if len({start.digest for start in starts}) == 1:
-            self._own = set(self._leaves) if self._control.rank == 0 else set()
-            return []
-        descriptions = self._control.gather_objects(describe(self._leaves))
-        conflict = disagreement(descriptions)
-        if conflict is not None:
-            raise CheckpointError(f"Could not {self._what}: the ranks hold different checkpoints: {conflict}.")
-        known = {key for description in descriptions[: self._control.rank] for key in description}
-        self._own = set(self._leaves) - known
-        own = [leaf for key, leaf in self._leaves.items() if key in self._own and self._control.rank != 0]
-        mine = [self._outline(leaf) for leaf in own]
-        return [pair for pairs in collect(self._control, self._what, lambda: mine) for pair in pairs]
+    def only_here(self) -> list[tuple[tuple[Any, ...], Any]]:
+        """Path and value, or hole, of what this rank owns in place of rank 0."""
+        return [self._outline(self._leaves[key]) for key in self._leaves if key in self._own and self._rank != 0]
 
     def _outline(self, leaf: Leaf) -> tuple[tuple[Any, ...], Any]:
         value = leaf.value
         if leaf.is_container:
             return leaf.path, {}
-        if isinstance(value, FlatShard) or (is_plain(value) and self._control.rank != 0):
+        if isinstance(value, FlatShard) or (is_plain(value) and self._rank != 0):
             return leaf.path, Hole(self._shared.get(leaf.key, leaf.key), value.dtype, value.shape)
         return leaf.path, value
 
-    def _laid_out(self, others: list[tuple[tuple[Any, ...], Any]], plan_summary: Mapping[str, Any] | None) -> TorchFile:
-        pairs = [self._outline(leaf) for leaf in self._leaves.values()] + others
-        content = {**self._rest, **put_together(pairs)}
+    def lay_out(
+        self,
+        others: list[tuple[tuple[Any, ...], Any]],
+        path: str | os.PathLike[str],
+        plan_summary: Mapping[str, Any] | None,
+    ) -> tuple[str, dict[str, int]] | None:
+        """Rank 0: make the file. Returns its temporary name, and where each hole begins."""
+        if self._rank != 0:
+            return None
+        content = {**self._rest, **put_together([self._outline(leaf) for leaf in self._leaves.values()] + others)}
         if isinstance(content.get("optimizer_states"), list):
             content["optimizer_states"] = [by_parameter_index(state) for state in content["optimizer_states"]]
         if plan_summary is not None:
             content[SUMMARY_KEY] = {**content.get(SUMMARY_KEY, {}), "plan": dict(plan_summary)}
-        return TorchFile(content)
+        self._layout = TorchFile(content)
+        self.file = StagedFile(local_output(path), self._layout.nbytes)
+        return str(self.file.path), {str(p.key): p.offset for p in self._layout.places if p.tensor is None}
 
-    def _write(self, file: str, offsets: Mapping[str, int]) -> tuple[list[_Part], list[int]]:
+    def write(self, file: str, offsets: Mapping[str, int]) -> tuple[list[_Part], list[int]]:
         """Write what this rank holds. Returns the parts of holes, and the checksums of rank 0's ordinary tensors."""
         try:
             # Not to be read: a client of a network file system that may read could write back whole pages, with its
@@ -183,9 +139,7 @@ class _Export:
                 for key, start, flat in self._mine(offsets)
             ]
             places = self._layout.places if self._layout is not None else []
-            crcs = [
-                write_tensor(descriptor, place.offset, place.tensor) for place in places if place.tensor is not None
-            ]
+            crcs = [write_tensor(descriptor, p.offset, p.tensor) for p in places if p.tensor is not None]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -206,28 +160,28 @@ class _Export:
                 found.append((key, 0, value.detach().contiguous().view(-1)))
         return found
 
-    def _complete(self, written: Sequence[tuple[list[_Part], list[int]]]) -> None:
+    def complete(self, written: Sequence[tuple[list[_Part], list[int]]]) -> None:
         """Rank 0: check that all elements were written, write the rest of the file, publish."""
-        if self._layout is None or self._file is None:
+        if self._layout is None or self.file is None:
             return
         by_key: dict[Hashable, list[_Part]] = {}
         for parts, _ in written:
             for part in parts:
                 by_key.setdefault(part.key, []).append(part)
         plain = iter(written[0][1])
-        crcs = []
-        for place in self._layout.places:
-            if place.tensor is not None:
-                crcs.append(next(plain))
-            else:
-                crcs.append(_checked(str(place.key), place.nbytes, sorted(by_key.get(place.key, []))))
-        descriptor = os.open(self._file.path, os.O_WRONLY)
+        crcs = [
+            _checked(str(place.key), place.nbytes, sorted(by_key.get(place.key, [])))
+            if place.tensor is None
+            else next(plain)
+            for place in self._layout.places
+        ]
+        descriptor = os.open(self.file.path, os.O_WRONLY)
         try:
             for offset, content in self._layout.frame(crcs):
                 write_bytes(descriptor, offset, content)
         finally:
             os.close(descriptor)
-        self._file.publish()
+        self.file.publish()
 
 
 def by_parameter_index(optimizer: Any) -> Any:

@@ -61,6 +61,11 @@ class Destination:
         self.path = Path()
         self.suffix = ""
 
+    def named(self, name: str) -> str:
+        """What a file of a known name is called here."""
+        stem, extension = os.path.splitext(name)
+        return f"{stem}{self.suffix}{extension}"
+
     def begin(self) -> str:
         """Rank 0: get ready. Returns what the other ranks need to enter."""
         self._staging = Staging(local_path(self._final))
@@ -145,7 +150,7 @@ class RemoteDestination(Destination):
             self._may_be_published = self._read_record() in (record, None)
             raise
         self._store.put_file(str(self.path / METADATA_FILE), f"{self._root}/{METADATA_FILE}")
-        self._store.put_file(str(self.path / f"meta{self.suffix}.pt"), f"{self._root}/{META_FILE}")
+        self._store.put_file(str(self.path / self.named(META_FILE)), f"{self._root}/{META_FILE}")
         with contextlib.suppress(Exception):  # what is left is deleted by the next save
             for name in _names(self._store, self._root):
                 if name in before or ((ours := _OURS.fullmatch(name)) and ours[1] != self.suffix[1:]):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import os
 import re
 import warnings
 import zlib
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.agreement import Control, collect
 from lightning_zero.checkpoint.format.dcp import StoredBytes, StoredShape, parse_metadata
 from lightning_zero.checkpoint.format.elements import BoxItem, BoxSource, ChunkSource, memory_of
 from lightning_zero.checkpoint.format.items import Opened, put_together
@@ -37,31 +35,27 @@ from lightning_zero.checkpoint.format.record import (
     Item,
     Record,
     TensorItem,
-    ValueItem,
 )
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import ADVICE, load_torch
 from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder
-from lightning_zero.checkpoint.storage.files import Files, open_folder, read_bytes
+from lightning_zero.checkpoint.storage.files import Files, read_bytes
 from lightning_zero.errors import CheckpointError
 
 __all__ = [
     "Directory",
     "ForeignDirectory",
-    "is_sharded_checkpoint",
-    "load_checkpoint_directory",
     "load_safely",
-    "load_together",
+    "places_of",
     "read_directory",
     "read_foreign_directory",
 ]
 
+Path = tuple[Any, ...]  # the way through a checkpoint dictionary
+
 
 class Directory:
-    """An open checkpoint directory.
-
-    Args:
-        files: of the directory.
+    """An open checkpoint directory of our own.
 
     Attributes:
         source: reads its tensors.
@@ -75,10 +69,6 @@ class Directory:
     def __init__(self, files: Files) -> None:
         self.files = files
         self.source = ChunkSource(files)
-        if not files.has(RECORD_FILE):
-            raise CheckpointError(
-                f"'{files.name}' has no readable {RECORD_FILE}: it is no checkpoint of this strategy."
-            )
         data = read_bytes(files, RECORD_FILE)
         self.digest = zlib.crc32(data)
         try:
@@ -87,11 +77,7 @@ class Directory:
             raise self.unusable(error) from error
 
     def check_size(self, name: str) -> None:
-        """Compare the size of a file with the recorded one.
-
-        Raises:
-            CheckpointError: if it is another, or the file is missing.
-        """
+        """Compare the size of a file with the recorded one: ``CheckpointError``."""
         nbytes, expected = self.files.size(name), self.record.files[name].nbytes
         if nbytes != expected:
             raise CheckpointError(
@@ -110,63 +96,6 @@ class Directory:
         """What to raise if the record is not what it should be."""
         return CheckpointError(f"'{self.files.name}/{RECORD_FILE}' cannot be used: {error}.")
 
-    def read_bytes(self, file: str, offset: int, nbytes: int) -> bytes:
-        """A range of a file."""
-        return read_bytes(self.files, file, offset, nbytes)
-
-
-def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a directory that ``load_checkpoint_directory`` reads. Local: looks at names only."""
-    try:
-        return open_folder(path).has(RECORD_FILE)
-    except CheckpointError:
-        return False
-
-
-def load_checkpoint_directory(path: str | os.PathLike[str], control: Control) -> dict[str, Any]:
-    """Read the record of a checkpoint directory; tensors stay on disk until they are asked for.
-
-    Returns:
-        Lightning's checkpoint dictionary, as it was saved, with a StoredTensor for every tensor that was saved
-        sharded or under ``state_dict`` or ``optimizer_states``. What could not be written in a form that is safe to
-        load is left out with a warning on rank 0, unless ``torch.load(weights_only=True)`` accepts it.
-
-    Raises:
-        CheckpointError: on every rank, naming the file, if the directory is no whole checkpoint or the ranks see
-            different ones.
-
-    Collective: every rank.
-    """
-    return load_together(path, control, lambda: read_directory(open_folder(path)))
-
-
-def load_together(path: str | os.PathLike[str], control: Control, load: Callable[[], Opened]) -> dict[str, Any]:
-    """Open a checkpoint on every rank or on none, and say what was left out.
-
-    Raises:
-        CheckpointError: on every rank, if ``load`` raised on any or the ranks see different checkpoints.
-
-    Collective: every rank.
-    """
-    what = f"load the checkpoint '{os.fspath(path)}'"
-    opened: list[Opened] = []
-
-    def look() -> Any:
-        opened.append(load())
-        return opened[0].digest
-
-    digests = collect(control, what, look)
-    if any(digest != digests[0] for digest in digests):
-        raise CheckpointError(f"Could not {what}: the ranks see different directories there. Use a shared file system.")
-    checkpoint, _, missing = opened[0]
-    if missing and control.rank == 0:
-        warnings.warn(
-            f"Left out of the checkpoint '{os.fspath(path)}', because loading it could run code: {', '.join(missing)}. "
-            f"If it is needed and you trust the file, allow its class with `torch.serialization.add_safe_globals`.",
-            stacklevel=3,
-        )
-    return checkpoint
-
 
 def read_directory(files: Files) -> Opened:
     """What is in a checkpoint directory of our own.
@@ -181,18 +110,19 @@ def read_directory(files: Files) -> Opened:
         checkpoint, missing = _checkpoint(directory)
     except ValueError as error:
         raise directory.unusable(error) from error
-    return Opened(checkpoint, directory.digest, missing)
+    return Opened(checkpoint, directory.digest, [f"'{name}' ({kind})" for name, kind in missing])
 
 
-def _checkpoint(directory: Directory) -> tuple[dict[str, Any], list[str]]:
-    """The dictionary, and the names of what is not in it."""
-    missing: list[str] = []
-    pairs: list[tuple[tuple[Any, ...], Any]] = []
+def _checkpoint(directory: Directory) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The dictionary, and name and class of what is not in it."""
+    missing: list[tuple[str, str]] = []
+    pairs: list[tuple[Path, Any]] = []
     for key, item in directory.record.items.items():
-        try:
-            pairs.append((item.path, _value(directory, key, item)))
-        except _LeftOut as error:
-            missing.append(f"'{key}' ({error})")
+        value, left_out = _value(directory, key, item)
+        if left_out is None:
+            pairs.append((item.path, value))
+        else:
+            missing.append((key, left_out))
     decoder = Decoder(lambda reference: _meta_tensor(directory, reference))
     rest = decoder.decode(directory.record.meta)
     if not isinstance(rest, dict):
@@ -202,27 +132,16 @@ def _checkpoint(directory: Directory) -> tuple[dict[str, Any], list[str]]:
     return {**rest, **put_together(pairs)}, missing
 
 
-class _LeftOut(Exception):
-    """A value that is not loaded; the text is its type."""
-
-
-def _value(directory: Directory, key: str, item: Item) -> Any:
+def _value(directory: Directory, key: str, item: Item) -> tuple[Any, str | None]:
+    """A value, or the class for which it is not loaded."""
     if isinstance(item, TensorItem):
-        return StoredTensor(directory.source, key, item)
+        return StoredTensor(directory.source, key, item), None
     if isinstance(item, BlobItem):
-        found = load_safely(directory.read_bytes(item.file, item.offset, item.nbytes))
-        if found is None:
-            raise _LeftOut(item.type)
-        return found[0]
-    return _decode(item)
-
-
-def _decode(item: ValueItem) -> Any:
+        found = load_safely(read_bytes(directory.files, item.file, item.offset, item.nbytes))
+        return (None, item.type) if found is None else (found[0], None)
     decoder = Decoder()
-    value = decoder.decode([item.value])
-    if decoder.unsupported:
-        raise _LeftOut(decoder.unsupported[0][1])
-    return value[0]
+    (value,) = decoder.decode([item.value])
+    return value, decoder.unsupported[0][1] if decoder.unsupported else None
 
 
 def load_safely(archive: bytes) -> tuple[Any] | None:
@@ -235,13 +154,13 @@ def load_safely(archive: bytes) -> tuple[Any] | None:
 
 
 def _add_from_meta_file(
-    directory: Directory, rest: Any, unsupported: Sequence[tuple[tuple[Any, ...], str]]
-) -> list[str]:
-    """Fill gaps from ``meta.pt``, if it loads without running code. Returns the gaps that stay."""
+    directory: Directory, rest: Any, unsupported: Sequence[tuple[Path, str]]
+) -> list[tuple[str, str]]:
+    """Fill gaps from ``meta.pt``, if it loads without running code. Returns name and class of the gaps that stay."""
     loaded = None
     name = directory.listed(META_FILE)
     if name in directory.record.files:
-        loaded = load_safely(directory.read_bytes(name, 0, directory.record.files[name].nbytes))
+        loaded = load_safely(read_bytes(directory.files, name, 0, directory.record.files[name].nbytes))
     missing = []
     for path, kind in unsupported:
         try:
@@ -250,7 +169,7 @@ def _add_from_meta_file(
                 source, target = source[part], target[part]
             target[path[-1]] = source[path[-1]]
         except (KeyError, IndexError, TypeError):
-            missing.append(f"'{'.'.join(map(str, path))}' ({kind})")
+            missing.append((".".join(map(str, path)), kind))
     return missing
 
 
@@ -273,13 +192,10 @@ _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 class ForeignDirectory:
     """An open directory whose files are as long as its index says.
 
-    Args:
-        files: of the directory.
-
     Attributes:
         index: the content of ``.metadata``.
+        paths: of everything in it, in the order of the dictionary that was saved.
         tensors: what is a tensor there.
-        source: reads them.
         digest: of the bytes of ``.metadata``.
 
     Raises:
@@ -288,19 +204,21 @@ class ForeignDirectory:
 
     def __init__(self, files: Files) -> None:
         self.files = files
-        self.source = BoxSource(files)
+        self._source = BoxSource(files)
         data = read_bytes(files, METADATA_FILE)
         self.digest = zlib.crc32(data)
         try:
             self.index = parse_metadata(data)
             self.tensors = {
-                name: _item(name, item) for name, item in self.index.items.items() if isinstance(item, StoredShape)
+                name: _box_item(name, item) for name, item in self.index.items.items() if isinstance(item, StoredShape)
             }
         except ValueError as error:
-            raise CheckpointError(f"'{files.name}/{METADATA_FILE}' cannot be used: {error}.") from error
+            raise self.unusable(error) from error
+        names = [*(name for name in self.index.paths if name in self.index.items), *self.index.items]
+        self.paths: dict[str, Path] = {name: self.index.paths.get(name, (name,)) for name in names}
         ends: dict[str, int] = {}
         for item in self.index.items.values():
-            for place in [item] if isinstance(item, StoredBytes) else [stored.archive for stored in item.boxes]:
+            for place in places_of(item):
                 ends[place.file] = max(ends.get(place.file, 0), place.offset + place.nbytes)
         for name, end in ends.items():
             nbytes = files.size(name)
@@ -310,19 +228,22 @@ class ForeignDirectory:
                 )
 
     def value(self, name: str) -> Any:
-        """What is stored under a name.
-
-        Raises:
-            CheckpointError: if it is no tensor and could run code.
-        """
-        if name in self.tensors:
-            return StoredTensor(self.source, name, self.tensors[name])
+        """What is stored under a name; ``CheckpointError`` if it is no tensor and could run code."""
         place = self.index.items[name]
         if not isinstance(place, StoredBytes):
-            raise TypeError(f"'{name}' is a tensor")
+            return StoredTensor(self._source, name, self.tensors[name])
         data = read_bytes(self.files, place.file, place.offset, place.nbytes)
         where = f"'{name}' in '{self.files.name}/{place.file}'"
         return load_torch(io.BytesIO(data), where, True, "allow its class with `torch.serialization.add_safe_globals`")
+
+    def unusable(self, error: ValueError) -> CheckpointError:
+        """What to raise if the index is not what it should be."""
+        return CheckpointError(f"'{self.files.name}/{METADATA_FILE}' cannot be used: {error}.")
+
+
+def places_of(item: StoredBytes | StoredShape) -> list[StoredBytes]:
+    """Where in a stock directory the data of one of its items lies."""
+    return [item] if isinstance(item, StoredBytes) else [stored.archive for stored in item.boxes]
 
 
 def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
@@ -336,49 +257,41 @@ def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
         CheckpointError: if it is no whole checkpoint or could run code, naming the file.
     """
     directory = ForeignDirectory(files)
-    names = [*(name for name in directory.index.paths if name in directory.index.items), *directory.index.items]
-    paths = {name: directory.index.paths.get(name, (name,)) for name in names}  # in the order of the dictionary
-    layout = _layout(paths)
-    pairs = [(layout(path), directory.value(name)) for name, path in paths.items()]
+    layout = _layout(directory.paths)
+    pairs = [(layout(path), directory.value(name)) for name, path in directory.paths.items()]
     pairs.sort(key=lambda pair: [part if isinstance(part, Index) else 0 for part in pair[0]])  # lists in their order
     try:
         checkpoint = put_together(pairs)
     except ValueError as error:
-        raise CheckpointError(f"'{files.name}/{METADATA_FILE}' cannot be used: {error}.") from error
+        raise directory.unusable(error) from error
     for state in checkpoint.get("optimizer_states", ()):
         if isinstance(state, dict):  # of empty containers nothing is stored
             state.setdefault("state", {})
             state.setdefault("param_groups", [])
-    rest, digest = _read_meta_file(files, weights_only)
-    return Opened({**rest, **checkpoint}, (directory.digest, digest))
-
-
-def _read_meta_file(files: Files, weights_only: bool | None) -> tuple[Mapping[str, Any], int]:
-    """What Lightning puts beside the tensors, and a digest of it."""
-    if not files.has(META_FILE):
-        return {}, 0
+    if not files.has(META_FILE):  # what Lightning puts beside the tensors
+        return Opened(checkpoint, (directory.digest, 0))
     data = read_bytes(files, META_FILE)
     where = f"'{files.name}/{META_FILE}'"
-    loaded = load_torch(io.BytesIO(data), where, weights_only, ADVICE)
-    if not isinstance(loaded, Mapping):
-        raise CheckpointError(f"{where} holds a {type(loaded).__name__} instead of a dictionary.")
-    return loaded, zlib.crc32(data)
+    rest = load_torch(io.BytesIO(data), where, weights_only, ADVICE)
+    if not isinstance(rest, Mapping):
+        raise CheckpointError(f"{where} holds a {type(rest).__name__} instead of a dictionary.")
+    return Opened({**rest, **checkpoint}, (directory.digest, zlib.crc32(data)))
 
 
-def _item(name: str, stored: StoredShape) -> BoxItem:
+def _box_item(name: str, stored: StoredShape) -> BoxItem:
     try:
         return BoxItem((), stored.dtype, stored.shape, (), stored.boxes)
     except ValueError as error:
         raise ValueError(f"of '{name}', {error}") from error
 
 
-def _layout(paths: Mapping[str, tuple[Any, ...]]) -> Any:
+def _layout(paths: Mapping[str, Path]) -> Callable[[Path], Path]:
     """A function from the path in the saved dictionary to the path in Lightning's."""
     tops = {path[0] for path in paths.values() if len(path) > 1}
     weights = next((top for top in ("state_dict", "model") if top in tops), None)
     numbers = sorted(int(found[1]) for top in tops if type(top) is str and (found := _OPTIMIZER.fullmatch(top)))
 
-    def place(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    def place(path: Path) -> Path:
         inner = tuple(Index(part) if type(part) is int else part for part in path[1:])
         if weights is None and not numbers:
             return "state_dict", path[0], *inner

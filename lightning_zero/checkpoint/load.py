@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_zero.checkpoint.agreement import Control, collect
 from lightning_zero.checkpoint.directories import (
     Directory,
     ForeignDirectory,
-    load_together,
+    places_of,
     read_directory,
     read_foreign_directory,
 )
@@ -48,6 +47,8 @@ from lightning_zero.checkpoint.storage.files import (
     read_bytes,
 )
 from lightning_zero.checkpoint.storage.http import is_http
+from lightning_zero.comm import ControlGroup
+from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError
 
 __all__ = [
@@ -56,29 +57,26 @@ __all__ = [
     "find_checkpoint",
     "is_checkpoint_directory_at",
     "open_checkpoint",
-    "read_checkpoint",
-    "require_lightning",
     "verify_checkpoint",
-    "verify_together",
 ]
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], control: Control, *, verify: bool = False, weights_only: bool | None = None
+    path: str | os.PathLike[str], control: ControlGroup, *, verify: bool = False, weights_only: bool | None = None
 ) -> dict[str, Any]:
     """Read what a checkpoint says of itself; tensors stay on disk until they are asked for.
 
     Args:
-        path: a directory of ours, of ``torch.distributed.checkpoint`` or of Hugging Face, a safetensors file, or a
-            file of ``torch.save``; local or the URL of any file system that fsspec knows.
+        path: a directory of ours, of Lightning's sharded strategies or of ``dcp.save``; a torch file; a safetensors
+            file or directory; a local path or a URL.
         control: the ranks.
-        verify: check every checksum there is before anything is used, each rank a part of the files.
-        weights_only: whether pickles of other programs are refused if they could run code, as for ``torch.load``;
-            by default they are. Our own directories hold none that is needed.
+        verify: read everything that has a checksum and compare it, the files shared out among the ranks.
+        weights_only: for torch files and the ``meta.pt`` of other programs, as for ``torch.load``. ``False`` lets them
+            run code, which by default they must not. Our own directories hold none that is needed.
 
     Returns:
         Lightning's checkpoint dictionary. Tensors are StoredTensors, or mapped from a torch file. What is only
-        weights is under ``state_dict``.
+        weights is under ``state_dict``. What could run code is left out with a warning on rank 0, or refused.
 
     Raises:
         CheckpointError: on every rank, naming the file, if it is no whole checkpoint, if it could run code, or if the
@@ -86,25 +84,27 @@ def open_checkpoint(
 
     Collective: every rank.
     """
-    found: list[Found] = []
+    what = f"load the checkpoint '{os.fspath(path)}'"
+    read: list[tuple[Found, Opened]] = []
 
-    def load() -> Opened:
-        found.append(find_checkpoint(path))
-        return read_checkpoint(path, found[0], weights_only)
+    def look() -> Any:
+        found = find_checkpoint(path)
+        read.append((found, read_checkpoint(path, found, weights_only)))
+        return read[0][1].digest
 
-    checkpoint = load_together(path, control, load)
-    if verify:
-        verify_together(path, found[0], control)
-    return checkpoint
-
-
-def require_lightning(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Make sure that Lightning wrote a checkpoint, so that a run can go on from it: ``CheckpointError``."""
-    if "pytorch-lightning_version" not in checkpoint:
-        raise CheckpointError(
-            f"'{os.fspath(path)}' is no checkpoint of a Trainer and holds weights only: a run cannot go on from it. To "
-            "begin one with these weights, use CheckpointPolicy(initial_weights=...) in place of `ckpt_path`."
+    digests = collect(control, what, look)
+    found, (checkpoint, _, missing) = read[0]
+    if any(digest != digests[0] for digest in digests):
+        raise CheckpointError(f"Could not {what}: the ranks see different directories there. Use a shared file system.")
+    if missing and control.rank == 0:
+        warnings.warn(
+            f"Left out of the checkpoint '{os.fspath(path)}', because loading it could run code: {', '.join(missing)}. "
+            f"If it is needed and you trust the file, allow its class with `torch.serialization.add_safe_globals`.",
+            stacklevel=2,
         )
+    if verify:
+        collect(control, f"verify the checkpoint '{os.fspath(path)}'", lambda: _verify_share(found, control))
+    return checkpoint
 
 
 def is_checkpoint_directory_at(path: str | os.PathLike[str]) -> bool:
@@ -210,12 +210,12 @@ def _samples(files: Files, name: str, end_nbytes: int = _SAMPLE_NBYTES) -> tuple
     return size, *(zlib.crc32(read_bytes(files, name, start, min(nbytes, size - start))) for start, nbytes in parts)
 
 
-Progress = Callable[[int], None]
+Progress = Callable[[int], Any]
 
 _NAMED = 8  # how many damages a message spells out
 
 
-def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress | None = None) -> list[str]:
+def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lambda nbytes: None) -> list[str]:
     """Read a whole checkpoint and compare it with its sizes and checksums.
 
     Args:
@@ -227,8 +227,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress | None
     """
     try:
         found = find_checkpoint(path)
-        checks = _checks(found)
-        damages = [damage for check in checks for damage in check.run(progress or (lambda nbytes: None))]
+        damages = [damage for check in _checks(found) for damage in check.run(progress)]
         if not damages:
             read_checkpoint(path, found, None)
     except CheckpointError as error:
@@ -238,20 +237,33 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress | None
     return damages
 
 
-def verify_together(path: str | os.PathLike[str], found: Found, control: Control) -> None:
-    """Verify a checkpoint, each rank a part of its files; ``CheckpointError`` on every rank. Collective."""
+def _verify_share(found: Found, control: ControlGroup) -> None:
+    """Verify this rank's part of a checkpoint: the largest checks first, each for the rank that has least to read."""
+    loads, damages = [0] * control.world_size, []
+    for check in sorted(_checks(found), key=lambda check: -check.nbytes):
+        rank = loads.index(min(loads))
+        loads[rank] += check.nbytes + 1
+        if rank == control.rank:
+            damages += check.run(lambda nbytes: None)
+    if damages:
+        more = [f"and {len(damages) - _NAMED} more"] if len(damages) > _NAMED else []
+        raise CheckpointError("\n    ".join(["it is damaged.", *damages[:_NAMED], *more]))
 
-    def verify() -> None:
-        checks = _checks(found)
-        damages = [damage for check in _share(checks, control) for damage in check.run(lambda nbytes: None)]
-        if damages:
-            more = [f"and {len(damages) - _NAMED} more"] if len(damages) > _NAMED else []
-            raise CheckpointError("\n    ".join(["it is damaged.", *damages[:_NAMED], *more]))
 
-    collect(control, f"verify the checkpoint '{os.fspath(path)}'", verify)
+class _Check(NamedTuple):
+    """A part of a checkpoint with checksums of its own: its size, and what reads it and gives what is damaged."""
+
+    nbytes: int
+    damages: Callable[[Progress], Iterator[str]]
+
+    def run(self, progress: Progress) -> list[str]:
+        try:
+            return list(self.damages(progress))
+        except CheckpointError as error:
+            return [str(error)]
 
 
-def _checks(found: Found) -> list[_FileCheck | _ArchiveCheck]:
+def _checks(found: Found) -> list[_Check]:
     """What there is to check, in an order that is the same on every rank."""
     kind, files, name = found
     if kind is Kind.OWN:
@@ -259,143 +271,105 @@ def _checks(found: Found) -> list[_FileCheck | _ArchiveCheck]:
     if kind is Kind.FOREIGN:
         return _foreign_checks(ForeignDirectory(files))
     if kind is Kind.TORCH:
-        return [_ArchiveCheck(files, StoredBytes(name, 0, files.size(name)), f"'{files.name}/{name}'")]
+        return [_archive_check(files, StoredBytes(name, 0, files.size(name)), f"'{files.name}/{name}'")]
     return []
 
 
-def _share(checks: list[_FileCheck | _ArchiveCheck], control: Control) -> list[_FileCheck | _ArchiveCheck]:
-    """This rank's part: the largest first, each to the rank that has least to read."""
-    shares: list[list[_FileCheck | _ArchiveCheck]] = [[] for _ in range(control.world_size)]
-    loads = [0] * control.world_size
-    for check in sorted(checks, key=lambda check: -check.nbytes):
-        rank = loads.index(min(loads))
-        shares[rank].append(check)
-        loads[rank] += check.nbytes + 1
-    return shares[control.rank]
+_Ranges = dict[tuple[int, int, int], list[str]]  # byte, size and checksum -> the names of the tensors that lie there
 
 
-@dataclass
-class _FileCheck:
-    """A file against the checksums of the record."""
-
-    directory: Directory
-    name: str
-    # Byte, size and checksum of what has one by itself, and the names of the tensors.
-    ranges: dict[tuple[int, int, int], list[str]] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return self.directory.record.files[self.name].nbytes
-
-    def run(self, progress: Progress) -> list[str]:
-        files = self.directory.files
-        try:
-            self.directory.check_size(self.name)
-            return list(self._damages(f"'{files.name}/{self.name}'", _Reader(files, self.name, progress)))
-        except CheckpointError as error:
-            return [str(error)]
-
-    def _damages(self, where: str, reader: _Reader) -> Iterator[str]:
-        expected = self.directory.record.files[self.name].crc32
-        whole = end = 0
-        damaged = False
-        for (offset, nbytes, crc32), names in sorted(self.ranges.items()):
-            if offset >= end:
-                whole, _ = reader.crc32(end, offset - end, whole)
-                whole, found = reader.crc32(offset, nbytes, whole)
-                end = offset + nbytes
-            else:  # shares bytes with another
-                _, found = reader.crc32(offset, nbytes, 0)
-            if found != crc32:
-                damaged = True
-                tensors = " and ".join(f"'{name}'" for name in names)
-                yield f"{where} is damaged: {nbytes} bytes of {tensors} at byte {offset} do not match their checksum."
-        if expected is not None:
-            whole, _ = reader.crc32(end, self.nbytes - end, whole)
-            if whole != expected and not damaged:
-                yield f"{where} is damaged: it does not match its checksum, in bytes that belong to no tensor."
-
-
-class _Reader:
-    """Reads one file for checksums only, from its beginning to its end in large pieces."""
-
-    def __init__(self, files: Files, name: str, progress: Progress) -> None:
-        self._files = files
-        self._name = name
-        self._progress = progress
-        self._nbytes = files.size(name)
-        self._buffer = bytearray(min(self._nbytes, PIECE_NBYTES))
-        self._start = 0  # of what is in the buffer
-        self._filled = 0
-
-    def crc32(self, offset: int, nbytes: int, whole: int) -> tuple[int, int]:
-        """The checksum of all from before continued over a range, and that of the range alone."""
-        alone, end = 0, offset + nbytes
-        while offset < end:
-            piece = self._piece(offset)[: end - offset]
-            whole, alone = zlib.crc32(piece, whole), zlib.crc32(piece, alone)
-            offset += len(piece)
-        return whole, alone
-
-    def _piece(self, offset: int) -> memoryview:
-        """What is in the buffer from an offset; it is filled first if there is nothing."""
-        if not self._start <= offset < self._start + self._filled:
-            self._start, self._filled = offset, 0
-            count = min(len(self._buffer), self._nbytes - offset)
-            self._files.read_into(self._name, offset, memoryview(self._buffer)[:count])
-            self._filled = count
-            self._progress(count)
-        return memoryview(self._buffer)[offset - self._start : self._filled]
-
-
-def _own_checks(directory: Directory) -> list[_FileCheck | _ArchiveCheck]:
-    checks = {name: _FileCheck(directory, name) for name in directory.record.files}
+def _own_checks(directory: Directory) -> list[_Check]:
+    ranges: dict[str, _Ranges] = {name: {} for name in directory.record.files}
     for key, item in directory.record.items.items():
         if isinstance(item, TensorItem):
             for chunk in item.chunks:
                 if chunk.crc32 is not None:
                     place = (chunk.offset, chunk.numel * item.dtype.itemsize, chunk.crc32)
-                    checks[chunk.file].ranges.setdefault(place, []).append(key)
-    return [*checks.values()]
+                    ranges[chunk.file].setdefault(place, []).append(key)
+    return [
+        _Check(entry.nbytes, partial(_file_damages, directory, name, ranges[name]))
+        for name, entry in directory.record.files.items()
+    ]
 
 
-@dataclass
-class _ArchiveCheck:
-    """An archive against the checksums of its entries; one without any, or of another kind, is taken as it is."""
+def _file_damages(directory: Directory, name: str, ranges: _Ranges, progress: Progress) -> Iterator[str]:
+    """Compare a file with the record, from its beginning to its end: each range, and the whole."""
+    directory.check_size(name)
+    where = f"'{directory.files.name}/{name}'"
+    nbytes, expected = directory.record.files[name].nbytes, directory.record.files[name].crc32
+    file = _opened(directory.files, StoredBytes(name, 0, nbytes), PIECE_NBYTES, progress)
+    whole = end = 0
+    damaged = False
+    for (offset, length, crc32), names in sorted(ranges.items()):
+        if offset >= end:
+            whole, _ = _crc32(file, end, offset - end, whole)
+            whole, found = _crc32(file, offset, length, whole)
+            end = offset + length
+        else:  # shares bytes with another
+            _, found = _crc32(file, offset, length, 0)
+        if found != crc32:
+            damaged = True
+            tensors = " and ".join(f"'{name}'" for name in names)
+            yield f"{where} is damaged: {length} bytes of {tensors} at byte {offset} do not match their checksum."
+    if expected is not None:
+        whole, _ = _crc32(file, end, nbytes - end, whole)
+        if whole != expected and not damaged:
+            yield f"{where} is damaged: it does not match its checksum, in bytes that belong to no tensor."
 
-    files: Files
-    place: StoredBytes
-    what: str
 
-    @property
-    def nbytes(self) -> int:
-        return self.place.nbytes
+def _opened(files: Files, place: StoredBytes, buffer_nbytes: int, progress: Progress) -> io.BufferedReader:
+    """A range of a file, read in pieces of a size."""
 
-    def run(self, progress: Progress) -> list[str]:
-        where = f"'{self.files.name}/{self.place.file}'"
-        try:
-            window = Window(partial(self._read_into, progress), self.nbytes)
-            with zipfile.ZipFile(io.BufferedReader(window, 1 << 20)) as archive:
-                for entry in archive.infolist():
-                    if entry.CRC:  # torch writes 0 when told to compute none
-                        _read_through(archive, entry)
-        except CheckpointError as error:
-            return [str(error)]
-        except Exception as error:  # a damaged archive can raise anything
-            if self._is_legacy():
-                return []
-            return [f"{where} is damaged at byte {self.place.offset} and after, in {self.what}: {error}"]
-        return []
-
-    def _read_into(self, progress: Progress, offset: int, memory: memoryview) -> None:
-        self.files.read_into(self.place.file, self.place.offset + offset, memory)
+    def read_into(offset: int, memory: memoryview) -> None:
+        files.read_into(place.file, place.offset + offset, memory)
         progress(len(memory))
 
-    def _is_legacy(self) -> bool:
-        """Whether it begins as a pickle, the format of torch until 1.6, which has no checksums."""
-        first = bytearray(min(2, self.nbytes))
-        self.files.read_into(self.place.file, self.place.offset, memoryview(first))
-        return self.place.offset == 0 and first[:1] == b"\x80"
+    return io.BufferedReader(Window(read_into, place.nbytes), buffer_nbytes)
+
+
+def _crc32(file: io.BufferedReader, offset: int, nbytes: int, whole: int) -> tuple[int, int]:
+    """The checksum of all from before continued over a range, and that of the range alone."""
+    alone = 0
+    file.seek(offset)
+    while nbytes:
+        piece = file.read(min(nbytes, 1 << 20))
+        whole, alone = zlib.crc32(piece, whole), zlib.crc32(piece, alone)
+        nbytes -= len(piece)
+    return whole, alone
+
+
+def _foreign_checks(directory: ForeignDirectory) -> list[_Check]:
+    names: dict[StoredBytes, list[str]] = {}
+    for name, item in directory.index.items.items():
+        for place in places_of(item):
+            names.setdefault(place, []).append(name)
+    files = directory.files
+    checks = [
+        _archive_check(files, place, "the data of " + " and ".join(f"'{name}'" for name in found))
+        for place, found in names.items()
+    ]
+    if files.has(META_FILE):
+        checks.append(_archive_check(files, StoredBytes(META_FILE, 0, files.size(META_FILE)), "what is not sharded"))
+    return checks
+
+
+def _archive_check(files: Files, place: StoredBytes, what: str) -> _Check:
+    return _Check(place.nbytes, partial(_archive_damages, files, place, what))
+
+
+def _archive_damages(files: Files, place: StoredBytes, what: str, progress: Progress) -> Iterator[str]:
+    """Compare an archive with the checksums of its entries; one without any, or of another kind, is taken as it is."""
+    try:
+        with zipfile.ZipFile(_opened(files, place, 1 << 20, progress)) as archive:
+            for entry in archive.infolist():
+                if entry.CRC:  # torch writes 0 when told to compute none
+                    _read_through(archive, entry)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive can raise anything
+        # The format of torch until 1.6 begins as a pickle, and has no checksums.
+        if place.offset or read_bytes(files, place.file, 0, min(1, place.nbytes)) != b"\x80":
+            yield f"'{files.name}/{place.file}' is damaged at byte {place.offset} and after, in {what}: {error}"
 
 
 def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
@@ -403,19 +377,3 @@ def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
     with archive.open(entry) as content:
         while content.read(1 << 20):
             pass
-
-
-def _foreign_checks(directory: ForeignDirectory) -> list[_FileCheck | _ArchiveCheck]:
-    names: dict[StoredBytes, list[str]] = {}
-    items: Mapping[str, Any] = directory.index.items
-    for name, item in items.items():
-        for place in [item] if isinstance(item, StoredBytes) else [stored.archive for stored in item.boxes]:
-            names.setdefault(place, []).append(name)
-    checks: list[_FileCheck | _ArchiveCheck] = [
-        _ArchiveCheck(directory.files, place, "the data of " + " and ".join(f"'{name}'" for name in found))
-        for place, found in names.items()
-    ]
-    if directory.files.has(META_FILE):
-        place = StoredBytes(META_FILE, 0, directory.files.size(META_FILE))
-        checks.append(_ArchiveCheck(directory.files, place, "what is not sharded"))
-    return checks

@@ -8,8 +8,8 @@ import io
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_zero.checkpoint.agreement import Control, collect, failure_text
 from lightning_zero.checkpoint.destination import Destination, RemoteDestination
 from lightning_zero.checkpoint.directories import load_safely
 from lightning_zero.checkpoint.format.flat_shard import FlatShard
@@ -53,22 +52,19 @@ from lightning_zero.checkpoint.format.writer import (
     save_archive,
 )
 from lightning_zero.checkpoint.storage.files import is_remote
-from lightning_zero.comm.control import naming_failures
+from lightning_zero.comm import ControlGroup
+from lightning_zero.comm.control import collect, failure_text, naming_failures
 from lightning_zero.errors import CheckpointError
 
-__all__ = [
-    "Outline",
-    "Part",
-    "comes_back",
-    "no_garbage_collection",
-    "outline",
-    "save_checkpoint_directory",
-    "write_record",
-]
+__all__ = ["Divided", "divide", "new_file", "no_garbage_collection", "save_checkpoint_directory"]
 
 
 def save_checkpoint_directory(
-    checkpoint: Mapping[str, Any], path: str | os.PathLike[str], control: Control, *, plan_summary: Mapping[str, Any]
+    checkpoint: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    control: ControlGroup,
+    *,
+    plan_summary: Mapping[str, Any],
 ) -> list[str]:
     """Write a checkpoint directory and publish it in one step. See [Note: The directory] and [Note: Publishing].
 
@@ -94,106 +90,117 @@ def save_checkpoint_directory(
     """
     destination = RemoteDestination(os.fspath(path)) if is_remote(path) else Destination(path)
     with no_garbage_collection():
-        return _Save(control, destination, f"save the checkpoint '{os.fspath(path)}'").run(checkpoint, plan_summary)
-
-
-class _Save:
-    """One save: its steps, each of which succeeds on all ranks or raises on all."""
-
-    def __init__(self, control: Control, destination: Destination, what: str) -> None:
-        self._control = control
-        self._destination = destination
-        self._what = what
-
-    def run(self, checkpoint: Mapping[str, Any], plan_summary: Mapping[str, Any]) -> list[str]:
         try:
-            leaves, rest, token = self._prepare(checkpoint)
-            mine, named = self._divide(leaves, token)
-            writer = self._write_shards(mine, named)
-
-            def deliver() -> Part:
-                self._destination.deliver(list(writer.files))
-                outlines = {key: outline(leaf) for key, leaf in named.items()}
-                lost = [
-                    f"'{key}' ({found.type})" for key, found in outlines.items() if not comes_back(named[key], found)
-                ]
-                return Part(writer.written, writer.files, outlines, lost)
-
-            parts = collect(self._control, self._what, deliver)
-
-            def commit() -> list[str]:
-                if self._control.rank != 0:
-                    return []
-                lost = [f"'{'.'.join(map(str, path))}' ({kind})" for path, kind in changed(checkpoint)]
-                lost += write_record(self._destination, parts, rest, plan_summary)
-                self._destination.commit()
-                return lost
-
-            return collect(self._control, self._what, commit)[0]
+            return _save(checkpoint, destination, control, f"save the checkpoint '{os.fspath(path)}'", plan_summary)
         finally:
-            self._destination.discard()
+            destination.discard()
 
-    def _prepare(self, checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any], str]:
-        """Take the checkpoint apart; rank 0 prepares the destination."""
-        leaves: dict[str, Leaf] = {}
-        rest: dict[str, Any] = {}
 
-        def prepare() -> str:
-            found, others = split(checkpoint)
-            for leaf in found.values():
-                check_savable(leaf)
-            leaves.update(found)
-            rest.update(others)
-            return self._destination.begin() if self._control.rank == 0 else ""
+def _save(
+    checkpoint: Mapping[str, Any],
+    destination: Destination,
+    control: ControlGroup,
+    what: str,
+    plan_summary: Mapping[str, Any],
+) -> list[str]:
+    """The steps of a save, each of which succeeds on all ranks or raises on all."""
+    begin = destination.begin if control.rank == 0 else str
+    leaves, rest, own, tokens = divide(checkpoint, control, what, lambda _: begin())
+    collect(control, what, lambda: destination.enter(tokens[0]))
+    writer = ShardWriter(destination.path, destination.suffix)
+    _write_shards(writer, _planner(leaves, own), control, what)
 
-        token = collect(self._control, self._what, prepare)[0]
-        return leaves, rest, token
+    def deliver() -> _Part:
+        destination.deliver(list(writer.files))
+        lost: list[str] = []
+        outlines = {key: _outline(leaf, lost) for key, leaf in leaves.items() if key in own}
+        return _Part(writer.written, writer.files, outlines, lost)
 
-    def _divide(self, leaves: dict[str, Leaf], token: str) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
-        """Decide who writes what.
+    parts = collect(control, what, deliver)
 
-        A shard is written by every rank that holds some of it; everything else, and what has no elements, by the
-        lowest rank that has it. That is rank 0, unless an optimizer has no state for a parameter of which rank 0 owns
-        nothing.
+    def commit() -> list[str]:
+        if control.rank != 0:
+            return []
+        lost = [_named(path, kind) for path, kind in changed(checkpoint)]
+        lost += _write_record(destination, parts, rest, plan_summary)
+        destination.commit()
+        return lost
 
-        Returns:
-            What this rank writes, and what this rank is the lowest to have.
-        """
+    return collect(control, what, commit)[0]
 
-        def look() -> str:
-            self._destination.enter(token)
-            return digest(leaves)
 
-        known: set[str] = set(leaves) if self._control.rank > 0 else set()
-        if len(set(collect(self._control, self._what, look))) > 1:
-            descriptions = self._control.gather_objects(describe(leaves))
-            conflict = disagreement(descriptions)
-            if conflict is not None:
-                raise CheckpointError(f"Could not {self._what}: the ranks hold different checkpoints: {conflict}.")
-            known = {key for description in descriptions[: self._control.rank] for key in description}
-        named = {key: leaf for key, leaf in leaves.items() if key not in known}
-        mine = {
-            key: leaf
-            for key, leaf in leaves.items()
-            if not leaf.is_container
-            and (key in named or (isinstance(leaf.value, FlatShard) and leaf.value.numel() > 0))
-        }
-        return mine, named
+class Divided(NamedTuple):
+    """A checkpoint taken apart.
 
-    def _write_shards(self, mine: dict[str, Leaf], named: dict[str, Leaf]) -> ShardWriter:
-        writer = ShardWriter(self._destination.path, self._destination.suffix)
-        planner = LeafPlanner(mine, {key: leaf for key, leaf in named.items() if not leaf.is_container})
-        group = self._control.process_group
-        if group is None:
-            collect(self._control, self._what, lambda: _save_alone(writer, planner))
-            return writer
-        try:
-            with naming_failures(f"the attempt to {self._what}", self._control.rank):
-                save({}, storage_writer=writer, planner=planner, process_group=group)
-        except CheckpointException as error:
-            reasons = {rank: f"{type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items()}
-            raise CheckpointError(failure_text(self._what, reasons)) from None
-        return writer
+    Attributes:
+        leaves: the values that are written apart, by name.
+        rest: the other entries of the dictionary.
+        own: the names that this rank is the lowest to have. Of what several ranks have alike, its owner's is written.
+        seen: what ``look`` gave on each rank.
+    """
+
+    leaves: dict[str, Leaf]
+    rest: dict[str, Any]
+    own: set[str]
+    seen: list[Any]
+
+
+def divide(
+    checkpoint: Mapping[str, Any], control: ControlGroup, what: str, look: Callable[[dict[str, Leaf]], Any]
+) -> Divided:
+    """Take a checkpoint apart, and decide whose values count.
+
+    Rank 0 has every name, unless an optimizer has no state for a parameter of which rank 0 owns nothing.
+
+    Raises:
+        CheckpointError: on every rank, if a value cannot be saved, ``look`` raises, or the ranks differ about a value.
+
+    Collective: every rank.
+    """
+    leaves: dict[str, Leaf] = {}
+    rest: dict[str, Any] = {}
+
+    def take_apart() -> tuple[str, Any]:
+        found, others = split(checkpoint)
+        for leaf in found.values():
+            check_savable(leaf)
+        leaves.update(found)
+        rest.update(others)
+        return digest(leaves), look(leaves)
+
+    told = collect(control, what, take_apart)
+    known = set(leaves) if control.rank > 0 else set()
+    if len({found for found, _ in told}) > 1:
+        descriptions = control.gather_objects(describe(leaves))
+        conflict = disagreement(descriptions)
+        if conflict is not None:
+            raise CheckpointError(f"Could not {what}: the ranks hold different checkpoints: {conflict}.")
+        known = {key for description in descriptions[: control.rank] for key in description}
+    return Divided(leaves, rest, set(leaves) - known, [seen for _, seen in told])
+
+
+def _planner(leaves: Mapping[str, Leaf], own: set[str]) -> LeafPlanner:
+    """Every rank that holds some of a shard writes it; everything else, and what has no elements, its owner."""
+    stored = {key: leaf for key, leaf in leaves.items() if not leaf.is_container}
+    named = {key: leaf for key, leaf in stored.items() if key in own}
+    mine = {
+        key: leaf
+        for key, leaf in stored.items()
+        if key in own or (isinstance(leaf.value, FlatShard) and leaf.value.numel() > 0)
+    }
+    return LeafPlanner(mine, named)
+
+
+def _write_shards(writer: ShardWriter, planner: LeafPlanner, control: ControlGroup, what: str) -> None:
+    if control.process_group is None:
+        collect(control, what, lambda: _save_alone(writer, planner))
+        return
+    try:
+        with naming_failures(f"the attempt to {what}", control.rank):
+            save({}, storage_writer=writer, planner=planner, process_group=control.process_group)
+    except CheckpointException as error:
+        reasons = {rank: f"{type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items()}
+        raise CheckpointError(failure_text(what, reasons)) from None
 
 
 def _save_alone(writer: ShardWriter, planner: LeafPlanner) -> None:
@@ -225,7 +232,7 @@ def no_garbage_collection() -> Iterator[None]:
 _ALIGNMENT = 64  # bytes, of the tensors in meta.bin
 
 
-class Outline(NamedTuple):
+class _Outline(NamedTuple):
     """What the record says of a leaf but where it lies: a tensor (``dtype``), a JSON value, or a blob (neither)."""
 
     path: tuple[Any, ...]
@@ -236,48 +243,46 @@ class Outline(NamedTuple):
     has_value: bool = False
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """What one rank wrote.
 
     Attributes:
         written: the entries of its data file.
         files: its data file, if it has one.
-        outlines: what it is the lowest rank to have, by DCP name.
+        outlines: of what it owns, by DCP name.
         lost: what of that does not come back as it is, each with its class.
     """
 
     written: list[Written]
     files: dict[str, FileEntry]
-    outlines: dict[str, Outline]
+    outlines: dict[str, _Outline]
     lost: list[str]
 
 
-def outline(leaf: Leaf) -> Outline:
-    """What the record says of a leaf, but for its place."""
+def _outline(leaf: Leaf, lost: list[str]) -> _Outline:
+    """What the record says of a leaf; ``lost`` gets it if loading does not give it back in a program like this one."""
     value, kind = leaf.value, type_name(leaf.value)
     if isinstance(value, FlatShard) or is_plain(value):
-        return Outline(leaf.path, kind, dtype=value.dtype, shape=tuple(value.shape))
-    if isinstance(value, Tensor):
-        return Outline(leaf.path, kind)
-    try:
-        return Outline(leaf.path, kind, value=Encoder(strict=True).encode(value), has_value=True)
-    except Inexpressible:
-        return Outline(leaf.path, kind)
+        return _Outline(leaf.path, kind, dtype=value.dtype, shape=tuple(value.shape))
+    if not isinstance(value, Tensor):
+        with suppress(Inexpressible):
+            return _Outline(leaf.path, kind, value=Encoder(strict=True).encode(value), has_value=True)
+    if not leaf.is_container:
+        archive = io.BytesIO()
+        torch.save(value, archive)
+        if load_safely(archive.getvalue()) is None:
+            lost.append(_named([leaf.key], kind))
+    return _Outline(leaf.path, kind)
 
 
-def comes_back(leaf: Leaf, outlined: Outline) -> bool:
-    """Whether loading gives the value back in a program that is like this one."""
-    if outlined.has_value or outlined.dtype is not None or leaf.is_container:
-        return True
-    archive = io.BytesIO()
-    torch.save(leaf.value, archive)
-    return load_safely(archive.getvalue()) is not None
+def _named(path: Sequence[Any], kind: str) -> str:
+    return f"'{'.'.join(map(str, path))}' ({kind})"
 
 
-def write_record(
-    destination: Destination, parts: Sequence[Part], rest: dict[str, Any], plan_summary: Mapping[str, Any]
+def _write_record(
+    destination: Destination, parts: Sequence[_Part], rest: dict[str, Any], plan_summary: Mapping[str, Any]
 ) -> list[str]:
-    """Write what describes a checkpoint, last of it ``zero.json``; durably. On rank 0.
+    """Write what describes a checkpoint, last of it ``zero.json``; durably. On rank 0, when all data is delivered.
 
     Args:
         destination: to which every rank has delivered its data.
@@ -292,26 +297,25 @@ def write_record(
         ValueError: if the parts do not make up every tensor.
         OSError: if a file could not be written, or is not as everybody should see it.
     """
-    directory, meta_file = destination.path, _with_suffix(META_FILE, destination.suffix)
+    directory, (meta_file, tensors_file) = destination.path, map(destination.named, (META_FILE, META_TENSORS_FILE))
     written: dict[str, list[Written]] = {}
-    files: dict[str, FileEntry] = {}
     for part in parts:
-        files.update(part.files)
         for entry in part.written:
             written.setdefault(entry.key, []).append(entry)
     items = {key: _item(key, found, written) for part in parts for key, found in part.outlines.items()}
-    with _new_file(directory / meta_file) as file:
+    with new_file(directory / meta_file) as file:
         archive = ChecksummedFile(file)
         save_archive(rest, archive)
         described = {meta_file: FileEntry(archive.tell(), archive.checksum())}
-    encoder, encoded = _encode_rest(directory, _with_suffix(META_TENSORS_FILE, destination.suffix), rest, described)
+    encoder, encoded = _encode_rest(directory, tensors_file, rest, described)
     lost = [text for part in parts for text in part.lost]
     if encoder.unsupported and load_safely((directory / meta_file).read_bytes()) is None:
-        lost += [f"'{'.'.join(map(str, path))}' ({kind})" for path, kind in encoder.unsupported]
+        lost += [_named(path, kind) for path, kind in encoder.unsupported]
     destination.deliver(list(described))
     if not destination.suffix:  # where names are new with every save, ``.metadata`` is replaced after the record
-        described[METADATA_FILE] = _file_entry(directory / METADATA_FILE)
-    files.update(described)
+        content = (directory / METADATA_FILE).read_bytes()
+        described[METADATA_FILE] = FileEntry(len(content), zlib.crc32(content))
+    files = {name: entry for part in parts for name, entry in part.files.items()} | described
     sizes = destination.sizes()
     for name, listed in files.items():
         if sizes.get(name) != listed.nbytes:
@@ -324,12 +328,12 @@ def write_record(
         world_size=len(parts),
         writer={"lightning_zero": _own_version(), "torch": torch.__version__},
     )
-    with _new_file(directory / RECORD_FILE) as file:
+    with new_file(directory / RECORD_FILE) as file:
         file.write(record.to_bytes())
     return lost
 
 
-def _item(key: str, outline: Outline, written: Mapping[str, list[Written]]) -> Item:
+def _item(key: str, outline: _Outline, written: Mapping[str, list[Written]]) -> Item:
     entries = written.get(key, [])
     if outline.has_value:
         return ValueItem(outline.path, outline.value)
@@ -353,20 +357,14 @@ def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[s
 
         def store(tensor: Tensor) -> dict[str, Any]:
             if not opened:
-                opened.append(ChecksummedFile(stack.enter_context(_new_file(directory / name))))
-            file = opened[0]
+                opened.append(ChecksummedFile(stack.enter_context(new_file(directory / name))))
+            file, memory = opened[0], raw_memory(tensor)
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-            offset, memory = file.tell(), raw_memory(tensor)
-            crc32 = zlib.crc32(memory)
+            offset, crc32 = file.tell(), zlib.crc32(memory)
             file.write(memory)
             file.settle(offset, file.tell(), crc32)
-            return {
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-                "file": name,
-                "offset": offset,
-                "crc32": crc32,
-            }
+            place = {"file": name, "offset": offset, "crc32": crc32}
+            return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), **place}
 
         encoder = Encoder(store)
         encoded = encoder.encode(rest)
@@ -375,21 +373,8 @@ def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[s
         return encoder, encoded
 
 
-def _with_suffix(name: str, suffix: str) -> str:
-    stem, extension = os.path.splitext(name)
-    return f"{stem}{suffix}{extension}"
-
-
-def _file_entry(path: Path) -> FileEntry:
-    crc32 = nbytes = 0
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            crc32, nbytes = zlib.crc32(piece, crc32), nbytes + len(piece)
-    return FileEntry(nbytes, crc32)
-
-
 @contextmanager
-def _new_file(path: Path) -> Iterator[BinaryIO]:
+def new_file(path: Path) -> Iterator[BinaryIO]:
     """A file that did not exist, durable when the context ends."""
     with open(path, "x+b") as file:
         yield file

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
+from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError, OffloadError
 
-__all__ = ["ControlGroup", "naming_failures", "raise_failure"]
+__all__ = ["ControlGroup", "collect", "failure_text", "naming_failures", "raise_failure"]
+
+T = TypeVar("T")
+_NAMED_RANKS = 4  # how many failing ranks a message spells out
 
 _SAME_PROGRAM = (
     "Every rank must build the same model with the same strategy settings; look for code that depends on the "
@@ -175,3 +179,43 @@ class ControlGroup:
         raise DivergenceError(
             f"Rank {other} has another {what} than rank 0. First differences:\n{''.join(different[:3])}{advice}"
         )
+
+
+def collect(control: ControlGroup, what: str, action: Callable[[], T]) -> list[T]:
+    """Run ``action`` here and give every rank's result, which can be pickled, to every rank, in rank order.
+
+    Args:
+        control: the ranks.
+        what: the step, to follow "could not": "write the data of /runs/last.ckpt".
+        action: returns something small.
+
+    Raises:
+        CheckpointError: on every rank if ``action`` raised on any, naming the ranks and their reasons.
+
+    Collective: every rank.
+    """
+    value: Any = None
+    error: BaseException | None = None
+    failure: str | None = None
+    try:
+        value = action()
+    except BaseException as raised:
+        error = raised
+        failure = f"{type(error).__name__} on host {socket.gethostname()}: {error}"
+    outcomes: list[tuple[Any, str | None]] = control.gather_objects((value, failure))
+    if error is not None and not isinstance(error, Exception):
+        raise error  # an interrupt stays one on the rank that received it
+    failures = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
+    if failures:
+        raise CheckpointError(failure_text(what, failures)) from error
+    return [found for found, _ in outcomes]
+
+
+def failure_text(what: str, failures: Mapping[int, str]) -> str:
+    """The message of a step that failed on some ranks."""
+    named = [f"  rank {rank}: {text}" for rank, text in sorted(failures.items())[:_NAMED_RANKS]]
+    if len(failures) > _NAMED_RANKS:
+        named.append(f"  ... and {len(failures) - _NAMED_RANKS} more ranks.")
+    ranks = "rank" if len(failures) == 1 else "ranks"
+    numbers = ", ".join(map(str, sorted(failures)[:_NAMED_RANKS]))
+    return "\n".join([f"Could not {what}: failed on {ranks} {numbers}.", *named])

@@ -12,13 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint import Control, open_checkpoint, save_checkpoint_directory
-from lightning_zero.checkpoint.agreement import collect
+from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
-from lightning_zero.checkpoint.load import require_lightning
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
-from lightning_zero.comm import Groups
+from lightning_zero.comm import ControlGroup, Groups
+from lightning_zero.comm.control import collect
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
@@ -49,7 +48,7 @@ class Checkpoints:
     def __init__(self, policy: CheckpointPolicy, groups: Groups) -> None:
         self._policy = policy
         self._groups = groups
-        self._control: Control = groups.checkpoint
+        self._control = groups.checkpoint
         if groups not in _SAVERS:
             _SAVERS[groups] = Saver(self._control)
         self._saver = _SAVERS[groups]
@@ -117,7 +116,7 @@ class Checkpoints:
             own = {**checkpoint.get(SUMMARY_KEY, {}), RANDOM_KEY: self.random.save(engine.device)}
             checkpoint = {**checkpoint, SUMMARY_KEY: own}
 
-        def write(content: Mapping[str, Any], control: Control) -> list[str]:
+        def write(content: Mapping[str, Any], control: ControlGroup) -> list[str]:
             if policy.format == "consolidated":
                 save_consolidated_file(content, path, control, plan_summary=summary)
                 return []
@@ -181,7 +180,7 @@ class Checkpoints:
         self._removing = True
         self._saver.remove(path)
 
-    def raise_failure(self, control: Control) -> None:
+    def raise_failure(self, control: ControlGroup) -> None:
         """Raise what went wrong in a background save that has ended meanwhile.
 
         Args:
@@ -277,6 +276,15 @@ class Checkpoints:
                 "the same step."
             )
         engine.access.writes.compare([digest for _, digest in found], engine.control)
+
+
+def require_lightning(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Make sure that Lightning wrote a checkpoint, so that a run can go on from it: ``CheckpointError``."""
+    if "pytorch-lightning_version" not in checkpoint:
+        raise CheckpointError(
+            f"'{os.fspath(path)}' is no checkpoint of a Trainer and holds weights only: a run cannot go on from it. To "
+            "begin one with these weights, use CheckpointPolicy(initial_weights=...) in place of `ckpt_path`."
+        )
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

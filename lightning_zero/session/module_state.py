@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint import Control, FlatShard, StoredTensor, open_checkpoint
-from lightning_zero.checkpoint.agreement import collect
+from lightning_zero.checkpoint import FlatShard, StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.format.flat_shard import memory_identity
+from lightning_zero.comm import ControlGroup
+from lightning_zero.comm.control import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
 from lightning_zero.session.names import under_own_names, unwrapped
@@ -207,7 +208,7 @@ class _NotedCopies(TorchFunctionMode):
 
 
 def load_initial_weights(
-    state: ModuleState, path: str | os.PathLike[str], control: Control, *, strict: bool, verify: bool
+    state: ModuleState, path: str | os.PathLike[str], control: ControlGroup, *, strict: bool, verify: bool
 ) -> None:
     """Read weights and buffers into a sharded module, each rank its own slices.
 
@@ -251,7 +252,7 @@ def load_initial_weights(
 
 
 def _what_fits(
-    stored: Mapping[str, Any], own: Mapping[str, Any], path: str | os.PathLike[str], control: Control
+    stored: Mapping[str, Any], own: Mapping[str, Any], path: str | os.PathLike[str], control: ControlGroup
 ) -> dict[str, Any]:
     """The stored tensors that have the name and shape of one of the module's; a warning names all others.
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_zero.checkpoint import FlatShard, StoredTensor
-from lightning_zero.checkpoint.agreement import collect
+from lightning_zero.comm.control import collect
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import some
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer

@@ -34,9 +34,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_zero.checkpoint import Control, FlatShard
-from lightning_zero.checkpoint.agreement import collect
+from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.typed_json import Decoder, Encoder
+from lightning_zero.comm import ControlGroup
+from lightning_zero.comm.control import collect
 from lightning_zero.session.module_state import read_slice
 
 __all__ = ["RandomState"]
@@ -51,7 +52,7 @@ class RandomState:
         control: the ranks.
     """
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ControlGroup) -> None:
         self._control = control
         self._loaded: dict[str, Any] = {}  # by generator; what was not given back yet
 

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.checkpoint import FlatShard, StoredTensor, load_checkpoint_directory
+from lightning_zero.checkpoint import FlatShard, StoredTensor, open_checkpoint
+from lightning_zero.checkpoint.destination import remove_at
 from lightning_zero.comm import ControlGroup
+from lightning_zero.comm.control import collect
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding.weight": (13, 6),
@@ -144,4 +146,10 @@ def _verify_slice(stored: StoredTensor, full: Tensor, bounds: tuple[int, int]) -
 def load_and_verify(path: Path, version: int, cut: Cut = end_to_end) -> None:
     """Load and compare on every rank."""
     ranks = control()
-    verify(load_checkpoint_directory(path, ranks), version, cut, ranks)
+    verify(open_checkpoint(path, ranks), version, cut, ranks)
+
+
+def remove_checkpoint_directory(path: Path, ranks: ControlGroup) -> None:
+    """Delete a checkpoint as a saver does, but at once and on all ranks or none."""
+    ranks.barrier()  # not before every rank has looked whether it is there
+    collect(ranks, f"remove the checkpoint '{path}'", lambda: remove_at(path) if ranks.rank == 0 else None)

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.checkpoint import Control, FlatShard, save_checkpoint_directory
+from lightning_zero.checkpoint import FlatShard, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
-from lightning_zero.comm import Groups
+from lightning_zero.comm import ControlGroup, Groups
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
 from tests.helpers.world import run_world
 
-Write = Callable[[Mapping[str, Any], Control], None]
+Write = Callable[[Mapping[str, Any], ControlGroup], None]
 
 
 def to(path: Path, before: Callable[[], object] = lambda: None) -> Write:
-    def write(content: Mapping[str, Any], ranks: Control) -> None:
+    def write(content: Mapping[str, Any], ranks: ControlGroup) -> None:
         before()
         save_checkpoint_directory(content, path, ranks, plan_summary={})
 
@@ -88,7 +88,7 @@ def test_one_save_is_in_flight_and_saves_are_in_order(tmp_path: Path) -> None:
         blocked = threading.Event()
 
         def save(name: str, before: Callable[[], object]) -> None:
-            def write(content: Mapping[str, Any], ranks: Control) -> None:
+            def write(content: Mapping[str, Any], ranks: ControlGroup) -> None:
                 events.append(f"begin {name}")
                 before()
                 save_checkpoint_directory(content, tmp_path / name, ranks, plan_summary={})
@@ -157,7 +157,7 @@ def test_a_failure_of_one_rank_alone_is_known_to_all(tmp_path: Path) -> None:
     def rank(number: int) -> tuple[bool, str]:
         saver = Saver(control())
 
-        def write(content: Mapping[str, Any], ranks: Control) -> None:
+        def write(content: Mapping[str, Any], ranks: ControlGroup) -> None:
             if ranks.rank == 1:
                 raise OSError("only here")
 
@@ -244,7 +244,7 @@ def test_a_warning_that_is_found_while_the_call_returns_comes_once(
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "thesis.tex").touch()
     saver = Saver(control())
-    warn = saver._warn_of_what_was_kept
+    warn = saver._warn
 
     def write(*args: Any) -> None:
         writing.set()
@@ -255,7 +255,7 @@ def test_a_warning_that_is_found_while_the_call_returns_comes_once(
         warn()
         warned.set()
 
-    monkeypatch.setattr(saver, "_warn_of_what_was_kept", warn_while_it_is_written)
+    monkeypatch.setattr(saver, "_warn", warn_while_it_is_written)
     saver.remove(tmp_path / "results")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.checkpoint import Control, load_checkpoint_directory, save_checkpoint_directory
+from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.storage import publish
+from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, CommunicationError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, verify
 from tests.helpers.waiting import until
@@ -49,7 +50,7 @@ def no_exchange(source: Path, final: Path) -> NoReturn:
 
 
 def save(saver: Saver, path: Path, version: int, asynchronous: bool) -> None:
-    def write(content: Mapping[str, Any], ranks: Control) -> None:
+    def write(content: Mapping[str, Any], ranks: ControlGroup) -> None:
         save_checkpoint_directory(content, path, ranks, plan_summary={})
 
     content = checkpoint(version, end_to_end, control())
@@ -115,7 +116,7 @@ def kill_in_the_middle(
 def whole(path: Path) -> int:
     """The version of a checkpoint, all of whose parts are of that version."""
     ranks = control()
-    loaded = load_checkpoint_directory(path, ranks)
+    loaded = open_checkpoint(path, ranks)
     verify(loaded, loaded["epoch"], end_to_end, ranks)
     return int(loaded["epoch"])
 

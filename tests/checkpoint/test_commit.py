@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lightning_zero.checkpoint import load_checkpoint_directory, remove_checkpoint_directory, save_checkpoint_directory
+from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.storage.files import local_path
 from lightning_zero.checkpoint.storage.publish import Exchange, Staging, sweep
 from lightning_zero.errors import CheckpointError, CommunicationError
-from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
+from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, remove_checkpoint_directory
 from tests.helpers.world import run_world
 
 
@@ -241,7 +241,7 @@ def test_no_temporary_name_looks_like_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_checkpoint_replaced_while_it_is_read_is_an_error_and_no_mixture(tmp_path: Path) -> None:
     save(tmp_path / "c", 1)
-    loaded = load_checkpoint_directory(tmp_path / "c", control())
+    loaded = open_checkpoint(tmp_path / "c", control())
     save(tmp_path / "c", 2)
     with pytest.raises(CheckpointError, match="removed or replaced"):
         loaded["state_dict"]["conv.weight"].read()

@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_zero.checkpoint import (
     FlatShard,
-    load_checkpoint_directory,
     open_checkpoint,
     save_checkpoint_directory,
     verify_checkpoint,
@@ -43,7 +42,7 @@ def damaged(original: Path, tmp_path: Path) -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    return load_checkpoint_directory(path, control())
+    return open_checkpoint(path, control())
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -65,10 +64,18 @@ def test_a_copy_is_as_good(damaged: Path) -> None:
     load_and_verify(damaged, 1)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "meta.pt", "meta.bin", "zero.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "meta.pt", "meta.bin"])
 def test_a_missing_file_is_named(damaged: Path, name: str) -> None:
     (damaged / name).unlink()
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load(damaged)
+
+
+def test_without_our_record_it_is_a_directory_of_other_programs(damaged: Path) -> None:
+    (damaged / "zero.json").unlink()
+    load_and_verify(damaged, 1)
+    (damaged / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"neither zero\.json nor \.metadata"):
         load(damaged)
 
 

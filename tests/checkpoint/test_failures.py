@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.checkpoint import FlatShard, load_checkpoint_directory, save_checkpoint_directory
+from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
@@ -156,7 +156,7 @@ def test_a_full_disk(small_disk: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             save(600_000)
         control().barrier()
-        loaded = load_checkpoint_directory(path, control())["state_dict"]["w"].read()
+        loaded = open_checkpoint(path, control())["state_dict"]["w"].read()
         assert loaded.shape == (300_010,)
         assert loaded[10:].eq(300_000).all()
         control().barrier()

@@ -16,7 +16,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint import load_checkpoint_directory, save_checkpoint_directory
+from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.destination import remove_at
 from lightning_zero.errors import CheckpointError
@@ -32,7 +32,7 @@ def save(url: str, version: int) -> None:
 def version_of(url: str) -> int:
     """Of a checkpoint all of whose parts are of that version."""
     ranks = control()
-    loaded = load_checkpoint_directory(url, ranks)
+    loaded = open_checkpoint(url, ranks)
     verify(loaded, loaded["epoch"], end_to_end, ranks)
     return int(loaded["epoch"])
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_zero.checkpoint import (
     FlatShard,
     StoredTensor,
-    load_checkpoint_directory,
     open_checkpoint,
     save_checkpoint_directory,
 )
@@ -155,7 +154,7 @@ def test_tied_parameters_are_recognised_by_their_place_in_the_file(tmp_path: Pat
         state = {name: FlatShard(region.part(4096 * i, 4096), (4096,), 0) for name, i in names.items()}
         state["again"] = FlatShard(region.part(4096, 4096), (4096,), 0)
         save_checkpoint_directory({"state_dict": state}, tmp_path / "c", control(), plan_summary={})
-        found = load_checkpoint_directory(tmp_path / "c", control())["state_dict"]
+        found = open_checkpoint(tmp_path / "c", control())["state_dict"]
         for name, index in {**names, "again": 1}.items():
             assert torch.equal(found[name].read(), torch.arange(4096.0) + 4096 * index)
         (data,) = (tmp_path / "c").glob("*.distcp")
@@ -265,7 +264,7 @@ def test_a_handle_outside_of_a_shard_is_saved_as_the_tensor_it_stands_for(tmp_pa
         whole = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": [], "callbacks": {"mine": {"x": region}}}
         for taken in (whole, Snapshots().take(whole)):
             save_checkpoint_directory(taken, tmp_path / "c", control(), plan_summary={})
-            found = load_checkpoint_directory(tmp_path / "c", control())["callbacks"]["mine"]["x"]
+            found = open_checkpoint(tmp_path / "c", control())["callbacks"]["mine"]["x"]
             assert type(found) is Tensor
             assert torch.equal(found, torch.arange(5.0))
             save_consolidated_file(taken, tmp_path / "c.ckpt", control())
@@ -294,7 +293,7 @@ def check_ranges(found: Mapping[str, StoredTensor], values: Mapping[str, Tensor]
 def test_a_directory_is_read_into_files(tmp_path: Path) -> None:
     run_world(3, lambda _: save_checkpoint_directory(content(), tmp_path / "c", control(), plan_summary={}), timeout=60)
     with store_in(tmp_path) as store:
-        found = load_checkpoint_directory(tmp_path / "c", control())
+        found = open_checkpoint(tmp_path / "c", control())
         check_ranges(found["state_dict"], parameters(1), store)
         verify(found, 1, end_to_end, control())
 
@@ -329,7 +328,7 @@ def test_loading_holds_one_piece_at_a_time(tmp_path: Path) -> None:
         state = {"w": FlatShard(torch.ones(numel), (numel,), 0)}
         save_checkpoint_directory({"state_dict": state}, tmp_path / "c", control(), plan_summary={})
         del state
-        stored = load_checkpoint_directory(tmp_path / "c", control())["state_dict"]["w"]
+        stored = open_checkpoint(tmp_path / "c", control())["state_dict"]["w"]
         with store_in(tmp_path) as store:
             region = store.allocate(numel, torch.float32, "a test")
             peak = peak_of(lambda: stored.read_into(region, 0))

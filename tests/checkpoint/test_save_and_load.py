@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_zero.checkpoint import (
     FlatShard,
     StoredTensor,
-    is_sharded_checkpoint,
-    load_checkpoint_directory,
-    remove_checkpoint_directory,
+    is_checkpoint_directory_at,
+    open_checkpoint,
     save_checkpoint_directory,
 )
 from lightning_zero.errors import CheckpointError
@@ -31,6 +30,7 @@ from tests.checkpoint.samples import (
     load_and_verify,
     one_by_one,
     parameters,
+    remove_checkpoint_directory,
     sharded,
 )
 from tests.helpers.world import run_world
@@ -43,7 +43,7 @@ def save(path: Path, version: int = 1, cut: Cut = end_to_end) -> None:
 
 def save_alone(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     save_checkpoint_directory(content, path, control(), plan_summary={})
-    return load_checkpoint_directory(path, control())
+    return open_checkpoint(path, control())
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_plain_dcp_load_fills_tensors_and_shards_of_another_world(saved_by_three
 
 
 def test_read_into_casts_and_reads_any_range(saved_by_three: Path) -> None:
-    loaded = load_checkpoint_directory(saved_by_three / "end_to_end", control())
+    loaded = open_checkpoint(saved_by_three / "end_to_end", control())
     stored, full = loaded["state_dict"]["conv.weight"], parameters(1)["conv.weight"].reshape(-1)
     for start in range(0, full.numel(), 7):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -146,7 +146,7 @@ def test_read_into_casts_and_reads_any_range(saved_by_three: Path) -> None:
 
 
 def test_a_stored_tensor_is_a_tensor_to_code_that_rearranges_a_checkpoint(saved_by_three: Path) -> None:
-    state = load_checkpoint_directory(saved_by_three / "end_to_end", control())["state_dict"]
+    state = open_checkpoint(saved_by_three / "end_to_end", control())["state_dict"]
     stored, full = state["embedding.weight"], parameters(1)["embedding.weight"]
     assert isinstance(stored, torch.Tensor)
     assert (stored.shape, stored.dtype, stored.numel(), stored.ndim) == (full.shape, full.dtype, full.numel(), 2)
@@ -215,7 +215,7 @@ def test_shards_under_another_key_are_stored_sharded_too(tmp_path: Path) -> None
             },
         }
         save_checkpoint_directory(content, tmp_path / "c", ranks, plan_summary={})
-        loaded = load_checkpoint_directory(tmp_path / "c", ranks)
+        loaded = open_checkpoint(tmp_path / "c", ranks)
         assert loaded["state_dict"] == {}
         assert loaded["averaging_state"]["n"] == 3
         assert torch.equal(loaded["averaging_state"][7][0].read(), parameters(4)["vector"])
@@ -278,23 +278,23 @@ def test_recognise_and_remove(tmp_path: Path, world_size: int) -> None:
 
     def rank(_: int) -> None:
         save(path)
-        assert is_sharded_checkpoint(path)
-        assert is_sharded_checkpoint(str(path))
+        assert is_checkpoint_directory_at(path)
+        assert is_checkpoint_directory_at(str(path))
         control().barrier()
         remove_checkpoint_directory(path, control())
-        assert not is_sharded_checkpoint(path)
+        assert not is_checkpoint_directory_at(path)
         remove_checkpoint_directory(path, control())
 
     run_world(world_size, rank, timeout=30)
     assert list(path.parent.iterdir()) == []
-    assert not is_sharded_checkpoint(tmp_path)
+    assert not is_checkpoint_directory_at(tmp_path)
 
 
 def test_under_inference_mode(tmp_path: Path) -> None:
     """Lightning saves from validation hooks, which run under it."""
     with torch.inference_mode():
         save(tmp_path / "c")
-        loaded = load_checkpoint_directory(tmp_path / "c", control())
+        loaded = open_checkpoint(tmp_path / "c", control())
         whole = loaded["state_dict"]["conv.weight"].read()
         value = loaded["callbacks"]["History"]["values"]
     assert not whole.is_inference()
@@ -306,7 +306,7 @@ def test_under_inference_mode(tmp_path: Path) -> None:
 def test_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"nosuch://bucket/x.*\n.*Protocol not known"):
         save_checkpoint_directory({"state_dict": {}}, "nosuch://bucket/x", control(), plan_summary={})
-    assert not is_sharded_checkpoint("nosuch://bucket/x")
+    assert not is_checkpoint_directory_at("nosuch://bucket/x")
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_zero import CheckpointPolicy, ZeroPrecision
-from lightning_zero.checkpoint import load_checkpoint_directory
+from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm import ControlGroup
 from lightning_zero.optim.gradients import LossScaler
 from lightning_zero.session.module_state import ModuleState
@@ -598,9 +598,7 @@ def test_an_overridden_state_dict_decides_what_is_saved_and_loaded(tmp_path: Pat
             return run(zero(stage), Filtered(seed=5), resume=tmp_path / "saved")
 
     saved, fresh = run_world(2, save)[0]["at"], dict(Everything(seed=5).named_parameters())
-    assert all(
-        "blocks" in name for name in load_checkpoint_directory(tmp_path / "saved", ControlGroup(None))["state_dict"]
-    )
+    assert all("blocks" in name for name in open_checkpoint(tmp_path / "saved", ControlGroup(None))["state_dict"])
     for stage in (1, 3):
         for result in run_world(3, resume, stage):
             for name, value in result["at"]["weights"].items():
@@ -630,7 +628,7 @@ def test_names_do_not_depend_on_what_wraps_a_block(tmp_path: Path) -> None:
         with quiet():
             for kind in kinds:
                 run(zero(3), Wrapped(kind), save=tmp_path / kind)
-                found = load_checkpoint_directory(tmp_path / kind, ControlGroup(None))
+                found = open_checkpoint(tmp_path / kind, ControlGroup(None))
                 wrong += [name for name in found["state_dict"] if "_orig_mod" in name or "_wrapped" in name]
                 names = [list(found["state_dict"]), list(found["optimizer_states"][0]["state"])]
                 if kind == "plain":

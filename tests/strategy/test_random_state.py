@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_zero import CheckpointPolicy, consolidate_checkpoint
 from lightning_zero.checkpoint import (
     inspect_checkpoint,
-    load_checkpoint_directory,
+    open_checkpoint,
     save_checkpoint_directory,
     verify_checkpoint,
 )
@@ -355,7 +355,7 @@ def test_a_checkpoint_without_random_state_still_loads(tmp_path: Path) -> None:
         return again["first"], said.texts
 
     found = run_world(2, rank, timeout=300)
-    assert "lightning_zero" not in load_checkpoint_directory(tmp_path / "old", ControlGroup(None))
+    assert "lightning_zero" not in open_checkpoint(tmp_path / "old", ControlGroup(None))
     assert [texts for _, texts in found] == [[], []]
 
 
@@ -394,9 +394,9 @@ def test_only_directories_that_a_run_can_go_on_from_have_it(tmp_path: Path) -> N
     consolidate_checkpoint(tmp_path / "whole", tmp_path / "offline.ckpt", progress=False)
     assert verify_checkpoint(tmp_path / "whole") == []
     assert inspect_checkpoint(tmp_path / "whole").facts["random state"] == "of 2 ranks"
-    saved = load_checkpoint_directory(tmp_path / "whole", ControlGroup(None))["lightning_zero"]["random_state"]
+    saved = open_checkpoint(tmp_path / "whole", ControlGroup(None))["lightning_zero"]["random_state"]
     assert tuple(saved.shape) == (2, 24576)
-    assert "lightning_zero" not in load_checkpoint_directory(tmp_path / "weights", ControlGroup(None))
+    assert "lightning_zero" not in open_checkpoint(tmp_path / "weights", ControlGroup(None))
     for name in ("file", "offline"):
         assert list(torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["lightning_zero"]) == ["plan"]
 
