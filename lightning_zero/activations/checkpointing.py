@@ -20,18 +20,28 @@ import copy
 import functools
 import random
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero._torch import disable_dynamo, tree_flatten, tree_unflatten
+from lightning_zero._torch import (
+    Pack,
+    Unpack,
+    disable_dynamo,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+    tree_flatten,
+    tree_unflatten,
+    version_probe,
+)
+from lightning_zero.activations.offload import check_version
 from lightning_zero.activations.states import CallStates, HeldTensor, Key
-from lightning_zero.activations.versions import VersionCheck
 
 __all__ = ["Checkpointing", "Gathered"]
 
@@ -40,13 +50,62 @@ Gathered = Callable[[bool], AbstractContextManager[None]]
 lasts. It is told whether the forward runs again."""
 
 
-class Checkpointing:
-    """Runs some modules' forwards again in backward, whenever they are called with gradients enabled.
+class _Checked(NamedTuple):
+    packed: Any
+    unpack: Unpack
+    probe: Tensor | None
+    version: int
+    dtype: torch.dtype
+    shape: torch.Size
 
-    Args:
-        modules: which modules, by name.
-        gathered: gives what makes the weights of a module's forward whole.
+
+class VersionCheck:
+    """Autograd's own check for in-place changes, where other saved-tensor hooks have switched it off. Hands everything
+    on to these.
+
+    Torch's activation checkpointing keeps no versions: a forward that changes a tensor after saving it (``h = x.exp();
+    y = f(h); h.mul_(2)``), which plain torch refuses, would be run again up to some point, and backward would read
+    whatever is in the memory then.
     """
+
+    def __init__(self) -> None:
+        self._outer: list[tuple[Pack, Unpack]] = []
+        # Permanent objects that Dynamo does not trace.
+        self._pack_hook = disable_dynamo(self._pack)
+        self._unpack_hook = disable_dynamo(self._unpack)
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Check what is saved inside, on this thread. Nests."""
+        outer = top_saved_tensor_hooks()
+        if outer is None:  # torch checks
+            yield
+            return
+        self._outer.append(outer)
+        push_saved_tensor_hooks(self._pack_hook, self._unpack_hook)
+        try:
+            yield
+        finally:
+            pop_saved_tensor_hooks()
+            self._outer.pop()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        pack, unpack = self._outer[-1]
+        packed = pack(tensor)
+        counts = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        probe = version_probe(tensor) if counts else None
+        return _Checked(packed, unpack, probe, tensor._version if counts else 0, tensor.dtype, tensor.shape)
+
+    def _unpack(self, packed: _Checked) -> Tensor:
+        if packed.probe is not None:
+            check_version(packed.probe, packed.version, packed.dtype, packed.shape)
+        tensor: Tensor = packed.unpack(packed.packed)
+        return tensor
+
+
+class Checkpointing:
+    """Runs the forwards of some modules, by name, again in backward, whenever they are called with gradients enabled.
+    ``gathered`` gives what makes the weights of a module's forward whole."""
 
     def __init__(self, modules: dict[str, nn.Module], gathered: Callable[[nn.Module], Gathered]) -> None:
         self._wrapped: list[_RecomputedForward] = []
@@ -66,14 +125,7 @@ class Checkpointing:
 
 
 class _RecomputedForward:
-    """Stands in a module's ``forward``, or in what ``module.compile()`` put in front of it.
-
-    Args:
-        name: of the module, for people.
-        module: whose forward.
-        gathered: makes its weights whole.
-        check: looks at in-place changes in the first forward.
-    """
+    """Stands in a module's ``forward``, or in what ``module.compile()`` put in front of it."""
 
     def __init__(self, name: str, module: nn.Module, gathered: Gathered, check: VersionCheck) -> None:
         # What is compiled must be run again compiled: it saves other tensors than the same code does uncompiled.
@@ -152,15 +204,10 @@ class _RecomputedForward:
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a module, and its repetitions.
+    """One forward of a module with ``args`` and ``kwargs``, and its repetitions.
 
-    Args:
-        wrapped: the module's forward.
-        args: what it was called with.
-        kwargs: likewise.
-        places: where each leaf of ``(args, kwargs)`` is among the different ones.
-        spec: how ``(args, kwargs)`` are made of leaves.
-        states: of the module and the arguments, before the forward; ``None`` if that will not be repeated.
+    These are made by ``spec`` of leaves, whose ``places`` say which of the different ones each is. ``states`` are those
+    of the module and the arguments before the forward; ``None`` if that will not be repeated.
     """
 
     wrapped: _RecomputedForward
@@ -169,32 +216,27 @@ class _Call:
     places: Sequence[int]
     spec: Any
     states: CallStates | None
-
-    def __post_init__(self) -> None:
-        self._versions: list[int] | None = None
-        self._random: Any = None
+    versions: list[int] | None = None  # of the weights, after the forward
+    random_state: Any = None  # Python's, before it
 
     def run(self, *leaves: Any) -> Any:
-        """The forward: first as it was called, later with saved inputs.
-
-        Raises:
-            RuntimeError: if weights are not what they were, or state cannot be.
-        """
-        if self._random is not None:
+        """The forward: first as it was called, later with saved inputs. Refused if weights are not what they were, or
+        state cannot be."""
+        if self.random_state is not None:
             return self._repeat(leaves)
-        self._random = random.getstate()
+        self.random_state = random.getstate()
         args, kwargs = self.args, self.kwargs  # the caller's own containers: the forward may write to them
         del self.args, self.kwargs
         with self.wrapped.check.checking(), self.wrapped.gathered(False):
             output = self.wrapped.forward(*args, **kwargs)
-        self._versions = self.wrapped.versions()
+        self.versions = self.wrapped.versions()
         if self.states is not None:
             self.states.settle()
         return output
 
     def is_over(self, versions: list[int]) -> bool:
         """Whether it will not be repeated, because weights have changed; ``versions`` is what they count."""
-        return self._versions is not None and self._versions != versions
+        return self.versions is not None and self.versions != versions
 
     def _repeat(self, leaves: Sequence[Any]) -> Any:
         wrapped = self.wrapped
@@ -206,7 +248,7 @@ class _Call:
         args, kwargs = tree_unflatten([leaves[place] for place in self.places], self.spec)
         state = random.getstate()
         with self.states.shown(wrapped.refuse), wrapped.gathered(True):
-            random.setstate(self._random)
+            random.setstate(self.random_state)
             try:
                 return wrapped.forward(*args, **kwargs)
             finally:

@@ -40,12 +40,11 @@ from lightning_zero._torch import (
     untracked,
     version_probe,
 )
-from lightning_zero.activations.versions import check_version
 from lightning_zero.comm import Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.storage.host import HostBuffer, HostBuffers
 
-__all__ = ["SavedOnHost"]
+__all__ = ["SavedOnHost", "check_version"]
 
 _ALIGNMENT = 512  # bytes; a piece of a storage starts at a multiple, as fresh memory on every device does
 _WHOLE = 4  # a storage up to this many times as large as what is saved of it is copied whole
@@ -56,14 +55,24 @@ _AHEAD = 2  # copies that are brought back ahead of their use
 _RECENT = 4  # copies already used whose device memory is kept for others that show it
 
 
-class SavedOnHost:
-    """Saved tensors of one device on the host.
+def check_version(probe: Tensor, version: int, dtype: torch.dtype, shape: torch.Size) -> None:
+    """Refuse, as torch itself does, a saved tensor of this dtype and shape whose ``probe``, which counts its changes,
+    does not count what it did when the tensor was saved."""
+    if probe._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{dtype} tensor of shape {list(shape)} was saved at version {version} and is now at version "
+            f"{probe._version}. Change a copy of it instead (y = y + x, not y += x)."
+        )
 
-    Args:
-        device: whose tensors. On the CPU both sides are host memory, every copy is real, and none is asynchronous.
-        min_nbytes: tensors that span less memory stay.
-        stays: whether memory, by its storage key, is there during backward anyway (weights, buffers).
-        ahead: copies brought back ahead of their use; ``None``: 2 on CUDA, none elsewhere.
+
+class SavedOnHost:
+    """Saved tensors of one device on the host. On the CPU both sides are host memory, every copy is real, and none is
+    asynchronous.
+
+    Tensors that span less than ``min_nbytes`` of memory stay, and memory, by its storage key, that ``stays`` during
+    backward anyway (weights, buffers). So many copies are brought back ``ahead`` of their use; ``None``: 2 on CUDA,
+    none elsewhere.
     """
 
     def __init__(
@@ -244,20 +253,10 @@ class _Packed:
 
 @dataclass(eq=False)
 class _Copy:
-    """A stretch of a storage's bytes on the host, and on the device again while it is needed there.
+    """A stretch of a storage's bytes on the host, from ``start`` on, and on the device again while it is needed there.
 
-    Lives as long as a graph needs it. Then its buffer goes back.
-
-    Args:
-        buffers: where the buffer goes back to.
-        streams: for copies to the device.
-        source: the storage.
-        buffer: holds the bytes, as soon as its event is over.
-        start: first byte of the storage.
-        nbytes: how many.
-        version: of the tensor that was copied.
-        order: all copies of the step.
-        index: of this one in ``order``.
+    Lives as long as a graph needs it. Then its buffer goes back. ``version`` is that of the tensor that was copied,
+    ``order`` are all copies of the step, of which it has an ``index``.
     """
 
     buffers: HostBuffers

@@ -58,15 +58,8 @@ _ADD: dict[Any, Any] = {list: list.extend, set: set.update, deque: deque.extend}
 
 @dataclass(eq=False)
 class HeldTensor:
-    """A tensor of then.
-
-    Args:
-        value: itself, or if it had a graph, a leaf with the same memory.
-        version: what it counted; ``None``: it counts nothing.
-        where: it was found, for people.
-        without_graph: whether it had one.
-        copy: its values, if they are kept.
-    """
+    """A tensor of then, found ``where`` (for people): itself, or if it had a graph, a leaf with the same memory; what
+    it counted (``None``: it counts nothing); and its values, if they are kept."""
 
     value: Tensor
     version: int | None
@@ -111,13 +104,8 @@ class _Contents(NamedTuple):
 
 
 class CallStates:
-    """What modules, and the objects among a call's arguments, hold just before the call.
-
-    Args:
-        modules: whose attributes and buffers count.
-        arguments: leaves of what is called with. Tensors among them are left to the caller.
-        constant: large tensors that the last forward left alone; ``settle`` adds to it.
-    """
+    """What modules hold just before a call, and the objects among its arguments (leaves; tensors among them are left to
+    the caller). ``constant`` are large tensors that the last forward left alone; ``settle`` adds to it."""
 
     def __init__(self, modules: Sequence[nn.Module], arguments: Sequence[Any], constant: set[Key]) -> None:
         self._constant = constant
@@ -147,11 +135,8 @@ class CallStates:
 
     @contextmanager
     def shown(self, refuse: Callable[[HeldTensor], None]) -> Iterator[None]:
-        """All objects have these contents inside, and afterwards again what they have now.
-
-        Args:
-            refuse: raises for a tensor whose values of then are not known.
-        """
+        """All objects have these contents inside, and afterwards again what they have now. ``refuse`` raises for a
+        tensor whose values of then are not known."""
         with untracked():
             then: dict[int, Tensor] = {}
             for held in self._tensors.values():

@@ -32,7 +32,7 @@ from lightning_zero._torch import (
     storage_key,
     top_saved_tensor_hooks,
 )
-from lightning_zero.activations.versions import check_version
+from lightning_zero.activations.offload import check_version
 from lightning_zero.engine.sharded import ShardedUnit, Slot
 
 __all__ = ["SavedTensorGuard"]

@@ -43,7 +43,7 @@ from lightning_zero.optim.state import Kind, StateHomes, covers
 from lightning_zero.optim.stepper import Memory, SegmentStep, SegmentStepper, threads
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.pipeline import Request, Waitable
+from lightning_zero.storage.pipeline import Request
 from lightning_zero.storage.tiers import WINDOW_ALIGNMENT, NvmeStore
 
 __all__ = ["OffloadedUpdate"]
@@ -93,15 +93,14 @@ class WindowedStep:
         windows = self._plan([member for member in members if member.numel], groups)
         last = {window.unit: window for window in windows}
 
-        def work(request: Request, buffers: list[Tensor]) -> Sequence[Waitable]:
+        def work(request: Request, buffers: list[Tensor]) -> None:
             window: _Window = request.tag
             finish(window.unit)
             memory = self._step(window, buffers)
-            waits = self._steps.window_stepped(window.flat, window.start, buffers[0])
+            window.flat.refresh_part(window.start, buffers[0])
             if window is last[window.unit]:
                 self._segments.commit(memory)
                 finish(window.unit + 1)
-            return waits
 
         if windows:
             self._store.pipeline().run(map(self._request, windows), work)

@@ -30,20 +30,14 @@ def gradient_norm(gradients: Sequence[Tensor], control: ControlGroup, norm_type:
 
     Collective: every rank.
     """
-    double = any(g.dtype is torch.float64 for g in gradients)
-    real = [g for g in gradients if g.numel()]
+    real = [g.detach() for g in gradients if g.numel()]
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in real] or [torch.zeros(())]
     if norm_type == float("inf"):
-        norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.float64) for g in real]
-        largest = float(torch.stack(norms).max()) if norms else 0.0  # torch's maximum keeps NaN, Python's does not
-        rows = control.gather_objects(largest)
-        total = float("nan") if any(row != row for row in rows) else max(rows)
+        rows = control.gather_objects(float(torch.stack(norms).max()))
+        total = float(torch.tensor(rows, dtype=torch.float64).max())  # torch's maximum keeps NaN, Python's does not
     else:
-        partial = 0.0
-        if real:
-            norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.float64) for g in real]
-            partial = float(torch.stack(norms).pow_(norm_type).sum())
-        total = control.sum_float64([partial])[0] ** (1.0 / norm_type)
-    wide = control.agree_any(double) if control.world_size > 1 else double
+        total = control.sum_float64([float(torch.stack(norms).pow_(norm_type).sum())])[0] ** (1.0 / norm_type)
+    wide = control.agree_any(any(g.dtype is torch.float64 for g in gradients))
     return torch.tensor(total, dtype=torch.float64 if wide else torch.float32)
 
 

@@ -9,14 +9,13 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.plan import FlatLayout, ShardSlice
 from lightning_zero.shards.flat import FlatParameters, ParameterShard
-from lightning_zero.storage.pipeline import Waitable
 from lightning_zero.storage.tiers import NvmeStore
 
 __all__ = ["BeforeStep", "OffloadedSteps", "OwnedParameter", "ParamGroups", "restore_options"]
@@ -90,8 +89,6 @@ class OffloadedSteps:
         unit_stepped: called with the index of every unit of the optimizer, ascending, as soon as its masters are new:
             the same sequence on every rank, also after a failure. What is in files may be up to date only when
             ``agree`` is called. Collective: every rank.
-        window_stepped: for masters in files, called with the flat buffer, the first element and the new values of a
-            part of its shard (1-D, master dtype). They stay valid until all that it returns was waited for.
         agree: called once a step, with what went wrong here or ``None``. Raises ``OffloadError`` on every rank if
             anything went wrong anywhere. Collective: every rank.
         check_room: for masters in files, called with the bytes that are about to be added to them, also if these are
@@ -103,7 +100,6 @@ class OffloadedSteps:
     """
 
     unit_stepped: Callable[[int], None]
-    window_stepped: Callable[[FlatParameters, int, Tensor], Sequence[Waitable]]
     agree: Callable[[BaseException | None], None]
     check_room: Callable[[int], None]
     store: NvmeStore | None
@@ -138,7 +134,14 @@ class ParamGroups:
             places: dict[OwnedParameter, int] = {}
             for index, group in enumerate(self._seen):
                 for parameter in group:
-                    entry = self._lookup(index, parameter)
+                    entry = self._owned.get(parameter)
+                    if entry is None:
+                        raise ValueError(
+                            f"{self._label}, param group {index}, holds a parameter of shape {tuple(parameter.shape)} "
+                            "that is not one of the model's. Build the optimizer in configure_optimizers from "
+                            "self.parameters(); a parameter that was replaced or created after the module was set up "
+                            "is not trained."
+                        )
                     if entry in places:
                         raise ValueError(
                             f"{self._label} holds '{entry.name}' twice, in param groups {places[entry]} and {index}. "
@@ -160,16 +163,6 @@ class ParamGroups:
     def _name(self, parameter: nn.Parameter) -> str:
         entry = self._owned.get(parameter)
         return f"(not the model's, of shape {tuple(parameter.shape)})" if entry is None else entry.name
-
-    def _lookup(self, group: int, parameter: nn.Parameter) -> OwnedParameter:
-        owned = self._owned.get(parameter)
-        if owned is None:
-            raise ValueError(
-                f"{self._label}, param group {group}, holds a parameter of shape {tuple(parameter.shape)} that is not "
-                "one of the model's. Build the optimizer in configure_optimizers from self.parameters(); a parameter "
-                "that was replaced or created after the module was set up is not trained."
-            )
-        return owned
 
 
 def restore_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], own: Collection[str]) -> None:

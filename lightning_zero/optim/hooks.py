@@ -26,8 +26,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FrameType
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
+from typing import Any
+from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
 from torch.optim import Optimizer
@@ -111,25 +111,20 @@ def _arrange(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         put_hooks_innermost(optimizer, *_IDS[optimizer])
 
 
-class Holder(Protocol):
-    """Who has the state of an optimizer."""
-
-    def keep(self) -> Kept: ...
+# What gives the state of an optimizer back. The optimizer keeps whose method it is alive, by its hooks.
+_KEEP: WeakKeyDictionary[Optimizer, WeakMethod[Callable[[], Kept]]] = WeakKeyDictionary()
 
 
-_HOLDERS: WeakKeyDictionary[Optimizer, ref[Holder]] = WeakKeyDictionary()
-
-
-def holds(optimizer: Optimizer, holder: Holder) -> None:
-    """Note who has an optimizer's state. The optimizer keeps the holder alive, by its hooks."""
-    _HOLDERS[optimizer] = ref(holder)
+def holds(optimizer: Optimizer, keep: Callable[[], Kept]) -> None:
+    """Note what gives an optimizer's state back, a bound method."""
+    _KEEP[optimizer] = WeakMethod(keep)
 
 
 def kept_of(optimizer: Optimizer) -> Kept | None:
     """What an earlier fit has left of an optimizer; ``None`` if there was none. Its groups hold the user's parameters
     from now on. Local."""
-    holder = _HOLDERS[optimizer]() if optimizer in _HOLDERS else None
-    return None if holder is None else holder.keep()
+    keep = _KEEP[optimizer]() if optimizer in _KEEP else None
+    return None if keep is None else keep()
 
 
 class Kept:
@@ -149,7 +144,7 @@ class Kept:
         self._entries = list(entries)
         self._state: Callable[[], dict[str, WholeState]] | None = state
         self._handle = optimizer.register_step_pre_hook(self._refuse)
-        holds(optimizer, self)
+        holds(optimizer, self.keep)
 
     def keep(self) -> Kept:
         """Itself."""

@@ -106,7 +106,7 @@ class ShardedOptimizer:
             kept.let_go()
         self._fingerprint = Fingerprint(optimizer, label, whole=self._whole is not None)
         self._hooks = StepHooks(optimizer, self._before, self._after)
-        holds(optimizer, self)
+        holds(optimizer, self.keep)
 
     @property
     def state(self) -> MutableMapping[Any, dict[str, Any]]:

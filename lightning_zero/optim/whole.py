@@ -90,10 +90,6 @@ class WholeParameters:
             self._whole = [None if empty is None else nn.Parameter(empty) for empty in self._empty(self._dtypes)]
         self.load()
 
-    def owner(self, index: int) -> int:
-        """The rank that owns entry ``index``; the same answer on every rank."""
-        return self._owners[index]
-
     def whole(self, index: int) -> nn.Parameter | None:
         """The full-shape parameter at its owner, ``None`` on every other rank. The object stays the same."""
         return self._whole[index]

@@ -6,7 +6,6 @@ import os
 import platform
 
 import torch
-from torch import Tensor
 
 from lightning_zero.analysis.memory import expected_disk
 from lightning_zero.comm import ControlGroup, Streams
@@ -14,7 +13,6 @@ from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.groups import OffloadedSteps
 from lightning_zero.plan import Plan
-from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.files import FileSystem
 from lightning_zero.storage.tiers import MemoryTiers, NvmeStore
 
@@ -117,14 +115,8 @@ def offloaded_steps(engine: ZeroEngine, local_ranks: int) -> OffloadedSteps | No
     offload = engine.plan.offload
     if offload is None or not offload.optimizer:
         return None
-
-    def window_stepped(flat: FlatParameters, start: int, values: Tensor) -> tuple[()]:
-        flat.refresh_part(start, values)
-        return ()
-
     return OffloadedSteps(
         unit_stepped=engine.unit_stepped,
-        window_stepped=window_stepped,
         agree=engine.agree_stepped,
         check_room=lambda nbytes: check_room(engine.tiers.store, nbytes, engine.control),
         store=engine.tiers.store,

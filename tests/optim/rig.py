@@ -45,6 +45,16 @@ def gradient_of(parameter: nn.Parameter, index: int, step: int, always: bool) ->
     return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
+class Watched(FlatParameters):
+    """Notes which windows are brought up to date."""
+
+    windows: list[tuple[FlatParameters, int, int]]
+
+    def refresh_part(self, start: int, values: Tensor) -> None:
+        self.windows.append((self, start, values.numel()))
+        super().refresh_part(start, values)
+
+
 class Rig:
     """What ``ShardedOptimizer`` needs of a run, and a record of what it was told.
 
@@ -84,7 +94,6 @@ class Rig:
         self.parameters = [parameter for unit in units for parameter in unit]
         self.owned: dict[nn.Parameter, OwnedParameter] = {}
         self.flats: list[FlatParameters] = []
-        self.weights: dict[FlatParameters, Tensor] = {}
         for index, unit in enumerate(units):
             halves = [unit[:2], unit[2:]] if index == 0 else [unit]
             for members in halves:
@@ -107,7 +116,6 @@ class Rig:
             slices=Slices(lambda what, value: None, torch.device("cpu")),
             offload=OffloadedSteps(
                 unit_stepped=self._unit_stepped,
-                window_stepped=self._window_stepped,
                 agree=self._agree,
                 check_room=lambda nbytes: None if self.store is None else self.store.check_space(nbytes),
                 store=self.store,
@@ -134,8 +142,8 @@ class Rig:
         else:
             master = torch.empty(layout.shard_numel, dtype=dtype)
         fill_from(master, whole[start:end])
-        flat = FlatParameters(layout, members, self.rank, master, [p.data for p in members], rest)
-        self.weights[flat] = whole[start:end].clone()
+        flat = Watched(layout, members, self.rank, master, [p.data for p in members], rest, whole[start:end].clone())
+        flat.windows = self.windows
         self.flats.append(flat)
         for position, (parameter, shard) in enumerate(zip(members, flat.shards, strict=True)):
             self.owned[parameter] = OwnedParameter(shard, unit, flat, position)
@@ -173,11 +181,6 @@ class Rig:
         self.stepped.append(unit)
         if self.broken is not None and self.broken[0] == unit:
             raise self.broken[1]
-
-    def _window_stepped(self, flat: FlatParameters, start: int, values: Tensor) -> Sequence[Any]:
-        self.windows.append((flat, start, values.numel()))
-        self.weights[flat][start : start + values.numel()] = values
-        return []
 
     def _agree(self, failure: BaseException | None) -> None:
         self.agreed.append(failure)
