@@ -3,9 +3,8 @@
 from lightning_zero.analysis.estimate import MemoryEstimate, Recommendation, StageMemory, estimate_memory
 from lightning_zero.analysis.memory import DiskBytes, HostBytes, Memory
 from lightning_zero.analysis.optimizers import ADAM, SEGMENT_NUMEL, SMALL_NUMEL, OptimizerCost
-from lightning_zero.analysis.report import format_nbytes, table
+from lightning_zero.analysis.report import ZeroPlan, build_plan, format_nbytes, table
 from lightning_zero.analysis.traffic import CollectiveTraffic, Traffic, gather_order
-from lightning_zero.analysis.zero_plan import ZeroPlan, build_plan
 
 __all__ = [
     "ADAM",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,14 +37,13 @@ NONE = "none"
 """No stage: plain PyTorch, ``DistributedDataParallel`` where there is more than one process."""
 
 # From what changes least to what takes most time: a wider wire, then the way to the host. Names are the strategy's.
-_STAGES: Mapping[str, tuple[int, Offload | None]] = {
-    "zero1": (1, None),
-    "zero2": (2, None),
-    "zero3": (3, None),
-    "zero2_offload": (2, HostOffload()),
-    "zero3_offload": (3, HostOffload(parameters=True)),
+_STAGES: Mapping[str, tuple[Placement, Offload | None]] = {
+    "zero1": (Placement.from_stage(1), None),
+    "zero2": (Placement.from_stage(2), None),
+    "zero3": (Placement.from_stage(3), None),
+    "zero2_offload": (Placement.from_stage(2), HostOffload()),
+    "zero3_offload": (Placement.from_stage(3), HostOffload(parameters=True)),
 }
-
 
 _WORDS = {
     "parameters": "parameters",
@@ -76,9 +75,33 @@ class StageMemory:
     name: str
     rest: Memory
     peak: Memory
-    host: HostBytes
-    disk: DiskBytes
+    host: HostBytes = field(default_factory=HostBytes)
+    disk: DiskBytes = field(default_factory=DiskBytes)
     sent_nbytes: int
+
+    def rows(self) -> dict[str, int]:
+        """Bytes in the order and in the words of the table."""
+        rest, peak = dict(self.rest.items()), dict(self.peak.items())
+        return {
+            **{word: rest[name] for name, word in _WORDS.items()},
+            "at rest": self.rest.total,
+            **{f"+ {word}": peak[name] - rest[name] for name, word in _WORDS.items()},
+            "at peak, without activations": self.peak.total,
+            "host memory": self.host.total,
+            "files": self.disk.total,
+            "sent in a step": self.sent_nbytes,
+        }
+
+    def lacks(self, room: int, host_nbytes: int | None) -> str:
+        """Why it does not fit into so much of a device and of the host; empty if it does."""
+        if self.peak.total > room:
+            return f"{self.name} needs {format_decimal(self.peak.total)}"
+        if host_nbytes is not None and self.host.total > host_nbytes:
+            return (
+                f"{self.name} needs {format_decimal(self.host.total)} of host memory, of which there are "
+                f"{format_decimal(host_nbytes)}"
+            )
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +158,7 @@ class MemoryEstimate:
         if room < 0:
             reason = f"{activations} of activations do not fit into {device}."
             return Recommendation(name=None, reason=reason, fits=())
-        problems = {stage.name: _problem(stage, room, host_nbytes) for stage in self.stages.values()}
+        problems = {stage.name: stage.lacks(room, host_nbytes) for stage in self.stages.values()}
         fits = tuple(name for name, problem in problems.items() if not problem)
         device += f" beside {activations} of activations" if activations_nbytes else ""
         more = "" if self.counted else " Slots and buckets, which a number of parameters does not tell, come on top."
@@ -161,44 +184,16 @@ class MemoryEstimate:
         stages = [stage for stage in self.stages.values() if offload or not stage.name.endswith("_offload")]
         if not stages[1:]:
             stages = list(self.stages.values())
-        at_rest = [dict(stage.rest.items()) for stage in stages]
-        at_peak = [dict(stage.peak.items()) for stage in stages]
+        columns = [stage.rows() for stage in stages]
         rows = [("bytes of one process", *(stage.name for stage in stages))]
-        rows += [_row(word, [column[name] for column in at_rest]) for name, word in _WORDS.items()]
-        rows.append(_row("at rest", [stage.rest.total for stage in stages]))
-        rows += [
-            _row(f"+ {word}", [peak[name] - rest[name] for peak, rest in zip(at_peak, at_rest, strict=True)])
-            for name, word in _WORDS.items()
-        ]
-        rows.append(_row("at peak, without activations", [stage.peak.total for stage in stages]))
-        rows.append(_row("host memory", [stage.host.total for stage in stages]))
-        rows.append(_row("files", [stage.disk.total for stage in stages]))
-        rows.append(_row("sent in a step", [stage.sent_nbytes for stage in stages]))
-        shown = [row for row in rows if row[0].startswith("at ") or any(cell != "-" for cell in row[1:])]
+        for word in columns[0]:
+            sizes = [column[word] for column in columns]
+            if any(sizes) or word.startswith("at "):
+                rows.append((word, *(format_decimal(size) if size else "-" for size in sizes)))
         processes = "1 process" if self.world_size == 1 else f"{self.world_size:,} processes"
-        lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {processes}", "", *table(shown)]
-        if not self.counted:
-            lines += [
-                "",
-                "From a number of parameters: slots and buckets, which depend on the model's parts, come on top.",
-            ]
-        return "\n".join(lines)
-
-
-def _row(name: str, values: list[int]) -> tuple[str, ...]:
-    return (name, *(format_decimal(value) if value else "-" for value in values))
-
-
-def _problem(stage: StageMemory, room: int, host_nbytes: int | None) -> str:
-    """Why a stage does not fit; empty if it does."""
-    if stage.peak.total > room:
-        return f"{stage.name} needs {format_decimal(stage.peak.total)}"
-    if host_nbytes is not None and stage.host.total > host_nbytes:
-        return (
-            f"{stage.name} needs {format_decimal(stage.host.total)} of host memory, of which there are "
-            f"{format_decimal(host_nbytes)}"
-        )
-    return ""
+        lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {processes}", "", *table(rows)]
+        more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
+        return "\n".join(lines if self.counted else [*lines, "", more])
 
 
 def estimate_memory(
@@ -218,8 +213,7 @@ def estimate_memory(
     A module is counted to the byte, as this package will hold it, on the rank that holds most: ranks differ by padding,
     and by what they own of an optimizer that needs whole parameters. A plan is counted for its own stage and for none.
     A number of parameters is counted by the arithmetic of the ZeRO paper: parameters in ``param_dtype``, gradients in
-    ``reduce_dtype``, beside them masters in ``dtype`` where that is another one, and the optimizer's state. Without a
-    ``reduce_dtype`` gradients are in ``dtype``, as they are in this package unless told otherwise. ::
+    ``reduce_dtype`` (else in ``dtype``), masters in ``dtype`` where that is another one, and the optimizer's state. ::
 
         estimate_memory(7.5e9, world_size=64, param_dtype=torch.float16, reduce_dtype=torch.float16)
 
@@ -231,36 +225,37 @@ def estimate_memory(
         optimizer: which, see ``OptimizerCost.of``.
         dtype: of the parameters, where the model is a number. Modules know theirs.
         param_dtype: that the module computes in; ``None``: the parameters' own. A plan has its own.
-        reduce_dtype: that gradients are averaged in; ``None``: the parameters' own. A plan has its own.
+        reduce_dtype: that gradients are averaged in; likewise.
         accelerator: whether it runs on one, where torch's optimizers take more memory for a step unless they are fused.
         receive_buffer: whether the transport keeps one: gloo does between hosts.
-        settings: further arguments of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``,
-            ``broadcast_buffers``.
+        settings: of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``, ``broadcast_buffers``.
 
     Raises:
         ValueError: if the world size is missing or not one, a count is no count, or the model cannot be laid out.
 
     Source: ZeRO, section 5, table 1 and figure 1 (arXiv:1910.02054).
     """
-    cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer)
+    cost = OptimizerCost.of(optimizer)
     if isinstance(model, Plan):
         if world_size not in (None, model.world_size) or settings or param_dtype or reduce_dtype:
             raise ValueError("A plan has its own world size and settings: build another one instead.")
-        name = f"zero{_number(model.placement)}" + ("" if model.offload is None else "_offload")
-        stages = [_without(model, cost, accelerator), _of_plan(name, model, cost, accelerator, receive_buffer)]
-        return _estimate(model.numel, model.world_size, cost, stages, counted=True)
+        number = 1 + model.placement.shards_gradients + model.placement.shards_parameters
+        plans = {f"zero{number}" + ("" if model.offload is None else "_offload"): model}
+        return _of_plans(plans, cost, accelerator, receive_buffer)
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of ranks, 1 or more, got {world_size!r}.")
-    if isinstance(model, nn.Module):
-        if settings.keys() & {"stage", "placement", "offload"}:
-            raise ValueError("All stages are estimated, with and without offload; for a single one, build its plan.")
-        settings |= {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-        return _of_module(model, world_size, settings, cost, accelerator, receive_buffer)
-    if settings:
-        raise ValueError(f"A number of parameters has no {', '.join(sorted(settings))}: give the module.")
-    numel = parse_count(model)
-    dtypes = dtype, param_dtype or dtype, reduce_dtype or dtype
-    return _estimate(numel, world_size, cost, _of_count(numel, world_size, dtypes, cost, accelerator), counted=False)
+    # Optimizers of whole parameters are not offloaded from an accelerator: see optim/rules.py.
+    kinds = {name: kind for name, kind in _STAGES.items() if not (kind[1] and cost.whole and accelerator)}
+    if not isinstance(model, nn.Module):
+        if settings:
+            raise ValueError(f"A number of parameters has no {', '.join(sorted(settings))}: give the module.")
+        dtypes = dtype, param_dtype or dtype, reduce_dtype or dtype
+        return _of_count(parse_count(model), world_size, kinds, dtypes, cost, accelerator)
+    if settings.keys() & {"stage", "placement", "offload"}:
+        raise ValueError("All stages are estimated, with and without offload; for a single one, build its plan.")
+    settings |= {"world_size": world_size, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    plans = {name: Plan.build(model, placement=where, offload=on, **settings) for name, (where, on) in kinds.items()}
+    return _of_plans(plans, cost, accelerator, receive_buffer)
 
 
 def parse_count(text: float | str) -> int:
@@ -286,56 +281,23 @@ def parse_count(text: float | str) -> int:
     return count
 
 
-def _estimate(
-    numel: int, world_size: int, cost: OptimizerCost, stages: list[StageMemory], counted: bool
+def _of_plans(
+    plans: Mapping[str, Plan], cost: OptimizerCost, accelerator: bool, receive_buffer: bool
 ) -> MemoryEstimate:
-    by_name = {stage.name: stage for stage in stages}
-    return MemoryEstimate(numel=numel, world_size=world_size, optimizer=cost, stages=by_name, counted=counted)
-
-
-def _number(placement: Placement) -> int:
-    return 1 + placement.shards_gradients + placement.shards_parameters
-
-
-# -------------------------------------------------------------------------------------------------- from modules, plans
-
-
-def _of_module(
-    module: nn.Module,
-    world_size: int,
-    settings: Mapping[str, Any],
-    cost: OptimizerCost,
-    accelerator: bool,
-    receive_buffer: bool,
-) -> MemoryEstimate:
-    """``settings``: of ``build_plan``."""
-    stages: list[StageMemory] = []
-    for name, (stage, offload) in _STAGES.items():
-        if cost.whole and offload is not None and accelerator:
-            continue  # refused by the strategy: see optim/rules.py
-        plan = Plan.build(module, stage=stage, world_size=world_size, offload=offload, **settings)
-        if not stages:
-            stages.append(_without(plan, cost, accelerator))
-        stages.append(_of_plan(name, plan, cost, accelerator, receive_buffer))
-    return _estimate(plan.numel, world_size, cost, stages, counted=True)
-
-
-def _of_plan(name: str, plan: Plan, cost: OptimizerCost, accelerator: bool, receive_buffer: bool) -> StageMemory:
-    rank = fullest_rank(plan, whole=cost.whole)
-    rest, peak = (
-        expected_memory(
-            plan, rank=rank, optimizer=cost, accelerator=accelerator, receive_buffer=receive_buffer, peak=peak
+    first = next(iter(plans.values()))
+    stages = [_without(first, cost, accelerator)]
+    for name, plan in plans.items():
+        rank = fullest_rank(plan, whole=cost.whole)
+        rest, peak = (
+            expected_memory(
+                plan, rank=rank, optimizer=cost, accelerator=accelerator, receive_buffer=receive_buffer, peak=peak
+            )
+            for peak in (False, True)
         )
-        for peak in (False, True)
-    )
-    return StageMemory(
-        name=name,
-        rest=rest,
-        peak=peak,
-        host=expected_host_memory(plan, rank=rank, optimizer_tensors=cost.state, accelerator=accelerator),
-        disk=expected_disk(plan, rank=rank, optimizer_tensors=cost.state),
-        sent_nbytes=sent_nbytes(plan),
-    )
+        host = expected_host_memory(plan, rank=rank, optimizer_tensors=cost.state, accelerator=accelerator)
+        disk = expected_disk(plan, rank=rank, optimizer_tensors=cost.state)
+        stages.append(StageMemory(name=name, rest=rest, peak=peak, host=host, disk=disk, sent_nbytes=sent_nbytes(plan)))
+    return _side_by_side(first.numel, first.world_size, cost, stages, counted=True)
 
 
 def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
@@ -343,16 +305,11 @@ def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
 
     Under autocast, which has no masters, autograd keeps a copy of every weight in the dtype of compute until backward.
     """
-    layouts = [layout for unit in plan.units for layout in unit.layouts]
-    held = [(spec, layout) for layout in layouts for spec in layout.parameters]
+    held = [(spec, layout) for layout in plan.layouts for spec in layout.parameters]
     trained = [spec for spec, layout in held if layout.trainable]
     gradients = sum(map(_nbytes, trained))
-    rest = Memory(
-        parameters=sum(_nbytes(spec) for spec, _ in held),
-        masters=0,
-        gradients=gradients,
-        optimizer=cost.state * gradients,
-    )
+    parameters = sum(_nbytes(spec) for spec, _ in held)
+    rest = Memory(parameters=parameters, gradients=gradients, optimizer=cost.state * gradients)
     copies = sum(
         spec.numel * layout.compute_dtype.itemsize for spec, layout in held if layout.compute_dtype != layout.dtype
     )
@@ -360,80 +317,78 @@ def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
     step = cost.step_nbytes([_nbytes(spec) for spec in reversed(trained)], accelerator)
     backward = replace(rest, weights=copies, raw_gradients=raw)
     peak = max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
-    return StageMemory(
-        name=NONE,
-        rest=rest,
-        peak=peak,
-        host=_NOWHERE,
-        disk=_NO_FILES,
-        sent_nbytes=_sent(2 * gradients + sum(buffer.nbytes for buffer in plan.buffers), plan.world_size),
-    )
+    sent = _sent(2 * gradients + sum(buffer.nbytes for buffer in plan.buffers), plan.world_size)
+    return StageMemory(name=NONE, rest=rest, peak=peak, sent_nbytes=sent)
+
+
+def _of_count(
+    numel: int,
+    world_size: int,
+    kinds: Mapping[str, tuple[Placement, Offload | None]],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    cost: OptimizerCost,
+    accelerator: bool,
+) -> MemoryEstimate:
+    """``dtypes``: of the parameters, of compute, and that gradients are averaged in."""
+    way = cost.way_on(accelerator)
+    stages = [
+        _stage_of_count(name, placement, offload is not None, numel, world_size, dtypes, cost, way)
+        for name, (placement, offload) in {NONE: (None, None), **kinds}.items()
+    ]
+    return _side_by_side(numel, world_size, cost, stages, counted=False)
+
+
+def _side_by_side(
+    numel: int, world_size: int, cost: OptimizerCost, stages: list[StageMemory], *, counted: bool
+) -> MemoryEstimate:
+    by_name = {stage.name: stage for stage in stages}
+    return MemoryEstimate(numel=numel, world_size=world_size, optimizer=cost, stages=by_name, counted=counted)
+
+
+def _stage_of_count(
+    name: str,
+    placement: Placement | None,
+    offload: bool,
+    numel: int,
+    world_size: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    cost: OptimizerCost,
+    way: str,
+) -> StageMemory:
+    own, compute, reduced = (dtype.itemsize for dtype in dtypes)
+    mixed = dtypes[0] != dtypes[1]
+    # The paper's arithmetic has parameters and gradients in 16 bits wherever they are, and masters beside them.
+    # Gradients in the masters' own dtype are those of autocast without a stage, and here with stage 3: no copy rests.
+    autocast = mixed and own == reduced
+    share = -(-numel // world_size)
+    sharded = placement is not None and placement.shards_parameters
+    copied = autocast and placement is None  # by autograd, until backward
+    stepped = numel if placement is None else share
+    parameters = (share if sharded else numel) * (own if copied else compute)
+    if sharded and (autocast or offload):
+        parameters = 0
+    masters = own * stepped if mixed and not copied else 0
+    # The owner of a whole parameter has a copy of what it steps on.
+    state = (cost.state + (cost.whole and placement is not None)) * own * stepped
+    host = HostBytes()
+    if offload:  # beside the masters, in another dtype, what stage 3 is gathered from
+        weights = compute * share if mixed and sharded else 0
+        host = HostBytes(weights=weights, masters=own * share, gradients=own * share, optimizer=state)
+        rest, made = Memory(parameters=parameters), 0
+    else:
+        gradients = reduced * (share if placement is not None and placement.shards_gradients else numel)
+        rest = Memory(parameters=parameters, masters=masters, gradients=gradients, optimizer=state)
+        made = cost.foreach * own * stepped if way == "foreach" else 0
+    copies = compute * numel if copied else 0
+    peak = replace(rest, weights=copies) if copies > made else replace(rest, temporaries=made)
+    sent = 2 * reduced * numel if placement is None else (reduced + compute * (1 + sharded)) * numel
+    return StageMemory(name=name, rest=rest, peak=peak, host=host, sent_nbytes=_sent(sent, world_size))
 
 
 def _nbytes(spec: ParameterSpec) -> int:
     return spec.numel * spec.dtype.itemsize
 
 
-# ---------------------------------------------------------------------------------------------------------- from counts
-
-
-def _of_count(
-    numel: int,
-    world_size: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    cost: OptimizerCost,
-    accelerator: bool,
-) -> list[StageMemory]:
-    """``dtypes``: of the parameters, of compute, and that gradients are averaged in."""
-    own, compute, reduced = (dtype.itemsize for dtype in dtypes)
-    mixed = dtypes[0] != dtypes[1]
-    # The paper's arithmetic has parameters and gradients in 16 bits wherever they are, and masters beside them.
-    # Gradients in the masters' own dtype are those of autocast without a stage, and here with stage 3: no copy rests.
-    copied = mixed and own != reduced
-    share = -(-numel // world_size)
-    gather, reduce = compute * numel, reduced * numel
-
-    def stage(
-        name: str, parameters: int, masters: int, gradients: int, sent: int, *, copies: int = 0, offload: bool = False
-    ) -> StageMemory:
-        stepped = numel if name == NONE else share
-        copied_whole = cost.whole and name != NONE  # an owner has a copy of what it steps on
-        kept = (cost.state + copied_whole) * stepped * own
-        rest = Memory(parameters=parameters, masters=masters, gradients=gradients, optimizer=0 if offload else kept)
-        made = cost.foreach * stepped * own if cost.way_on(accelerator) == "foreach" and not offload else 0
-        peak = replace(rest, weights=copies) if copies > made else replace(rest, temporaries=made)
-        host = _NOWHERE
-        if offload:
-            weights = share * compute if mixed and parameters == 0 else 0  # what stage 3 is gathered from
-            host = replace(_NOWHERE, weights=weights, masters=share * own, gradients=share * own, optimizer=kept)
-        sent_nbytes = _sent(sent, world_size)
-        return StageMemory(name=name, rest=rest, peak=peak, host=host, disk=_NO_FILES, sent_nbytes=sent_nbytes)
-
-    autocast = mixed and not copied
-    beside = own * share if mixed else 0
-    stages = [
-        stage(
-            NONE,
-            numel * (own if autocast else compute),
-            own * numel if copied else 0,
-            reduce,
-            2 * reduce,
-            copies=gather if autocast else 0,
-        ),
-        stage("zero1", gather, beside, reduce, gather + reduce),
-        stage("zero2", gather, beside, reduced * share, gather + reduce),
-        stage("zero3", 0 if autocast else compute * share, beside, reduced * share, 2 * gather + reduce),
-    ]
-    if not (cost.whole and accelerator):
-        stages.append(stage("zero2_offload", gather, 0, 0, gather + reduce, offload=True))
-        stages.append(stage("zero3_offload", 0, 0, 0, 2 * gather + reduce, offload=True))
-    return stages
-
-
 def _sent(nbytes: int, world_size: int) -> int:
     """Of collectives over flat buffers of so many bytes, what one rank sends."""
     return nbytes * (world_size - 1) // world_size
-
-
-_NOWHERE = HostBytes(weights=0, masters=0, gradients=0, optimizer=0, buffers=0)
-_NO_FILES = DiskBytes(weights=0, masters=0, optimizer=0)

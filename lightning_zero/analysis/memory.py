@@ -80,11 +80,11 @@ class Memory(_Categories):
         temporaries: what the optimizer's step computes with; 0 at rest.
     """
 
-    parameters: int
+    parameters: int = 0
     weights: int = 0
-    masters: int
-    gradients: int
-    optimizer: int
+    masters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
     slots: int = 0
     gradient_slots: int = 0
     transport: int = 0
@@ -105,11 +105,11 @@ class HostBytes(_Categories):
             on an accelerator gradients that are added to others and weights that are cast.
     """
 
-    weights: int
-    masters: int
-    gradients: int
-    optimizer: int
-    buffers: int
+    weights: int = 0
+    masters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +122,9 @@ class DiskBytes(_Categories):
         optimizer: optimizer state, of whole shards.
     """
 
-    weights: int
-    masters: int
-    optimizer: int
+    weights: int = 0
+    masters: int = 0
+    optimizer: int = 0
 
 
 def expected_memory(
@@ -146,34 +146,30 @@ def expected_memory(
         optimizer: what it keeps and makes.
         optimizer_tensors: how many tensors it keeps for a parameter, where that is known better.
         training: False: gradients, optimizer state and everything for reductions are absent.
-        receive_buffer: whether the transport keeps one as large as the largest bucket of each reduce dtype. Not within
-            one host, nor on an accelerator.
-        accelerator: whether the device is one, so that copies from and to the host go through buffers, and torch
-            chooses another way to step.
+        receive_buffer: whether the transport keeps one: not within one host, nor on an accelerator.
+        accelerator: whether the device is one.
         peak: at the worst moment of a step instead of after it; see [Note: the worst moment].
 
     Raises:
         ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
     """
     tensors = optimizer.state if optimizer_tensors is None else optimizer_tensors
-    layouts, trained = _looked_up(plan, rank, tensors, training)
+    _check(plan, rank, tensors)
+    trained = plan.trainable_layouts if training else ()
     stepped = _resting(plan, trained, "state", Tier.DEVICE)
+    masters = _resting(plan, plan.layouts, "master", Tier.DEVICE)
     replicated = not plan.placement.shards_parameters
-    if optimizer.whole:  # the owner of a parameter keeps a copy of it, with its state
-        state = (1 + tensors) * _whole_nbytes(plan, stepped, rank)
-    else:
-        state = tensors * _owned_nbytes(stepped, rank)
+    if replicated:  # masters of the same dtype are views of the parameters
+        masters = [layout for layout in masters if layout.compute_dtype != layout.dtype]
     fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
+    # The owner of a whole parameter keeps a copy of it, with its state.
+    whole = _whole_nbytes(plan, stepped, rank) if optimizer.whole else 0
     rest = Memory(
-        parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in layouts) if replicated else 0,
-        weights=sum(map(_weight_nbytes, _resting(plan, layouts, "weights", Tier.DEVICE))),
-        masters=sum(
-            _master_nbytes(layout)
-            for layout in _resting(plan, layouts, "master", Tier.DEVICE)
-            if not (replicated and layout.compute_dtype == layout.dtype)
-        ),
+        parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in plan.layouts) if replicated else 0,
+        weights=sum(map(_weight_nbytes, _resting(plan, plan.layouts, "weights", Tier.DEVICE))),
+        masters=sum(map(_master_nbytes, masters)),
         gradients=sum(_gradient_nbytes(plan, layout) for layout in trained),
-        optimizer=state,
+        optimizer=(1 + tensors) * whole if optimizer.whole else tensors * _owned_nbytes(stepped, rank),
         slots=sum(slot.nbytes for slot in plan.slots) + fetched,
         gradient_slots=sum(slot.nbytes for slot in plan.gradient_slots) if training else 0,
         transport=_transport_nbytes(trained) if receive_buffer and plan.group_size > 1 else 0,
@@ -182,27 +178,28 @@ def expected_memory(
         return rest
     gradients = [(spec, layout.compute_dtype.itemsize) for layout in trained for spec in layout.parameters]
     backward = raw_gradient_nbytes(gradients)
-    step = _step_nbytes(plan, stepped, rank, optimizer, accelerator)
+    if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
+        sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
+        step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
+    else:
+        step = _step_nbytes(plan, stepped, rank, optimizer, accelerator)
     return replace(rest, raw_gradients=backward) if backward >= step else replace(rest, temporaries=step)
 
 
 def expected_host_memory(
     plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True, accelerator: bool = False
 ) -> HostBytes:
-    """What offloading keeps in one rank's host memory. Arguments as for ``expected_memory``.
-
-    Raises:
-        ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
-    """
-    layouts, trained = _looked_up(plan, rank, optimizer_tensors, training)
+    """What offloading keeps in one rank's host memory. Arguments and errors as for ``expected_memory``."""
+    _check(plan, rank, optimizer_tensors)
+    trained = plan.trainable_layouts if training else ()
     buffers = 0
     if isinstance(plan.offload, NvmeOffload):
         buffers += int(plan.offload.buffer_mib * 2**20) + FETCH_UNITS * plan.fetch_nbytes
     if accelerator and training:
-        buffers += STAGING_BUFFERS * sum(align_up(nbytes, PAGE_NBYTES) for nbytes in plan.staging_nbytes)
+        buffers += STAGING_BUFFERS * _in_pages(plan.staging_nbytes)
     return HostBytes(
-        weights=sum(map(_weight_nbytes, _resting(plan, layouts, "weights", Tier.HOST))),
-        masters=sum(map(_master_nbytes, _resting(plan, layouts, "master", Tier.HOST))),
+        weights=sum(map(_weight_nbytes, _resting(plan, plan.layouts, "weights", Tier.HOST))),
+        masters=sum(map(_master_nbytes, _resting(plan, plan.layouts, "master", Tier.HOST))),
         gradients=sum(map(_master_nbytes, _resting(plan, trained, "gradients", Tier.HOST))),
         optimizer=optimizer_tensors * _owned_nbytes(_resting(plan, trained, "state", Tier.HOST), rank),
         buffers=buffers,
@@ -210,40 +207,29 @@ def expected_host_memory(
 
 
 def expected_disk(plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True) -> DiskBytes:
-    """What offloading keeps in one rank's files. Arguments as for ``expected_memory``.
-
-    Raises:
-        ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
-    """
-    layouts, trained = _looked_up(plan, rank, optimizer_tensors, training)
-
-    def pages(nbytes: Iterable[int]) -> int:
-        return sum(align_up(size, PAGE_NBYTES) for size in nbytes)
-
-    stepped = _resting(plan, trained, "state", Tier.DISK)
+    """What offloading keeps in one rank's files. Arguments and errors as for ``expected_memory``."""
+    _check(plan, rank, optimizer_tensors)
+    stepped = _resting(plan, plan.trainable_layouts if training else (), "state", Tier.DISK)
     owned = [layout for layout in stepped if any(part.numel for part in layout.slices(rank))]
     return DiskBytes(
-        weights=pages(map(_weight_nbytes, _resting(plan, layouts, "weights", Tier.DISK))),
-        masters=pages(map(_master_nbytes, _resting(plan, layouts, "master", Tier.DISK))),
-        optimizer=optimizer_tensors * pages(map(_master_nbytes, owned)),
+        weights=_in_pages(map(_weight_nbytes, _resting(plan, plan.layouts, "weights", Tier.DISK))),
+        masters=_in_pages(map(_master_nbytes, _resting(plan, plan.layouts, "master", Tier.DISK))),
+        optimizer=optimizer_tensors * _in_pages(map(_master_nbytes, owned)),
     )
 
 
 def fullest_rank(plan: Plan, *, whole: bool) -> int:
     """The rank with most optimizer state, the first of equals. Everything else is the same on all ranks.
 
-    Args:
-        plan: the plan.
-        whole: whether the optimizer needs whole parameters.
+    ``whole``: the optimizer needs whole parameters. Costs O(parameters + ranks).
     """
-    layouts = plan.trainable_layouts
     held = [0] * plan.group_size
     if whole:
-        for owner, nbytes in _owners(plan, layouts):
+        for owner, nbytes in _owners(plan, plan.trainable_layouts):
             held[owner] += nbytes
         return held.index(max(held))
     more = [0] * (plan.group_size + 1)  # than the rank before, by shards that one parameter fills
-    for layout in layouts:
+    for layout in plan.trainable_layouts:
         shard, itemsize = layout.shard_numel, layout.dtype.itemsize
         for spec, offset in zip(layout.parameters, layout.offsets, strict=True):
             if not spec.numel:
@@ -256,6 +242,33 @@ def fullest_rank(plan: Plan, *, whole: bool) -> int:
                 more[last] -= itemsize * shard
     totals = [nbytes + filled for nbytes, filled in zip(held, accumulate(more), strict=False)]
     return totals.index(max(totals))
+
+
+def raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int:
+    """Most bytes of gradients that autograd holds at once, of parameters with the bytes of a gradient's element.
+
+    Those that are reached under several names are taken for tied; a weight that is used twice under one name cannot be
+    told from one that is used once.
+    """
+    sizes = [(spec.numel * itemsize, bool(spec.aliases)) for spec, itemsize in parameters]
+    held = sum(nbytes for nbytes, tied in sizes if tied)
+    return held + max((2 * nbytes if tied else nbytes for nbytes, tied in sizes), default=0)
+
+
+def _step_nbytes(
+    plan: Plan, layouts: Sequence[FlatLayout], rank: int, optimizer: OptimizerCost, accelerator: bool
+) -> int:
+    """What an elementwise optimizer makes."""
+    parts = [(part.numel, layout.dtype.itemsize) for layout in layouts for part in layout.slices(rank)]
+    small = [numel * itemsize for numel, itemsize in parts if 0 < numel <= SMALL_NUMEL]
+    together = 0
+    if small and not accelerator:  # copies of the parameters and the gradients, and what is made for them
+        parts = [part for part in parts if not 0 < part[0] <= SMALL_NUMEL]
+        most = SEGMENT_NUMEL * max(itemsize for _, itemsize in [*parts, (0, 4)])
+        together = 2 * min(sum(small), most) + optimizer.step_nbytes([min(sum(small), most)], accelerator)
+    sizes = [numel * itemsize for numel, itemsize in parts]
+    # The user's order is that of registration as a rule, and buckets are in the opposite one.
+    return max(together, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
 
 
 def _whole_nbytes(plan: Plan, layouts: Sequence[FlatLayout], rank: int) -> int:
@@ -272,52 +285,20 @@ def _owners(plan: Plan, layouts: Sequence[FlatLayout]) -> list[tuple[int, int]]:
     return [(owner, numel * itemsize) for (numel, itemsize), owner in zip(held, owners, strict=True)]
 
 
-def raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int:
-    """Most bytes of gradients that autograd holds at once.
-
-    Args:
-        parameters: each with the bytes of an element of its gradient. Those that are reached under several names are
-            taken for tied; a weight that is used twice under one name cannot be told from one that is used once.
-    """
-    sizes = [(spec.numel * itemsize, bool(spec.aliases)) for spec, itemsize in parameters]
-    held = sum(nbytes for nbytes, tied in sizes if tied)
-    return held + max((2 * nbytes if tied else nbytes for nbytes, tied in sizes), default=0)
-
-
-def _step_nbytes(
-    plan: Plan, layouts: Sequence[FlatLayout], rank: int, optimizer: OptimizerCost, accelerator: bool
-) -> int:
-    if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
-        sizes = [spec.numel * layout.dtype.itemsize for layout in layouts for spec in layout.parameters]
-        whole = _whole_nbytes(plan, layouts, rank)
-        return whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
-    parts = [(part.numel, layout.dtype.itemsize) for layout in layouts for part in layout.slices(rank)]
-    small = [numel * itemsize for numel, itemsize in parts if 0 < numel <= SMALL_NUMEL]
-    if accelerator or not small:
-        together = 0
-    else:  # copies of the parameters and the gradients, and what is made for them
-        parts = [part for part in parts if not 0 < part[0] <= SMALL_NUMEL]
-        most = SEGMENT_NUMEL * max(itemsize for _, itemsize in [*parts, (0, 4)])
-        together = 2 * min(sum(small), most) + optimizer.step_nbytes([min(sum(small), most)], accelerator)
-    sizes = [numel * itemsize for numel, itemsize in parts]
-    # The user's order is that of registration as a rule, and buckets are in the opposite one.
-    return max(together, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
-
-
-def _looked_up(
-    plan: Plan, rank: int, optimizer_tensors: int, training: bool
-) -> tuple[tuple[FlatLayout, ...], tuple[FlatLayout, ...]]:
-    """All layouts, and those that are trained."""
+def _check(plan: Plan, rank: int, optimizer_tensors: int) -> None:
     if not 0 <= rank < plan.group_size:
         raise ValueError(f"There is no rank {rank} in a shard group of {plan.group_size}.")
     if optimizer_tensors < 0:
         raise ValueError(f"optimizer_tensors must be 0 or more, got {optimizer_tensors}.")
-    return plan.layouts, plan.trainable_layouts if training else ()
 
 
 def _resting(plan: Plan, layouts: Iterable[FlatLayout], what: str, tier: Tier) -> list[FlatLayout]:
     """The layouts whose part of that name (of ``Rest``) is in that tier."""
     return [layout for layout in layouts if getattr(plan.rest_of(layout), what) is tier]
+
+
+def _in_pages(nbytes: Iterable[int]) -> int:
+    return sum(align_up(size, PAGE_NBYTES) for size in nbytes)
 
 
 def _master_nbytes(layout: FlatLayout) -> int:

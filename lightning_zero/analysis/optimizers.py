@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from itertools import pairwise
 from typing import Any
 
@@ -64,12 +65,7 @@ class OptimizerCost:
         return self.way or ("foreach" if accelerator and not self.whole else "loop")
 
     def step_nbytes(self, sizes: Sequence[int], accelerator: bool) -> int:
-        """Most bytes that a step makes and holds at once.
-
-        Args:
-            sizes: bytes of each tensor that it updates, in its order.
-            accelerator: whether they are on one.
-        """
+        """Most bytes that a step makes and holds at once, for tensors of these sizes in bytes, in its order."""
         way = self.way_on(accelerator)
         if way == "foreach":
             return self.foreach * sum(sizes)
@@ -78,48 +74,43 @@ class OptimizerCost:
         return max((self.loop * size + self.kept * before for before, size in pairwise([0, *sizes])), default=0)
 
     @classmethod
-    def of(cls, optimizer: Optimizer | type | str, **options: Any) -> OptimizerCost:
-        """What is known about an optimizer.
+    def of(cls, optimizer: Optimizer | type | str | OptimizerCost, **options: Any) -> OptimizerCost:
+        """What is known about an optimizer; a cost stays as it is.
+
+        A class that is not torch's, nor derived from one, counts as one that needs whole parameters and keeps two
+        tensors for each, as most of them do. One with a ``step`` of its own needs whole parameters, too.
 
         Args:
             optimizer: an instance, whose largest param group's options count; a class; or the name of one of torch's.
             options: arguments that a class is used with, such as ``momentum=0.9`` or ``fused=True``.
 
-        A class that is not torch's, nor derived from one, counts as one that needs whole parameters and keeps two
-        tensors for each, as most of them do. One with a ``step`` of its own needs whole parameters, too.
-
         Raises:
             ValueError: if it is none of these.
         """
+        if isinstance(optimizer, OptimizerCost):
+            return optimizer
         if isinstance(optimizer, Optimizer):
             groups = optimizer.param_groups
             largest = max(groups, key=lambda group: sum(p.numel() for p in group["params"]), default={})
             options = {**largest, **options}
             optimizer = type(optimizer)
-        if isinstance(optimizer, str):
-            module, _, name = optimizer.rpartition(".")
-            own_step = False
-            known = name if name in _COSTS and (not module or module.startswith("torch.optim")) else None
-            if known is None and not module:
-                raise ValueError(f"torch has no optimizer {name!r} that is known here: give its class.")
-        elif not isinstance(optimizer, type):
-            raise ValueError(f"An optimizer, its class or its name is needed, got {optimizer!r}.")
-        else:
+        if isinstance(optimizer, type):
             name = optimizer.__name__
             known, own_step = _of_torch(optimizer)
+        elif isinstance(optimizer, str):
+            module, _, name = optimizer.rpartition(".")
+            known = name if name in _COSTS and (not module or module.startswith("torch.optim")) else None
+            own_step = False
+            if known is None and not module:
+                raise ValueError(f"torch has no optimizer {name!r} that is known here: give its class.")
+        else:
+            raise ValueError(f"An optimizer, its class or its name is needed, got {optimizer!r}.")
         state, loop, kept, foreach = _COSTS[known](options) if known is not None else (2, 2, 1, 0)
-        way = next((name for name in ("fused", "foreach") if options.get(name)), None)
+        way = next((way for way in ("fused", "foreach") if options.get(way)), None)
         if way is None and options.get("foreach") is False:
             way = "loop"
-        return cls(
-            name=name,
-            state=state,
-            loop=loop,
-            kept=kept,
-            foreach=foreach,
-            way=way,
-            whole=own_step or known in _WHOLE or known is None,
-        )
+        whole = own_step or known is None or known in _WHOLE
+        return cls(name=name, state=state, loop=loop, kept=kept, foreach=foreach, way=way, whole=whole)
 
 
 def _of_torch(cls: type) -> tuple[str | None, bool]:
@@ -128,15 +119,8 @@ def _of_torch(cls: type) -> tuple[str | None, bool]:
     if base is None or base.__name__ not in _COSTS:
         return None, False
     own = [derived for derived in cls.__mro__[: cls.__mro__.index(base)] if "step" in vars(derived)]
-    return base.__name__, any(_unwrapped(derived) is not _unwrapped(base) for derived in own)
-
-
-def _unwrapped(cls: type) -> Any:
-    """A class's ``step`` without what torch puts around it when the first optimizer is made."""
-    step: Any = vars(cls).get("step")
-    while hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return step
+    # Without what torch puts around a class's step when the first optimizer of it is made.
+    return base.__name__, any(unwrap(vars(derived)["step"]) is not unwrap(vars(base)["step"]) for derived in own)
 
 
 _Options = Mapping[str, Any]
@@ -158,18 +142,15 @@ def _adam(options: _Options, decoupled: bool = False) -> tuple[int, int, int, in
     return 2 + _on(options, "amsgrad"), 2 + changed, 1, 1
 
 
-def _decayed(state: int, loop: int, kept: int, foreach: int, more: int = 0) -> _Cost:
-    """With weight decay a step makes the decayed gradients, in foreach ``more`` tensors."""
+def _decayed(state: int, loop: int, kept: int, foreach: int, *, more: int = 0, states: tuple[str, ...] = ()) -> _Cost:
+    """With weight decay a step makes the decayed gradients, in foreach ``more`` tensors. ``states``: options that each
+    keep another tensor."""
 
     def cost(options: _Options) -> tuple[int, int, int, int]:
         decay = _on(options, "weight_decay")
-        return state, loop + decay, kept, foreach + more * decay
+        return state + _on(options, *states), loop + decay, kept, foreach + more * decay
 
     return cost
-
-
-def _rmsprop(options: _Options) -> tuple[int, int, int, int]:
-    return _decayed(1 + _on(options, "momentum", "centered"), 1, 1, 1, more=1)(options)
 
 
 # Class to (state, made in a loop, of it kept, made by foreach).
@@ -182,7 +163,7 @@ _COSTS: Mapping[str, _Cost] = {
     "RAdam": _decayed(2, 2, 0, 1),
     "Adagrad": _decayed(1, 1, 1, 2),
     "Adadelta": _decayed(2, 2, 1, 2, more=1),
-    "RMSprop": _rmsprop,
+    "RMSprop": _decayed(1, 1, 1, 1, more=1, states=("momentum", "centered")),
     "Rprop": lambda options: (2, 3, 0, 2),
     "ASGD": _decayed(1, 0, 0, 1),
     "Muon": lambda options: (1, 3, 0, 0),

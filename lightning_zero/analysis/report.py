@@ -1,4 +1,4 @@
-"""A plan as a table for people to read, and numbers as people write them."""
+"""A plan as users have it: with what it costs as methods, as a table to read, and numbers as people write them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_zero.analysis.memory import (
     expected_memory,
 )
 from lightning_zero.analysis.optimizers import ADAM, OptimizerCost
-from lightning_zero.analysis.traffic import expected_traffic
-from lightning_zero.config import Offload, Tier
-from lightning_zero.plan import Plan, UnitPlan
+from lightning_zero.analysis.traffic import Traffic, expected_traffic
+from lightning_zero.config import Tier
+from lightning_zero.plan import FlatLayout, Plan, UnitPlan
 
-__all__ = ["describe", "format_decimal", "format_nbytes", "table"]
+__all__ = ["ZeroPlan", "build_plan", "format_decimal", "format_nbytes", "table"]
 
 LONGEST_NAME = 48
 """Characters of a unit's name that the table shows."""
@@ -27,41 +27,135 @@ LONGEST_PATTERN = 16
 """Units of the longest repeating pattern that the table looks for."""
 
 
-def describe(plan: Plan, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False) -> str:
-    """The plan as a table for people: units, totals, traffic and memory with that optimizer, on such a device."""
-    placement = plan.placement
-    lines = [
-        f"Plan for {plan.world_size} ranks: parameters {placement.parameters.value}, gradients "
-        f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}"
-        + (f"; shard groups of {plan.group_size}" if plan.group_size != plan.world_size else ""),
-        *([] if plan.offload is None else [f"Offloaded to the {plan.offload.tier.value}: {_offloaded(plan.offload)}"]),
-        "",
-        *table([_HEADER, *(_row(run) for run in _runs(plan.units)), _total_row(plan)]),
-        "",
-    ]
-    traffic = expected_traffic(plan)
-    lines += table(
-        [
-            ("traffic of a step", "calls", "elements", "size"),
-            *(
-                (kind, f"{part.calls:,}", f"{part.numel:,}", format_nbytes(part.nbytes))
-                for kind, part in (
-                    ("all-gather", traffic.all_gather),
-                    ("reduce-scatter", traffic.reduce_scatter),
-                    ("all-reduce across groups", traffic.all_reduce),
-                    ("broadcast of buffers", traffic.broadcast),
-                    ("total", traffic.total),
-                )
-                if part.calls or kind not in ("all-reduce across groups", "broadcast of buffers")
-            ),
+class ZeroPlan(Plan):
+    """Who holds what, in what order it moves, and how many bytes that takes. Numbers only; equal on all ranks.
+
+    ``build_plan`` makes one. What is decided is in ``Plan``; the functions of a plan that follow from it can be called
+    as methods.
+    """
+
+    expected_traffic = expected_traffic
+    expected_memory = expected_memory
+    expected_host_memory = expected_host_memory
+    expected_disk = expected_disk
+
+    def describe(self, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False) -> str:
+        """The plan as a table for people: units, totals, traffic and memory with that optimizer, on such a device."""
+        placement, offload = self.placement, self.offload
+        lines = [
+            f"Plan for {self.world_size} ranks: parameters {placement.parameters.value}, gradients "
+            f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {self.prefetch}"
+            + (f"; shard groups of {self.group_size}" if self.group_size != self.world_size else "")
         ]
+        if offload is not None:
+            what = " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
+            lines.append(f"Offloaded to the {offload.tier.value}: {what}")
+        tables = (_unit_rows(self), _traffic_rows(expected_traffic(self)), _memory_rows(self, optimizer, accelerator))
+        return "\n\n".join("\n".join(block) for block in (lines, *map(table, tables)))
+
+
+build_plan = ZeroPlan.build
+"""Turn a module, settings and a world size into a plan; see ``Plan.build``."""
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("unit", "parameters", "elements", "frozen", "shard", "padding", "slot", "dtype"),
+    ]
+    for units in _runs(plan.units):
+        first, last = units[0], units[-1]
+        name = first.name or "(root)"
+        if len(units) > 1:
+            name = f"{name} … {_difference(first.name, last.name)} ({len(units)} alike)"
+        name = name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
+        slots = sorted({unit.slot for unit in units if unit.slot is not None})
+        slot = "-".join(str(slot) for slot in dict.fromkeys(slots[:1] + slots[-1:])) or "-"
+        dtypes = ", ".join(dict.fromkeys(map(_dtype_text, first.layouts))) or "-"
+        rows.append(("  " * first.depth + name, *_sizes(first.layouts), slot, dtypes))
+    return [*rows, (f"total ({len(plan.units)} units)", *_sizes(plan.layouts), str(len(plan.slots) or "-"), "")]
+
+
+def _sizes(layouts: Sequence[FlatLayout]) -> tuple[str, ...]:
+    """Parameters, elements, frozen ones of them, those of a shard, and the share of padding."""
+    numel = sum(layout.parameter_numel for layout in layouts)
+    frozen = sum(layout.parameter_numel for layout in layouts if not layout.trainable)
+    padded = sum(layout.numel for layout in layouts)
+    return (
+        f"{sum(len(layout.parameters) for layout in layouts):,}",
+        f"{numel:,}",
+        f"{frozen:,}" if frozen else "-",
+        f"{sum(layout.shard_numel for layout in layouts):,}",
+        f"{100 * (padded - numel) / padded:.2f} %" if padded else "-",
     )
-    lines += ["", *table(_memory_rows(plan, optimizer, accelerator))]
-    return "\n".join(lines)
 
 
-def _offloaded(offload: Offload) -> str:
-    return " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
+def _dtype_text(layout: FlatLayout) -> str:
+    return " as ".join(
+        dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (layout.dtype, layout.compute_dtype))
+    )
+
+
+def _runs(units: Sequence[UnitPlan]) -> list[Sequence[UnitPlan]]:
+    """Units in rows of the table: alike units whose pattern repeats share rows.
+
+    The pattern may be several units long: the buckets of a deep model repeat with the period of a block.
+    """
+    kinds: dict[tuple[object, ...], int] = {}
+    likeness = [kinds.setdefault(_likeness(unit), len(kinds)) for unit in units]
+    rows: list[Sequence[UnitPlan]] = []
+    start = 0
+    while start < len(units):
+        period, times = max(
+            ((period, _repetitions(likeness, start, period)) for period in range(1, LONGEST_PATTERN + 1)),
+            key=lambda pattern: (pattern[1] > 1) * pattern[0] * pattern[1],
+        )
+        end = start + period * times
+        rows.extend(units[start + offset : end : period] for offset in range(period))
+        start = end
+    return rows
+
+
+def _repetitions(kinds: Sequence[int], start: int, period: int) -> int:
+    """How often the first ``period`` items from ``start`` on occur in a row there."""
+    pattern = kinds[start : start + period]
+    times = 1
+    while kinds[start + times * period : start + (times + 1) * period] == pattern:
+        times += 1
+    return times
+
+
+def _likeness(unit: UnitPlan) -> tuple[object, ...]:
+    layouts = tuple(
+        (tuple(spec.shape for spec in layout.parameters), layout.dtype, layout.compute_dtype, layout.trainable)
+        for layout in unit.layouts
+    )
+    return re.sub(r"\d+", "#", unit.name), unit.depth, layouts
+
+
+def _difference(first: str, last: str) -> str:
+    """The part of ``last`` from the dotted part on in which it differs: ("model.0.a", "model.7.a") gives ".7.a"."""
+    first_parts, last_parts = first.split("."), last.split(".")
+    same = 0
+    while same < min(len(first_parts), len(last_parts)) and first_parts[same] == last_parts[same]:
+        same += 1
+    return "." * (same > 0) + ".".join(last_parts[same:])
+
+
+def _traffic_rows(traffic: Traffic) -> list[tuple[str, ...]]:
+    parts = {"all-gather": traffic.all_gather, "reduce-scatter": traffic.reduce_scatter}
+    if traffic.all_reduce.calls:
+        parts["all-reduce across groups"] = traffic.all_reduce
+    if traffic.broadcast.calls:
+        parts["broadcast of buffers"] = traffic.broadcast
+    return [
+        ("traffic of a step", "calls", "elements", "size"),
+        *(
+            (kind, f"{part.calls:,}", f"{part.numel:,}", format_nbytes(part.nbytes))
+            for kind, part in {**parts, "total": traffic.total}.items()
+        ),
+    ]
 
 
 def _memory_rows(plan: Plan, optimizer: OptimizerCost, accelerator: bool) -> list[tuple[str, ...]]:
@@ -92,6 +186,22 @@ def _memory_rows(plan: Plan, optimizer: OptimizerCost, accelerator: bool) -> lis
     ]
 
 
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned lines: the first column to the left, the others to the right; a rule under the header."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
 def format_nbytes(nbytes: int) -> str:
     """Bytes for people, in binary units with three or four digits: ``"1.50 GiB"``."""
     size = float(nbytes)
@@ -116,104 +226,3 @@ def _three_digits(size: float) -> str:
     if size == int(size) or size >= 99.95:
         return f"{size:,.0f}"
     return f"{size:.1f}" if size >= 9.995 else f"{size:.2f}"
-
-
-_HEADER = ("unit", "parameters", "elements", "frozen", "shard", "padding", "slot", "dtype")
-
-
-def _runs(units: Sequence[UnitPlan]) -> list[list[UnitPlan]]:
-    """Units in rows of the table: alike units whose pattern repeats share rows.
-
-    The pattern may be several units long: the buckets of a deep model repeat with the period of a block.
-    """
-    kinds: dict[tuple[object, ...], int] = {}
-    likeness = [kinds.setdefault(_likeness(unit), len(kinds)) for unit in units]
-    rows: list[list[UnitPlan]] = []
-    start = 0
-    while start < len(units):
-        period, times = max(
-            ((period, _repetitions(likeness, start, period)) for period in range(1, LONGEST_PATTERN + 1)),
-            key=lambda pattern: (pattern[1] > 1) * pattern[0] * pattern[1],
-        )
-        end = start + period * times
-        rows.extend(list(units[start + offset : end : period]) for offset in range(period))
-        start = end
-    return rows
-
-
-def _repetitions(kinds: Sequence[int], start: int, period: int) -> int:
-    """How often the first ``period`` items from ``start`` on occur in a row there."""
-    pattern = kinds[start : start + period]
-    times = 1
-    while kinds[start + times * period : start + (times + 1) * period] == pattern:
-        times += 1
-    return times
-
-
-def _likeness(unit: UnitPlan) -> tuple[object, ...]:
-    layouts = tuple(
-        (tuple(spec.shape for spec in layout.parameters), layout.dtype, layout.compute_dtype, layout.trainable)
-        for layout in unit.layouts
-    )
-    return re.sub(r"\d+", "#", unit.name), unit.depth, layouts
-
-
-def _row(run: Sequence[UnitPlan]) -> tuple[str, ...]:
-    first = run[0]
-    padded = sum(layout.numel for layout in first.layouts)
-    slots = sorted({unit.slot for unit in run if unit.slot is not None})
-    name = first.name or "(root)"
-    if len(run) > 1:
-        name = f"{name} … {_difference(first.name, run[-1].name)} ({len(run)} alike)"
-    return (
-        "  " * first.depth + (name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]),
-        f"{len(first.parameters):,}",
-        f"{first.numel:,}",
-        f"{first.numel - first.trainable_numel:,}" if first.numel != first.trainable_numel else "-",
-        f"{sum(layout.shard_numel for layout in first.layouts):,}",
-        f"{100 * (padded - first.numel) / padded:.2f} %" if padded else "-",
-        (str(slots[0]) if len(slots) == 1 else f"{slots[0]}-{slots[-1]}") if slots else "-",
-        ", ".join(dict.fromkeys(_dtype_text(layout.dtype, layout.compute_dtype) for layout in first.layouts)) or "-",
-    )
-
-
-def _total_row(plan: Plan) -> tuple[str, ...]:
-    padded = sum(layout.numel for layout in plan.layouts)
-    frozen = plan.numel - plan.trainable_numel
-    return (
-        f"total ({len(plan.units)} units)",
-        f"{sum(len(layout.parameters) for layout in plan.layouts):,}",
-        f"{plan.numel:,}",
-        f"{frozen:,}" if frozen else "-",
-        f"{sum(layout.shard_numel for layout in plan.layouts):,}",
-        f"{100 * (padded - plan.numel) / padded:.2f} %" if padded else "-",
-        str(len(plan.slots)) if plan.slots else "-",
-        "",
-    )
-
-
-def _difference(first: str, last: str) -> str:
-    """The part of ``last`` from the dotted part on in which it differs: ("model.0.a", "model.7.a") gives ".7.a"."""
-    first_parts, last_parts = first.split("."), last.split(".")
-    same = 0
-    while same < min(len(first_parts), len(last_parts)) and first_parts[same] == last_parts[same]:
-        same += 1
-    return "." * (same > 0) + ".".join(last_parts[same:])
-
-
-def _dtype_text(dtype: object, compute_dtype: object) -> str:
-    names = dict.fromkeys(str(name).removeprefix("torch.") for name in (dtype, compute_dtype))
-    return " as ".join(names)
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned lines: the first column to the left, the others to the right; a rule under the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_zero.plan import Plan, UnitPlan, make_pieces
+from lightning_zero.plan import FlatLayout, Plan, UnitPlan, make_pieces
 
 __all__ = ["CollectiveTraffic", "Traffic", "expected_traffic", "gather_order", "sent_nbytes"]
 
@@ -52,8 +52,8 @@ class CollectiveTraffic:
 class Traffic:
     """Collectives of one step, by kind. See [Note: Counting traffic]."""
 
-    all_gather: CollectiveTraffic
-    reduce_scatter: CollectiveTraffic
+    all_gather: CollectiveTraffic = CollectiveTraffic()
+    reduce_scatter: CollectiveTraffic = CollectiveTraffic()
     broadcast: CollectiveTraffic = CollectiveTraffic()
     all_reduce: CollectiveTraffic = CollectiveTraffic()
 
@@ -73,22 +73,22 @@ def expected_traffic(plan: Plan, *, micro_steps: int = 1) -> Traffic:
     """
     if micro_steps < 1:
         raise ValueError(f"A step has at least one micro-step, got {micro_steps}.")
-    if plan.world_size == 1:
-        return Traffic(CollectiveTraffic(), CollectiveTraffic())
     trainable = plan.trainable_layouts
-    buffers = _add(CollectiveTraffic(1, piece.nbytes, piece.nbytes) for piece in make_pieces(plan.buffers))
-    across = CollectiveTraffic()
-    if plan.group_size != plan.world_size:
-        across = _add(_calls(layout.shard_numel, layout.reduce_dtype) for layout in trainable)
-    if plan.group_size == 1:
-        return Traffic(CollectiveTraffic(), CollectiveTraffic(), buffers, across)
-    reduced = _add(_calls(layout.numel, layout.reduce_dtype) for layout in trainable)
-    if plan.placement.shards_gradients:
-        reduced = reduced.times(micro_steps)
-    if plan.placement.shards_parameters:
-        gathered = _add(_gather(plan.units[index]) for index in gather_order(plan, micro_steps=micro_steps))
-    else:  # replicated parameters: what the optimizer updated is gathered once, after it
-        gathered = _add(_calls(layout.numel, layout.compute_dtype) for layout in trainable)
+    gathered = reduced = buffers = across = CollectiveTraffic()
+    if plan.world_size > 1:
+        pieces = make_pieces(plan.buffers)
+        buffers = sum((CollectiveTraffic(1, piece.nbytes, piece.nbytes) for piece in pieces), buffers)
+    if plan.world_size > plan.group_size:
+        across = _flat((layout.shard_numel, layout.reduce_dtype) for layout in trainable)
+    if plan.group_size > 1:
+        reduced = _flat((layout.numel, layout.reduce_dtype) for layout in trainable)
+        if plan.placement.shards_gradients:
+            reduced = reduced.times(micro_steps)
+        layouts: Iterable[FlatLayout] = trainable  # replicated: what the optimizer updated, gathered once, after it
+        if plan.placement.shards_parameters:
+            units = gather_order(plan, micro_steps=micro_steps)
+            layouts = (layout for index in units for layout in plan.units[index].layouts)
+        gathered = _flat((layout.numel, layout.compute_dtype) for layout in layouts)
     return Traffic(gathered, reduced, buffers, across)
 
 
@@ -113,17 +113,17 @@ def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:
     An upper bound where autograd has no reason to run a unit's backward: a frozen unit with nothing trainable before it
     is gathered in forward only, which the plan cannot know.
     """
+    order = (*plan.units, *_backward_order(plan)) * micro_steps
     resident: dict[int, int] = {}
     gathered: list[int] = []
     # Twice: what the step before left behind is known only then.
     for _ in range(2):
         resident = {slot: index for slot, index in resident.items() if not plan.units[index].trainable_layouts}
         gathered = []
-        for _ in range(micro_steps):
-            for unit in (*plan.units, *_backward_order(plan)):
-                if unit.layouts and unit.slot is not None and resident.get(unit.slot) != unit.index:
-                    resident[unit.slot] = unit.index
-                    gathered.append(unit.index)
+        for unit in order:
+            if unit.layouts and unit.slot is not None and resident.get(unit.slot) != unit.index:
+                resident[unit.slot] = unit.index
+                gathered.append(unit.index)
     return tuple(gathered)
 
 
@@ -142,13 +142,7 @@ def _backward_order(plan: Plan) -> list[UnitPlan]:
     return order
 
 
-def _gather(unit: UnitPlan) -> CollectiveTraffic:
-    return _add(_calls(layout.numel, layout.compute_dtype) for layout in unit.layouts)
-
-
-def _calls(numel: int, dtype: torch.dtype) -> CollectiveTraffic:
-    return CollectiveTraffic(1, numel, numel * dtype.itemsize)
-
-
-def _add(parts: Iterable[CollectiveTraffic]) -> CollectiveTraffic:
-    return sum(parts, CollectiveTraffic())
+def _flat(buffers: Iterable[tuple[int, torch.dtype]]) -> CollectiveTraffic:
+    """A collective over each of these flat buffers, given as (elements, dtype)."""
+    calls = (CollectiveTraffic(1, numel, numel * dtype.itemsize) for numel, dtype in buffers)
+    return sum(calls, CollectiveTraffic())
