@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_zero.checkpoint.format.checksums import combine
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.format.items import Leaf, put_together
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import is_plain
-from lightning_zero.checkpoint.format.writer import combine
 from lightning_zero.checkpoint.pieces import write_bytes, write_tensor
 from lightning_zero.checkpoint.save import Divided, divide
 from lightning_zero.checkpoint.storage.files import local_output

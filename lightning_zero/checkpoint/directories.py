@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.dcp import StoredBytes, StoredShape, parse_metadata
-from lightning_zero.checkpoint.format.elements import BoxItem, BoxSource, ChunkSource, memory_of
+from lightning_zero.checkpoint.format.dcp import BoxItem, parse_metadata
 from lightning_zero.checkpoint.format.items import Opened, put_together
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
@@ -36,7 +35,7 @@ from lightning_zero.checkpoint.format.record import (
     Record,
     TensorItem,
 )
-from lightning_zero.checkpoint.format.stored import StoredTensor
+from lightning_zero.checkpoint.format.stored import Source, StoredTensor, memory_of
 from lightning_zero.checkpoint.format.torch_file import ADVICE, load_torch
 from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder
 from lightning_zero.checkpoint.storage.files import Files, read_bytes
@@ -46,7 +45,6 @@ __all__ = [
     "Directory",
     "ForeignDirectory",
     "load_safely",
-    "places_of",
     "read_directory",
     "read_foreign_directory",
 ]
@@ -68,7 +66,7 @@ class Directory:
 
     def __init__(self, files: Files) -> None:
         self.files = files
-        self.source = ChunkSource(files)
+        self.source = Source(files)
         data = read_bytes(files, RECORD_FILE)
         self.digest = zlib.crc32(data)
         try:
@@ -195,7 +193,6 @@ class ForeignDirectory:
     Attributes:
         index: the content of ``.metadata``.
         paths: of everything in it, in the order of the dictionary that was saved.
-        tensors: what is a tensor there.
         digest: of the bytes of ``.metadata``.
 
     Raises:
@@ -204,22 +201,18 @@ class ForeignDirectory:
 
     def __init__(self, files: Files) -> None:
         self.files = files
-        self._source = BoxSource(files)
+        self._source = Source(files)
         data = read_bytes(files, METADATA_FILE)
         self.digest = zlib.crc32(data)
         try:
             self.index = parse_metadata(data)
-            self.tensors = {
-                name: _box_item(name, item) for name, item in self.index.items.items() if isinstance(item, StoredShape)
-            }
         except ValueError as error:
             raise self.unusable(error) from error
         names = [*(name for name in self.index.paths if name in self.index.items), *self.index.items]
         self.paths: dict[str, Path] = {name: self.index.paths.get(name, (name,)) for name in names}
         ends: dict[str, int] = {}
-        for item in self.index.items.values():
-            for place in places_of(item):
-                ends[place.file] = max(ends.get(place.file, 0), place.offset + place.nbytes)
+        for _, place in self.index.places():
+            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.nbytes)
         for name, end in ends.items():
             nbytes = files.size(name)
             if nbytes < end:
@@ -229,21 +222,16 @@ class ForeignDirectory:
 
     def value(self, name: str) -> Any:
         """What is stored under a name; ``CheckpointError`` if it is no tensor and could run code."""
-        place = self.index.items[name]
-        if not isinstance(place, StoredBytes):
-            return StoredTensor(self._source, name, self.tensors[name])
-        data = read_bytes(self.files, place.file, place.offset, place.nbytes)
-        where = f"'{name}' in '{self.files.name}/{place.file}'"
+        found = self.index.items[name]
+        if isinstance(found, BoxItem):
+            return StoredTensor(self._source, name, found)
+        data = read_bytes(self.files, *found)
+        where = f"'{name}' in '{self.files.name}/{found.file}'"
         return load_torch(io.BytesIO(data), where, True, "allow its class with `torch.serialization.add_safe_globals`")
 
     def unusable(self, error: ValueError) -> CheckpointError:
         """What to raise if the index is not what it should be."""
         return CheckpointError(f"'{self.files.name}/{METADATA_FILE}' cannot be used: {error}.")
-
-
-def places_of(item: StoredBytes | StoredShape) -> list[StoredBytes]:
-    """Where in a stock directory the data of one of its items lies."""
-    return [item] if isinstance(item, StoredBytes) else [stored.archive for stored in item.boxes]
 
 
 def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
@@ -276,13 +264,6 @@ def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
     if not isinstance(rest, Mapping):
         raise CheckpointError(f"{where} holds a {type(rest).__name__} instead of a dictionary.")
     return Opened({**rest, **checkpoint}, (directory.digest, zlib.crc32(data)))
-
-
-def _box_item(name: str, stored: StoredShape) -> BoxItem:
-    try:
-        return BoxItem((), stored.dtype, stored.shape, (), stored.boxes)
-    except ValueError as error:
-        raise ValueError(f"of '{name}', {error}") from error
 
 
 def _layout(paths: Mapping[str, Path]) -> Callable[[Path], Path]:

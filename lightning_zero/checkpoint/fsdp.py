@@ -18,26 +18,16 @@ Therefore
 from __future__ import annotations
 
 import os
-import pickle
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.15
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from tqdm import tqdm
 
 from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
-from lightning_zero.checkpoint.format.dcp import Index, StoredBytes
+from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
 from lightning_zero.checkpoint.pieces import write_bytes
 from lightning_zero.checkpoint.storage.files import (
@@ -91,7 +81,7 @@ def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress:
     sizes = {name: files.size(name) for name in data}
     if own is not None:
         _check_record(own, directory, sizes)
-    index = pickle.dumps(_metadata(directory.index, paths, data))
+    index = to_metadata(_renamed(directory.index, paths, data))
     staging = Staging(out)
     try:
         targets = {name: staging.path / new for name, new in data.items()}
@@ -138,27 +128,18 @@ def _new_paths(source: str, index: Index) -> dict[str, tuple[Any, ...]]:
     return {name: (_THEIRS, *path[1:]) if path[0] == _WEIGHTS else path for name, path in paths.items()}
 
 
-def _metadata(index: Index, paths: Mapping[str, tuple[Any, ...]], data: Mapping[str, str]) -> Metadata:
-    """DCP's index with the new names of values and files."""
-
-    def info(place: StoredBytes) -> _StorageInfo:
-        return _StorageInfo(data[place.file], place.offset, place.nbytes)
-
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+def _renamed(index: Index, paths: Mapping[str, tuple[Any, ...]], data: Mapping[str, str]) -> Index:
+    """The index with the new names of values and files."""
+    items: dict[str, BoxItem | StoredBytes] = {}
     names = {old: f"{_THEIRS}.{old.removeprefix(f'{_WEIGHTS}.')}" for old in paths if paths[old][0] == _THEIRS}
     for old in paths:
-        name, item = names.get(old, old), index.items[old]
+        item = index.items[old]
         if isinstance(item, StoredBytes):
-            entries[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = info(item)
+            items[names.get(old, old)] = item._replace(file=data[item.file])
             continue
-        chunks = []
-        for number, (box, archive) in enumerate(item.boxes):
-            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-            places[MetadataIndex(name, box.offsets, number)] = info(archive)
-        entries[name] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), chunks)
-    return Metadata(entries, {names.get(old, old): path for old, path in paths.items()}, places)
+        boxes = [StoredBox(box, archive._replace(file=data[archive.file])) for box, archive in item.boxes]
+        items[names.get(old, old)] = replace(item, boxes=tuple(boxes))
+    return Index(items, {names.get(old, old): path for old, path in paths.items()})
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -166,11 +147,7 @@ def _metadata(index: Index, paths: Mapping[str, tuple[Any, ...]], data: Mapping[
 
 def _data_files(index: Index) -> dict[str, str]:
     """The new name of every file that the index leads to."""
-    names: dict[str, None] = {}
-    for item in index.items.values():
-        for place in [item] if isinstance(item, StoredBytes) else [stored.archive for stored in item.boxes]:
-            names[place.file] = None
-    return {name: f"{_PREFIX}{name}" for name in names}
+    return {place.file: f"{_PREFIX}{place.file}" for _, place in index.places()}
 
 
 def _meta_file(files: Files, own: Directory | None) -> bytes:
@@ -195,7 +172,7 @@ def _check_record(own: Directory, directory: ForeignDirectory, sizes: Mapping[st
             )
         own.check_size(name)
     for key, item in own.record.items.items():
-        if isinstance(item, TensorItem) and key not in directory.tensors:
+        if isinstance(item, TensorItem) and key not in directory.index.items:
             raise CheckpointError(f"'{own.files.name}/{METADATA_FILE}' lacks '{key}': it is of another save.")
 
 

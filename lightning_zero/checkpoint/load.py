@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from lightning_zero.checkpoint.directories import (
     Directory,
     ForeignDirectory,
-    places_of,
     read_directory,
     read_foreign_directory,
 )
@@ -340,9 +339,8 @@ def _crc32(file: io.BufferedReader, offset: int, nbytes: int, whole: int) -> tup
 
 def _foreign_checks(directory: ForeignDirectory) -> list[_Check]:
     names: dict[StoredBytes, list[str]] = {}
-    for name, item in directory.index.items.items():
-        for place in places_of(item):
-            names.setdefault(place, []).append(name)
+    for name, place in directory.index.places():
+        names.setdefault(place, []).append(name)
     files = directory.files
     checks = [
         _archive_check(files, place, "the data of " + " and ".join(f"'{name}'" for name in found))

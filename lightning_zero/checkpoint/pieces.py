@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
+from lightning_zero.checkpoint.format.checksums import combine
 from lightning_zero.checkpoint.format.record import Chunk
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.typed_json import raw_memory
-from lightning_zero.checkpoint.format.writer import combine
 from lightning_zero.checkpoint.storage.files import WRITTEN_NBYTES
 from lightning_zero.errors import CheckpointError
 

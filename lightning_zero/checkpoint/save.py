@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import io
+import math
 import os
 import threading
 import zlib
@@ -15,12 +16,20 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_zero.checkpoint.destination import Destination, RemoteDestination
 from lightning_zero.checkpoint.directories import load_safely
-from lightning_zero.checkpoint.format.flat_shard import FlatShard
+from lightning_zero.checkpoint.format.checksums import ChecksummedFile
+from lightning_zero.checkpoint.format.dcp import (
+    BoxItem,
+    Index,
+    StoredBox,
+    StoredBytes,
+    Written,
+    to_metadata,
+    write_leaves,
+)
+from lightning_zero.checkpoint.format.flat_shard import FlatShard, linear
 from lightning_zero.checkpoint.format.items import Leaf, changed, check_savable, describe, digest, disagreement, split
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
@@ -35,25 +44,17 @@ from lightning_zero.checkpoint.format.record import (
     TensorItem,
     ValueItem,
 )
+from lightning_zero.checkpoint.format.torch_file import TorchFile
 from lightning_zero.checkpoint.format.typed_json import (
     Encoder,
     Inexpressible,
     dtype_name,
     is_plain,
-    raw_memory,
     type_name,
-)
-from lightning_zero.checkpoint.format.writer import (
-    ChecksummedFile,
-    LeafPlanner,
-    ShardWriter,
-    Written,
-    linear,
-    save_archive,
 )
 from lightning_zero.checkpoint.storage.files import is_remote
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import collect, failure_text, naming_failures
+from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Divided", "divide", "new_file", "no_garbage_collection", "save_checkpoint_directory"]
@@ -107,16 +108,21 @@ def _save(
     begin = destination.begin if control.rank == 0 else str
     leaves, rest, own, tokens = divide(checkpoint, control, what, lambda _: begin())
     collect(control, what, lambda: destination.enter(tokens[0]))
-    writer = ShardWriter(destination.path, destination.suffix)
-    _write_shards(writer, _planner(leaves, own), control, what)
+    # Every rank that holds some of a shard writes it; everything else, and what has no elements, its owner.
+    mine = {
+        key: leaf
+        for key, leaf in leaves.items()
+        if not leaf.is_container and (key in own or (isinstance(leaf.value, FlatShard) and leaf.value.numel() > 0))
+    }
 
-    def deliver() -> _Part:
-        destination.deliver(list(writer.files))
+    def write() -> _Part:
+        written, files = write_leaves(destination.path, control.rank, destination.suffix, mine)
+        destination.deliver(list(files))
         lost: list[str] = []
         outlines = {key: _outline(leaf, lost) for key, leaf in leaves.items() if key in own}
-        return _Part(writer.written, writer.files, outlines, lost)
+        return _Part(written, files, outlines, lost)
 
-    parts = collect(control, what, deliver)
+    parts = collect(control, what, write)
 
     def commit() -> list[str]:
         if control.rank != 0:
@@ -179,39 +185,6 @@ def divide(
     return Divided(leaves, rest, set(leaves) - known, [seen for _, seen in told])
 
 
-def _planner(leaves: Mapping[str, Leaf], own: set[str]) -> LeafPlanner:
-    """Every rank that holds some of a shard writes it; everything else, and what has no elements, its owner."""
-    stored = {key: leaf for key, leaf in leaves.items() if not leaf.is_container}
-    named = {key: leaf for key, leaf in stored.items() if key in own}
-    mine = {
-        key: leaf
-        for key, leaf in stored.items()
-        if key in own or (isinstance(leaf.value, FlatShard) and leaf.value.numel() > 0)
-    }
-    return LeafPlanner(mine, named)
-
-
-def _write_shards(writer: ShardWriter, planner: LeafPlanner, control: ControlGroup, what: str) -> None:
-    if control.process_group is None:
-        collect(control, what, lambda: _save_alone(writer, planner))
-        return
-    try:
-        with naming_failures(f"the attempt to {what}", control.rank):
-            save({}, storage_writer=writer, planner=planner, process_group=control.process_group)
-    except CheckpointException as error:
-        reasons = {rank: f"{type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items()}
-        raise CheckpointError(failure_text(what, reasons)) from None
-
-
-def _save_alone(writer: ShardWriter, planner: LeafPlanner) -> None:
-    """What DCP's ``save`` does, for one process, without its warning that there is only one."""
-    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).value()])
-
-
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Copying and planning make very many small objects that live: collecting meanwhile was 60 % of the time.
@@ -236,6 +209,7 @@ class _Outline(NamedTuple):
     """What the record says of a leaf but where it lies: a tensor (``dtype``), a JSON value, or a blob (neither)."""
 
     path: tuple[Any, ...]
+    stored_path: tuple[str | int, ...]
     type: str
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
@@ -262,17 +236,18 @@ class _Part(NamedTuple):
 def _outline(leaf: Leaf, lost: list[str]) -> _Outline:
     """What the record says of a leaf; ``lost`` gets it if loading does not give it back in a program like this one."""
     value, kind = leaf.value, type_name(leaf.value)
+    what = (leaf.path, leaf.stored_path, kind)
     if isinstance(value, FlatShard) or is_plain(value):
-        return _Outline(leaf.path, kind, dtype=value.dtype, shape=tuple(value.shape))
+        return _Outline(*what, dtype=value.dtype, shape=tuple(value.shape))
     if not isinstance(value, Tensor):
         with suppress(Inexpressible):
-            return _Outline(leaf.path, kind, value=Encoder(strict=True).encode(value), has_value=True)
+            return _Outline(*what, value=Encoder(strict=True).encode(value), has_value=True)
     if not leaf.is_container:
         archive = io.BytesIO()
         torch.save(value, archive)
         if load_safely(archive.getvalue()) is None:
             lost.append(_named([leaf.key], kind))
-    return _Outline(leaf.path, kind)
+    return _Outline(*what)
 
 
 def _named(path: Sequence[Any], kind: str) -> str:
@@ -305,16 +280,18 @@ def _write_record(
     items = {key: _item(key, found, written) for part in parts for key, found in part.outlines.items()}
     with new_file(directory / meta_file) as file:
         archive = ChecksummedFile(file)
-        save_archive(rest, archive)
-        described = {meta_file: FileEntry(archive.tell(), archive.checksum())}
+        archive.write_archive(TorchFile(rest))
+        described = {meta_file: FileEntry(archive.nbytes, archive.checksum)}
     encoder, encoded = _encode_rest(directory, tensors_file, rest, described)
     lost = [text for part in parts for text in part.lost]
     if encoder.unsupported and load_safely((directory / meta_file).read_bytes()) is None:
         lost += [_named(path, kind) for path, kind in encoder.unsupported]
     destination.deliver(list(described))
+    index = _index(parts, written)
+    with new_file(directory / METADATA_FILE) as file:
+        file.write(index)
     if not destination.suffix:  # where names are new with every save, ``.metadata`` is replaced after the record
-        content = (directory / METADATA_FILE).read_bytes()
-        described[METADATA_FILE] = FileEntry(len(content), zlib.crc32(content))
+        described[METADATA_FILE] = FileEntry(len(index), zlib.crc32(index))
     files = {name: entry for part in parts for name, entry in part.files.items()} | described
     sizes = destination.sizes()
     for name, listed in files.items():
@@ -338,16 +315,29 @@ def _item(key: str, outline: _Outline, written: Mapping[str, list[Written]]) -> 
     if outline.has_value:
         return ValueItem(outline.path, outline.value)
     if outline.dtype is None:
-        return BlobItem(outline.path, outline.type, entries[0].file, entries[0].offset, entries[0].nbytes)
-    chunks = [
-        Chunk(linear(entry.offsets or (), outline.shape), entry.numel, entry.file, entry.elements, entry.crc32)
-        for entry in entries
-        if entry.elements is not None
-    ]
+        return BlobItem(outline.path, outline.type, *entries[0].archive)
+    chunks = []
+    for entry in entries:
+        if entry.box is not None and entry.elements is not None:
+            start, numel = linear(outline.shape, entry.box.offsets), math.prod(entry.box.sizes)
+            chunks.append(Chunk(start, numel, entry.archive.file, entry.elements, entry.crc32))
     try:
         return TensorItem(outline.path, outline.dtype, outline.shape, tuple(sorted(chunks)))
     except ValueError as error:
         raise ValueError(f"of '{key}', {error}") from error
+
+
+def _index(parts: Sequence[_Part], written: Mapping[str, list[Written]]) -> bytes:
+    """``.metadata``. Of empty containers DCP knows nothing."""
+    items: dict[str, BoxItem | StoredBytes] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for key, outline in ((key, outline) for part in parts for key, outline in part.outlines.items() if key in written):
+        entries = written[key]
+        paths[key], items[key] = outline.stored_path, entries[0].archive
+        if outline.dtype is not None:
+            boxes = tuple(StoredBox(entry.box, entry.archive) for entry in entries if entry.box is not None)
+            items[key] = BoxItem(outline.path, outline.dtype, outline.shape, (), boxes)
+    return to_metadata(Index(items, paths))
 
 
 def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[str, FileEntry]) -> tuple[Encoder, Any]:
@@ -358,25 +348,23 @@ def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[s
         def store(tensor: Tensor) -> dict[str, Any]:
             if not opened:
                 opened.append(ChecksummedFile(stack.enter_context(new_file(directory / name))))
-            file, memory = opened[0], raw_memory(tensor)
-            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-            offset, crc32 = file.tell(), zlib.crc32(memory)
-            file.write(memory)
-            file.settle(offset, file.tell(), crc32)
+            file = opened[0]
+            file.write(b"\0" * (-file.nbytes % _ALIGNMENT))
+            offset, crc32 = file.nbytes, file.write_elements(tensor)
             place = {"file": name, "offset": offset, "crc32": crc32}
             return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), **place}
 
         encoder = Encoder(store)
         encoded = encoder.encode(rest)
         for file in opened:
-            files[name] = FileEntry(file.tell(), file.checksum())
+            files[name] = FileEntry(file.nbytes, file.checksum)
         return encoder, encoded
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """A file that did not exist, durable when the context ends."""
-    with open(path, "x+b") as file:
+    with open(path, "xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import random
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from lightning_zero.checkpoint.format.writer import ChecksummedFile, combine, save_archive
+from lightning_zero.checkpoint.format.checksums import ChecksummedFile, combine
+from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 1000, 65_537])
@@ -37,43 +36,45 @@ def test_combine_past_four_gibibytes() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_sequence_of_writes(tmp_path: Path, seed: int) -> None:
-    """Large ones settled, not settled, or settled with another range; small ones between them."""
+    """Bytes, tensors of any size and layout, and whole torch files."""
     choose = random.Random(seed)
     expected = bytearray()
-    with open(tmp_path / "f", "x+b") as raw:
+    with open(tmp_path / "f", "xb") as raw:
         file = ChecksummedFile(raw)
         for _ in range(12):
             data = choose.randbytes(choose.choice([0, 1, 30, 5000, 262_143, 262_144, 400_000]))
-            begin = file.tell()
-            assert begin == len(expected)
-            assert file.write(memoryview(data)) == len(data)
+            kind = choose.randrange(3)
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            if kind == 0:
+                file.write(data)
+            elif kind == 1:
+                assert file.write_elements(tensor) == zlib.crc32(data)
+            else:
+                hole = choose.random() < 0.5
+                layout = TorchFile({"w": Hole("w", tensor.dtype, tensor.shape) if hole else tensor})
+                begin = file.nbytes
+                assert file.write_archive(layout, *[tensor] * hole) == [zlib.crc32(data)]
+                assert file.nbytes == begin + layout.nbytes
+                raw.flush()
+                data = (tmp_path / "f").read_bytes()[begin:]
+                assert torch.equal(torch.load(io.BytesIO(data))["w"], tensor)
             expected += data
-            if choose.random() < 0.5:
-                file.write(b"after")
-                expected += b"after"
-            if choose.random() < 0.6:
-                file.settle(begin, begin + len(data), zlib.crc32(data))
-            elif choose.random() < 0.3:
-                file.settle(begin, begin + len(data) - 1, 12345)
-            unwritten = file.unwritten(begin)
-            assert unwritten is None or unwritten == expected[begin:]
-        assert file.checksum() == zlib.crc32(expected)
-        assert file.tell() == len(expected)
+        assert file.checksum == zlib.crc32(expected)
+        assert file.nbytes == len(expected)
     assert (tmp_path / "f").read_bytes() == expected
 
 
-class Full(io.BytesIO):
-    """A disk with room for 1000 bytes."""
+def test_no_checksum_that_is_not_wanted(tmp_path: Path) -> None:
+    with open(tmp_path / "f", "xb") as raw:
+        file = ChecksummedFile(raw, wanted=False)
+        file.write(b"abc")
+        assert file.write_elements(torch.ones(3)) is None
+        assert file.checksum is None
 
-    def write(self, data: Any) -> int:
-        if self.tell() + len(data) > 1000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(data)
 
-
-@pytest.mark.parametrize("numel", [10_000, 1_000_000])
-def test_a_failed_write_is_told_as_it_was_and_not_as_torch_does(numel: int) -> None:
-    file = ChecksummedFile(Full())
-    with pytest.raises(OSError, match="No space left"):  # noqa: PT012  (small ones fail when they are written out)
-        save_archive(torch.rand(numel), file)
-        file.write_out()
+@pytest.mark.parametrize("numel", [1000, 1_000_000])
+def test_the_elements_of_a_slice_that_is_not_contiguous(tmp_path: Path, numel: int) -> None:
+    tensor = torch.arange(2 * numel).view(numel, 2).t()
+    with open(tmp_path / "f", "xb") as raw:
+        file = ChecksummedFile(raw)
+        assert file.write_elements(tensor) == file.checksum == zlib.crc32(tensor.contiguous().numpy().tobytes())

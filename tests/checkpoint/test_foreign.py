@@ -31,8 +31,8 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
     save_checkpoint_directory,
 )
-from lightning_zero.checkpoint.format import elements
-from lightning_zero.checkpoint.format.elements import find_elements
+from lightning_zero.checkpoint.format import stored as stored_tensors
+from lightning_zero.checkpoint.format.stored import find_elements
 from lightning_zero.checkpoint.storage.files import Window
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import control, end_to_end, parameters, sharded
@@ -138,8 +138,8 @@ def test_an_archive_of_another_kind_is_loaded_once_for_all_pieces(
     save(tmp_path / "c", {"w": whole})
     stored = open_checkpoint(tmp_path / "c", control())["state_dict"]["w"]
     loads = []
-    load = elements.load_torch
-    monkeypatch.setattr(elements, "load_torch", lambda *args: loads.append(args) or load(*args))
+    load = stored_tensors.load_torch
+    monkeypatch.setattr(stored_tensors, "load_torch", lambda *args: loads.append(args) or load(*args))
     assert torch.equal(torch.cat(slices(stored, 5)), whole.reshape(-1))
     assert len(loads) == 1
     assert stored._source._last is None  # nothing is kept of what was read to its end
@@ -197,7 +197,7 @@ def test_an_archive_beyond_four_gibibytes_is_found() -> None:
     window = Window(file.read_into, file.nbytes, 1 << 17)
     found = find_elements(window, file.nbytes, torch.uint8, sizes)
     assert found is not None
-    assert found.offset == file.elements
+    assert found[0] == file.elements
 
 
 class SparseArchive:

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory, verify_checkpoint
 from lightning_zero.checkpoint.format.dcp import parse_metadata
-from lightning_zero.checkpoint.format.elements import read_chunk
 from lightning_zero.checkpoint.format.record import Chunk
+from lightning_zero.checkpoint.format.stored import read_chunk
 from lightning_zero.checkpoint.storage.files import LocalFiles
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify

@@ -1,4 +1,4 @@
-"""``.metadata``, the pickle that is the index of a stock ``torch.distributed.checkpoint`` directory, read safely.
+"""The index of a ``torch.distributed.checkpoint`` directory, ``.metadata``, and the data files beside it.
 
 [Note: A pickle that calls nothing]
 
@@ -11,40 +11,37 @@ prevent. What comes out is then checked field by field.
 from __future__ import annotations
 
 import io
+import math
+import os
 import pickle
 import pickletools
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.15
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from lightning_zero.checkpoint.format.flat_shard import Box
-from lightning_zero.checkpoint.format.typed_json import DTYPES
+from lightning_zero.checkpoint.format.checksums import ChecksummedFile
+from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, memory_identity, tile
+from lightning_zero.checkpoint.format.items import Leaf
+from lightning_zero.checkpoint.format.record import FileEntry, TensorItem
+from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
+from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored, is_plain
 
-__all__ = ["Index", "StoredBox", "StoredBytes", "StoredShape", "parse_metadata"]
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_CLASSES = {
-    (_METADATA, "Metadata"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
-_TUPLES = {
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # its name in Python 3.13
-}
-_DTYPES = {("torch", name): dtype for name, dtype in DTYPES.items()}
-_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}  # an array is made as long as the number says
-_FORBIDDEN = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
-_STRIDED = ("torch.strided",)  # what the stand-in of `_get_layout` makes of it
+__all__ = ["BoxItem", "Index", "StoredBox", "StoredBytes", "Written", "parse_metadata", "to_metadata", "write_leaves"]
 
 
 class StoredBytes(NamedTuple):
@@ -63,12 +60,19 @@ class StoredBox(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredShape:
-    """A tensor; its boxes have elements and are in bounds."""
+class BoxItem(TensorItem):
+    """A tensor in boxes with elements, which tile it exactly. It has no chunks.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
+    Raises:
+        ValueError: if they do not, or no tensor can be like that.
+    """
+
+    boxes: tuple[StoredBox, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_stored(self.dtype, self.shape)
+        if not tile(self.shape, [stored.box for stored in self.boxes]):
+            raise ValueError(f"elements of shape {self.shape} are stored nowhere or twice")
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,35 @@ class Index:
         paths: the way to each in the dictionary that was saved, where the writer recorded it.
     """
 
-    items: Mapping[str, StoredShape | StoredBytes]
+    items: Mapping[str, BoxItem | StoredBytes]
     paths: Mapping[str, tuple[Any, ...]]
+
+    def places(self) -> list[tuple[str, StoredBytes]]:
+        """The name and the archive of every box and value."""
+        return [
+            (name, place)
+            for name, item in self.items.items()
+            for place in ([item] if isinstance(item, StoredBytes) else [stored.archive for stored in item.boxes])
+        ]
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+_TUPLES = {(_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+_TUPLES |= {("pathlib._local", "PosixPath")}  # its name in Python 3.13
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}  # an array is made as long as the number says
+_FORBIDDEN = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
+_STRIDED = ("torch.strided",)  # what the stand-in of `_get_layout` makes of it
 
 
 def parse_metadata(data: bytes) -> Index:
@@ -99,7 +130,7 @@ def parse_metadata(data: bytes) -> Index:
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
     try:
-        return _index(loaded, unpickler.stand_in)
+        return _index(loaded)
     except (AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"it is not what torch.distributed.checkpoint writes: {error!r}") from error
 
@@ -122,75 +153,63 @@ def _foreign(module: str, name: str) -> _Refused:
     )
 
 
+class _StandIn:
+    """Base of the empty classes, which no file can name."""
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._made: dict[tuple[str, str], Any] = {}
+
+        def size(items: Any = ()) -> tuple[Any, ...]:
+            return tuple(items)
+
+        def arguments(*values: Any) -> tuple[Any, ...]:
+            return values
+
+        def member(kind: Any, name: Any) -> tuple[Any, ...]:
+            """How Python 3.11.0 to 3.11.3 write a member of an enum; anything else is refused, and nothing is read."""
+            if kind is not arguments:
+                raise _foreign("builtins", "getattr")
+            return (name,)
+
+        self._known: dict[tuple[str, str], Any] = {("torch", name): dtype for name, dtype in DTYPES.items()}
+        self._known |= {("torch", "Size"): size, ("builtins", "getattr"): member}
+        self._known |= dict.fromkeys(_TUPLES, arguments)
+        self._known |= {key: type(key[1], (_StandIn,), {}) for key in _CLASSES}
+        properties = type("TensorProperties", (_StandIn,), {"__setstate__": _set_properties})
+        self._known[_METADATA, "TensorProperties"] = properties
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _DTYPES:
-            return _DTYPES[module, name]
-        if (module, name) == ("torch", "Size"):
-            return self._make((module, name), _tuple)
-        if (module, name) in _TUPLES:
-            return self._make((module, name), _arguments)
-        if (module, name) in _CLASSES:
-            return self.stand_in(name)
-        if (module, name) == (_METADATA, "TensorProperties"):
-            return self._make((module, name), lambda: type(name, (), {"__setstate__": _set_properties}))
-        if (module, name) == ("builtins", "getattr"):
-            return self._member
-        raise _foreign(module, name)
-
-    def _member(self, kind: Any, name: Any) -> tuple[Any, ...]:
-        """How Python 3.11.0 to 3.11.3 write a member of an enum; anything else is refused, and nothing is read."""
-        if kind is not self._made.get((_METADATA, "_MEM_FORMAT_ENCODING")):
-            raise _foreign("builtins", "getattr")
-        return (name,)
-
-    def stand_in(self, name: str) -> Any:
-        """The empty class for one of DCP's classes."""
-        return self._make(("", name), lambda: type(name, (), {}))
-
-    def _make(self, key: tuple[str, str], make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-
-def _tuple() -> Callable[..., tuple[Any, ...]]:
-    def size(items: Any = ()) -> tuple[Any, ...]:
-        return tuple(items)
-
-    return size
-
-
-def _arguments() -> Callable[..., tuple[Any, ...]]:
-    def arguments(*values: Any) -> tuple[Any, ...]:
-        return values
-
-    return arguments
+        if (module, name) not in self._known:
+            raise _foreign(module, name)
+        return self._known[module, name]
 
 
 def _set_properties(properties: Any, state: tuple[Any, ...]) -> None:
     properties.dtype, properties.layout, *_ = state
 
 
-def _index(loaded: Any, kind: Callable[[str], Any]) -> Index:
-    if type(loaded) is not kind("Metadata"):
+def _is(value: Any, name: str) -> bool:
+    """Whether a value is an instance of the stand-in for one of DCP's classes."""
+    return isinstance(value, _StandIn) and type(value).__name__ == name
+
+
+def _index(loaded: Any) -> Index:
+    if not _is(loaded, "Metadata"):
         raise ValueError(f"it holds a {type(loaded).__name__}")
     places: dict[str, dict[Any, StoredBytes]] = {}
     for key, info in _mapping(loaded.storage_data).items():
         offset = getattr(key, "offset", None)  # a default that is not written
         places.setdefault(_text(key.fqn), {})[None if offset is None else _sizes(offset)] = _stored_bytes(key.fqn, info)
-    items: dict[str, StoredShape | StoredBytes] = {}
+    items: dict[str, BoxItem | StoredBytes] = {}
     for name, entry in _mapping(loaded.state_dict_metadata).items():
         found = places.get(_text(name), {})
-        if type(entry) is kind("BytesStorageMetadata"):
+        if _is(entry, "BytesStorageMetadata"):
             if None not in found:
                 raise ValueError(f"it does not say where '{name}' lies")
             items[name] = found[None]
-        elif type(entry) is kind("TensorStorageMetadata"):
+        elif _is(entry, "TensorStorageMetadata"):
             items[name] = _tensor(name, entry, found)
         else:
             raise ValueError(f"'{name}' is a {type(entry).__name__}")
@@ -198,7 +217,7 @@ def _index(loaded: Any, kind: Callable[[str], Any]) -> Index:
     return Index(items, {_text(name): _path(path) for name, path in _mapping(paths).items()})
 
 
-def _tensor(name: str, entry: Any, found: Mapping[Any, StoredBytes]) -> StoredShape:
+def _tensor(name: str, entry: Any, found: Mapping[Any, StoredBytes]) -> BoxItem:
     shape, dtype = _sizes(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype) or entry.properties.layout != _STRIDED:
         raise ValueError(f"'{name}' is not a plain tensor: dtype {dtype}, layout {entry.properties.layout}")
@@ -216,7 +235,10 @@ def _tensor(name: str, entry: Any, found: Mapping[Any, StoredBytes]) -> StoredSh
         if place is None:
             raise ValueError(f"it does not say where the part of '{name}' at {box.offsets} lies")
         boxes.append(StoredBox(box, place))
-    return StoredShape(dtype, shape, tuple(boxes))
+    try:
+        return BoxItem((), dtype, shape, (), tuple(boxes))
+    except ValueError as error:
+        raise ValueError(f"of '{name}', {error}") from error
 
 
 def _stored_bytes(name: str, info: Any) -> StoredBytes:
@@ -251,3 +273,113 @@ def _path(value: Any) -> tuple[Any, ...]:
     if type(value) is not tuple or not value or any(type(part) not in (str, int) for part in value):
         raise ValueError(f"it holds {reprlib.repr(value)} instead of a path")
     return value
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+_BUFFER_NBYTES = 1 << 20  # of what is written at a time of many small archives
+
+
+def to_metadata(index: Index) -> bytes:
+    """The content of ``.metadata``, for the readers of stock directories."""
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, item in index.items.items():
+        if isinstance(item, StoredBytes):
+            entries[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = _StorageInfo(*item)
+            continue
+        chunks = []
+        for number, (box, archive) in enumerate(item.boxes):
+            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+            places[MetadataIndex(name, box.offsets, number)] = _StorageInfo(*archive)
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), chunks)
+    return pickle.dumps(Metadata(entries, dict(index.paths), places))
+
+
+class Written(NamedTuple):
+    """One entry of this rank's data file.
+
+    Attributes:
+        key: the DCP name.
+        box: of the tensor; ``None`` for a value.
+        archive: where the entry lies.
+        elements: byte of the file where the elements begin as raw memory; ``None`` for a value.
+        crc32: of the elements; ``None`` if unknown.
+    """
+
+    key: str
+    box: Box | None
+    archive: StoredBytes
+    elements: int | None = None
+    crc32: int | None = None
+
+
+def write_leaves(
+    folder: Path, rank: int, suffix: str, leaves: Mapping[str, Leaf]
+) -> tuple[list[Written], dict[str, FileEntry]]:
+    """Write one rank's data file as DCP does: an archive per box or value. Durable; no file if there is nothing.
+
+    Of a tensor on another device or in a file, a piece at a time is copied to the host.
+
+    Raises:
+        OSError: if the file could not be written.
+    """
+    parts = [(key, box, value) for key, leaf in leaves.items() for box, value in _parts(leaf.value)]
+    if not parts:
+        return [], {}
+    path = folder / f"__{rank}_0{suffix}.distcp"
+    written: list[Written] = []
+    done: dict[Any, Written] = {}
+    with open(path, "xb", buffering=_BUFFER_NBYTES) as raw:
+        file = ChecksummedFile(raw, torch.serialization.get_crc32_options())
+        for key, box, value in parts:
+            identity = None if box is None else _identity(box, value)
+            if identity not in done:
+                written.append(_write(file, path.name, key, box, value))
+            else:  # a tied parameter: one copy on disk under two names
+                written.append(done[identity]._replace(key=key, box=box))
+            if identity is not None:
+                done[identity] = written[-1]
+        raw.flush()
+        os.fsync(raw.fileno())
+    return written, {path.name: FileEntry(file.nbytes, file.checksum)}
+
+
+def _parts(value: Any) -> Iterator[tuple[Box | None, Any]]:
+    """The boxes of a tensor with their elements. A tensor of a class of its own is a value: its class would be lost."""
+    if isinstance(value, FlatShard) and value.numel():
+        start = 0
+        for box in value.boxes:
+            end = start + math.prod(box.sizes)
+            yield box, value.local[start:end]
+            start = end
+    elif isinstance(value, FlatShard) or is_plain(value):  # also without elements: DCP has to know of it
+        elements = value.local if isinstance(value, FlatShard) else value.detach()
+        yield Box((0,) * value.dim(), tuple(value.shape)), elements
+    else:
+        yield None, value
+
+
+def _identity(box: Box, elements: Tensor) -> Any:
+    """What two boxes share that are the same memory and would give the same archive."""
+    if not elements.numel() or not elements.is_contiguous():
+        return None
+    return memory_identity(elements), box.sizes, elements.is_conj(), elements.is_neg()
+
+
+def _write(file: ChecksummedFile, name: str, key: str, box: Box | None, value: Any) -> Written:
+    begin = file.nbytes
+    if box is None:
+        layout = TorchFile(value)
+        file.write_archive(layout)
+        return Written(key, None, StoredBytes(name, begin, layout.nbytes))
+    layout = _layout(value.dtype, box.sizes)
+    (crc32,) = file.write_archive(layout, value)
+    elements = begin + layout.places[0].offset if value.numel() else None
+    return Written(key, box, StoredBytes(name, begin, layout.nbytes), elements, crc32)
+
+
+@lru_cache(maxsize=256)
+def _layout(dtype: torch.dtype, sizes: tuple[int, ...]) -> TorchFile:
+    return TorchFile(Hole(0, dtype, sizes))

@@ -17,6 +17,7 @@ The concatenation of the boxes, each flattened, is the range again: a box is a p
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -25,12 +26,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.utils.dlpack import from_dlpack
 
 from lightning_zero._torch import make_wrapper_subclass
 from lightning_zero.storage.file_tensor import FileTensor
 
-__all__ = ["Box", "FlatShard", "boxes", "memory_identity"]
+__all__ = ["Box", "FlatShard", "boxes", "elements_before", "is_range", "linear", "memory_identity", "tile"]
 
 
 class Box(NamedTuple):
@@ -70,16 +70,61 @@ def _in_row(row: int, inner: list[Box]) -> list[Box]:
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
 
 
+def linear(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """The place of an element in the flattened tensor."""
+    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+
+
+def elements_before(shape: Sequence[int], box: Box, end: int) -> int:
+    """How many elements of a box come before element ``end`` of the flattened tensor."""
+    if end >= math.prod(shape):
+        return math.prod(box.sizes)
+    count = 0
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        row, end = divmod(end, math.prod(shape[dim + 1 :]))
+        inner = math.prod(box.sizes[dim + 1 :])
+        if row < offset:
+            return count
+        if row >= offset + size:
+            return count + size * inner
+        count += (row - offset) * inner
+    return count
+
+
+def is_range(shape: Sequence[int], box: Box) -> bool:
+    """Whether a box is a range of the flattened tensor."""
+    partial = next((dim for dim, size in enumerate(box.sizes) if size != 1), len(shape))
+    return tuple(box.sizes[partial + 1 :]) == tuple(shape[partial + 1 :])
+
+
+def tile(shape: Sequence[int], parts: Sequence[Box]) -> bool:
+    """Whether boxes cover every element once: as ranges, or as the cells of a grid, which is all that DCP makes."""
+    if sum(math.prod(box.sizes) for box in parts) != math.prod(shape):
+        return False
+    if all(is_range(shape, box) for box in parts):
+        end = 0
+        for begin, numel in sorted((linear(shape, box.offsets), math.prod(box.sizes)) for box in parts):
+            if begin != end:
+                return False
+            end += numel
+        return True
+    cuts = [[*sorted({box.offsets[dim] for box in parts}), size] for dim, size in enumerate(shape)]
+    if math.prod(len(cut) - 1 for cut in cuts) != len(parts):
+        return False
+    cells = set(itertools.product(*(itertools.pairwise(cut) for cut in cuts)))
+    return cells == {
+        tuple((offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)) for box in parts
+    }
+
+
 class FlatShard(Tensor):
     """A parameter of full shape of which this process holds one contiguous range of the flattened elements.
 
-    It occupies no memory of its own. Its size is the full shape, so that user code which looks at names, shapes and
-    dtypes of a checkpoint works; it can be renamed, dropped, cloned and cast; computing with it raises, because the
-    result could only be wrong.
+    It occupies no memory of its own. User code which looks at names, shapes and dtypes of a checkpoint works; a shard
+    can be renamed, dropped, cloned and cast; computing with it raises, because the result could only be wrong.
 
     Args:
-        local: 1-D and contiguous: this rank's elements, possibly none. Kept by reference, never copied; if they rest in
-            a file, they stay there until they are written or copied.
+        local: 1-D and contiguous: this rank's elements, possibly none, kept by reference. They may rest in a file.
         shape: the full shape.
         start: the place of ``local[0]`` in the flattened parameter. Meaningless, but in bounds, if ``local`` is empty.
 
@@ -111,7 +156,7 @@ class FlatShard(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """1-D: the elements this rank holds. The memory given to the constructor."""
+        """1-D: the elements this rank holds, in the memory given to the constructor."""
         return self._local
 
     @property
@@ -146,7 +191,7 @@ class FlatShard(Tensor):
         for box in self.boxes:
             numel = math.prod(box.sizes)
             if index.offset is not None and tuple(index.offset) == box.offsets:
-                return _own_storage(self._local[position : position + numel].view(box.sizes))
+                return self._local[position : position + numel].view(box.sizes)
             position += numel
         raise ValueError(f"This rank holds no part of '{index.fqn}' at offset {index.offset}.")
 
@@ -186,10 +231,7 @@ class FlatShard(Tensor):
 
 
 def memory_identity(tensor: Tensor) -> Hashable:
-    """Equal for tensors that show the same elements in the same shape, while they exist.
-
-    For what rests in a file that is the place in it: the memory that it is read into is another one's soon.
-    """
+    """Equal for tensors that show the same elements in the same shape, while they exist."""
     if isinstance(tensor, FileTensor):
         return tensor.identity
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
@@ -197,19 +239,3 @@ def memory_identity(tensor: Tensor) -> Hashable:
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
-def _own_storage(view: Tensor) -> Tensor:
-    """The same memory as a tensor whose storage is exactly these bytes.
-
-    A view drags the storage of the whole flat buffer along: ``torch.save`` would write all of it, and DCP's own
-    writer therefore clones first, which was measured to double the memory of a save. A tensor made through DLPack has
-    a storage of its own over the same bytes.
-    """
-    if view.device.type != "cpu" or isinstance(view, FileTensor):
-        return view
-    try:
-        exact: Tensor = from_dlpack(view)
-    except (BufferError, RuntimeError, TypeError):  # a dtype that DLPack cannot describe
-        return view
-    return exact

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.format.elements import ChunkSource
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
-from lightning_zero.checkpoint.format.stored import StoredTensor
+from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.typed_json import check_stored, dtype_name
 from lightning_zero.checkpoint.storage.files import Files, read_bytes
 from lightning_zero.errors import CheckpointError
@@ -53,7 +52,7 @@ def read_safetensors(files: Files, name: str) -> Opened:
         CheckpointError: if it is no whole file of that format.
     """
     header, items = _open(files, name)
-    source = ChunkSource(files)
+    source = Source(files)
     state = {key: StoredTensor(source, key, item) for key, item in items.items()}
     return Opened({"state_dict": state}, zlib.crc32(header))
 
@@ -78,7 +77,7 @@ def read_safetensors_directory(files: Files) -> Opened:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where} cannot be used: {type(error).__name__}: {error}.") from error
     opened = {name: _open(files, name) for name in sorted(set(places.values()))}
-    source = ChunkSource(files)
+    source = Source(files)
     state = {}
     for key, name in places.items():
         if key not in opened[name][1]:

@@ -1,36 +1,37 @@
-"""A tensor of a checkpoint that is still on disk."""
+"""A tensor of a checkpoint that is still on disk, and the reading of its elements from where they lie in files.
+
+[Note: Ranges of boxes]
+
+Elements are asked for as a range of the flattened tensor, and stored as boxes whose elements lie one after the other.
+In both the order is that of the coordinates. So the elements of a box that are in the range are a range of the box,
+and one piece of its file, whatever the shapes are: only they are read, once. Where they go is one range too if the box
+is whole rows, and otherwise the pieces of [Note: Boxes], each a strided view of the destination.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import ctypes
+import io
+import math
+import sys
+import zipfile
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, tree_leaves, tree_map_only, untracked
-from lightning_zero.checkpoint.format.record import TensorItem
-from lightning_zero.checkpoint.storage.files import PIECE_NBYTES
+from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox, StoredBytes
+from lightning_zero.checkpoint.format.flat_shard import Box, boxes, elements_before, is_range, linear
+from lightning_zero.checkpoint.format.record import Chunk, TensorItem
+from lightning_zero.checkpoint.format.torch_file import describe_tensor, load_torch, start_of
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window, read_bytes
+from lightning_zero.errors import CheckpointError
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.host import host_memory
 
-__all__ = ["Source", "StoredTensor"]
-
-
-class Source(Protocol):
-    """Where tensors are read from: a directory or a file that is open."""
-
-    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
-        """Fill a tensor with a range of the flattened elements of another.
-
-        Args:
-            key: the name of what is read, for messages.
-            item: what is read.
-            destination: 1-D, on any device, of any dtype: the elements are cast to it. Written.
-            start: the flattened element that ``destination[0]`` gets. The range is inside the tensor.
-
-        Raises:
-            CheckpointError: if the file is damaged.
-        """
+__all__ = ["Source", "StoredTensor", "find_elements", "memory_of", "read_chunk"]
 
 
 class StoredTensor(Tensor):
@@ -102,23 +103,18 @@ class StoredTensor(Tensor):
                 f"Elements {start} to {start + destination.numel()} of '{self._key}' with shape {tuple(self.shape)} "
                 f"cannot be read into a tensor of shape {tuple(destination.shape)}."
             )
-        if self.memory is not None:
-            with untracked():
-                destination.copy_(self.memory.reshape(-1)[start : start + destination.numel()])
-        elif isinstance(destination, FileTensor):
-            self._read_to_file(destination, start)
-        else:
-            self._source.read_elements(self._key, self._item, destination, start)
-
-    def _read_to_file(self, destination: FileTensor, start: int) -> None:
-        """A piece at a time: sources write to memory of any stride, which a file has not."""
-        step = max(1, PIECE_NBYTES // destination.dtype.itemsize)
         with untracked():
-            buffer = host_memory(min(step, destination.numel()) * destination.dtype.itemsize, locked=False)
-        for begin in range(0, destination.numel(), step):
-            piece = buffer.view(destination.dtype)[: min(step, destination.numel() - begin)]
-            self._source.read_elements(self._key, self._item, piece, start + begin)
-            destination.write(piece, begin)
+            if self.memory is not None:
+                destination.copy_(self.memory.reshape(-1)[start : start + destination.numel()])
+            elif not isinstance(destination, FileTensor):
+                self._source.read_elements(self._key, self._item, destination, start)
+            else:  # a piece at a time: sources write to memory of any stride, which a file has not
+                step = max(1, PIECE_NBYTES // destination.dtype.itemsize)
+                buffer = host_memory(min(step, destination.numel()) * destination.dtype.itemsize, locked=False)
+                for begin in range(0, destination.numel(), step):
+                    piece = buffer.view(destination.dtype)[: min(step, destination.numel() - begin)]
+                    self._source.read_elements(self._key, self._item, piece, start + begin)
+                    destination.write(piece, begin)
 
     def read(self) -> Tensor:
         """The whole tensor, in host memory of its own.
@@ -212,3 +208,189 @@ def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[S
 def _elements(stored: StoredTensor) -> Tensor:
     """To compute with; what has to be read is not kept."""
     return stored.read() if stored.memory is None else stored.memory
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+_MAX_DIRECTORY_NBYTES = 1 << 17  # of an archive of one tensor: some 700 bytes, and what zip readers look through
+
+
+class Source:
+    """Reads the elements of tensors in the files of a folder: only what is asked for, once.
+
+    A tensor lies in chunks of raw memory, or in boxes, a ``torch.save`` archive each. See [Note: Ranges of boxes].
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        # By all that a description is checked against: another tensor may claim the same archive.
+        self._chunks: dict[tuple[StoredBytes, int, torch.dtype, Sequence[int]], Chunk | None] = {}
+        self._last: tuple[tuple[StoredBytes, torch.dtype, Sequence[int]], Tensor] | None = None
+
+    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
+        """Fill a tensor with a range of the flattened elements of another.
+
+        Args:
+            key: the name of what is read, for messages.
+            item: what is read.
+            destination: 1-D, on any device, of any dtype: the elements are cast to it. Written.
+            start: the flattened element that ``destination[0]`` gets. The range is inside the tensor.
+
+        Raises:
+            CheckpointError: if the file is damaged.
+        """
+        end = start + destination.numel()
+        with untracked():
+            for chunk in item.chunks:
+                first, last = max(start, chunk.start), min(end, chunk.start + chunk.numel)
+                if first < last:
+                    part = destination[first - start : last - start]
+                    read_chunk(self._files, key, chunk, item.dtype, first, part)
+            if isinstance(item, BoxItem):
+                for stored in item.boxes:
+                    first, last = (elements_before(item.shape, stored.box, place) for place in (start, end))
+                    if first < last:
+                        self._read_box(key, item, stored, (first, last), destination, start)
+
+    def _read_box(
+        self, key: str, item: BoxItem, stored: StoredBox, part: tuple[int, int], destination: Tensor, start: int
+    ) -> None:
+        first, last = part
+        chunk = self._locate(item, stored)
+        if chunk is None:
+            place = (stored.archive, item.dtype, stored.box.sizes)
+            known = self._last  # what is read in pieces must not be loaded for each of them
+            loaded = known[1] if known is not None and known[0] == place else self._load(key, item, stored)
+            self._last = None if last == loaded.numel() else (place, loaded)
+            _scatter(item.shape, stored.box, first, loaded[first:last], destination, start)
+        elif is_range(item.shape, stored.box):
+            begin = chunk.start + first
+            target = destination[begin - start : begin - start + last - first]
+            read_chunk(self._files, key, chunk, item.dtype, begin, target)
+        else:
+            step = max(1, PIECE_NBYTES // item.dtype.itemsize)
+            buffer = torch.empty(min(step, last - first), dtype=item.dtype)
+            for begin in range(first, last, step):
+                piece = buffer[: min(step, last - begin)]
+                read_chunk(self._files, key, chunk, item.dtype, chunk.start + begin, piece)
+                _scatter(item.shape, stored.box, begin, piece, destination, start)
+
+    def _locate(self, item: BoxItem, stored: StoredBox) -> Chunk | None:
+        """The elements of a box as raw memory; ``None`` if they do not lie so in the file.
+
+        Its ``start`` is the flattened element the box starts with: it is a chunk of the tensor only if the box is
+        whole rows.
+        """
+        archive, sizes = stored.archive, stored.box.sizes
+        start = linear(item.shape, stored.box.offsets)
+        place = (archive, start, item.dtype, sizes)
+        if place not in self._chunks:
+
+            def read_into(offset: int, memory: memoryview) -> None:
+                self._files.read_into(archive.file, archive.offset + offset, memory)
+
+            window = Window(read_into, archive.nbytes, _MAX_DIRECTORY_NBYTES)
+            found = find_elements(window, archive.nbytes, item.dtype, sizes)
+            self._chunks[place] = found and Chunk(
+                start, math.prod(sizes), archive.file, archive.offset + found[0], found[1]
+            )
+        return self._chunks[place]
+
+    def _load(self, key: str, item: BoxItem, stored: StoredBox) -> Tensor:
+        """The elements of a box, flattened, of an archive that is built in another way.
+
+        Raises:
+            CheckpointError: if it does not hold that tensor, or what could run code.
+        """
+        archive = stored.archive
+        where = f"a part of '{key}' in '{self._files.name}/{archive.file}'"
+        data = read_bytes(self._files, *archive)
+        loaded = load_torch(io.BytesIO(data), where, True, "it is no tensor that can be used anyway")
+        if not isinstance(loaded, Tensor) or (loaded.dtype, tuple(loaded.shape)) != (item.dtype, stored.box.sizes):
+            what = f"{loaded.dtype} {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
+            raise CheckpointError(
+                f"Instead of {where} with {item.dtype} {stored.box.sizes}, {what} lies at byte {archive.offset}: the "
+                "file belongs to another checkpoint or another rank."
+            )
+        return loaded.detach().reshape(-1)
+
+
+def read_chunk(files: Files, key: str, chunk: Chunk, dtype: torch.dtype, first: int, destination: Tensor) -> None:
+    """Read elements of one chunk, in pieces, from ``first`` of the flattened tensor, which ``destination[0]`` gets.
+
+    Checksums are not looked at: with them the same bytes took half as long again. ``verify`` is there for that.
+
+    Raises:
+        ValueError: if the range is not inside the chunk.
+        CheckpointError: if the file ends before.
+    """
+    if first < chunk.start or first + destination.numel() > chunk.start + chunk.numel:
+        raise ValueError(
+            f"Elements {first} to {first + destination.numel()} of '{key}' are not in the part of '{chunk.file}' with "
+            f"{chunk.start} to {chunk.start + chunk.numel}."
+        )
+    direct = destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous()
+    direct = direct and type(destination) is Tensor
+    step = max(1, PIECE_NBYTES // dtype.itemsize)
+    buffer = None if direct else torch.empty(min(step, destination.numel()), dtype=dtype)
+    for begin in range(0, destination.numel(), step):
+        part = destination[begin : begin + step]
+        target = part if buffer is None else buffer[: part.numel()]
+        offset = chunk.offset + (first - chunk.start + begin) * dtype.itemsize
+        files.read_into(chunk.file, offset, memory_of(target))
+        if buffer is not None:
+            part.copy_(target)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """A contiguous host tensor's bytes, to be written to. The tensor must outlive it."""
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def find_elements(file: Any, nbytes: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int | None] | None:
+    """Where in a ``torch.save`` archive the elements of such a contiguous tensor begin, and their checksum if known.
+
+    Nothing is unpickled: the description must be, byte for byte, the one that such a tensor has. Whatever is different
+    (another layout, age or machine) gives ``None`` and is left to ``torch.load(weights_only=True)``.
+
+    Args:
+        file: the archive, as a file that reads no more at once than a directory may have.
+        nbytes: of the archive.
+        dtype: that the tensor must have.
+        sizes: that the tensor must have.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            listed = archive.infolist()
+        entries = {entry.filename.partition("/")[2]: entry for entry in listed}
+        if len(entries) != len(listed) or any(entry.compress_type or entry.flag_bits & 1 for entry in listed):
+            return None
+        data, start = entries["data/0"], start_of(file, entries["data/0"])
+        if data.file_size != math.prod(sizes) * dtype.itemsize or start + data.file_size > nbytes:
+            return None
+        expected = {"data.pkl": describe_tensor(dtype, sizes), "byteorder": sys.byteorder.encode()}
+        for name, content in expected.items():
+            if name not in entries and name != "data.pkl":
+                continue
+            file.seek(start_of(file, entries[name]))
+            if entries[name].file_size != len(content) or file.read(len(content)) != content:
+                return None
+        return start, data.CRC or None  # torch writes 0 when told to compute none
+    except CheckpointError:
+        raise
+    except Exception:  # a damaged archive can raise anything
+        return None
+
+
+def _scatter(shape: Sequence[int], box: Box, first: int, values: Tensor, destination: Tensor, start: int) -> None:
+    """Put a range of a box's elements, from its element ``first``, where they belong in the destination."""
+    strides = [math.prod(shape[dim + 1 :]) * destination.stride(0) for dim in range(len(shape))]
+    position = 0
+    for part in boxes(box.sizes, first, first + values.numel()):
+        offsets = [outer + inner for outer, inner in zip(box.offsets, part.offsets, strict=True)]
+        numel = math.prod(part.sizes)
+        place = destination.storage_offset() + (linear(shape, offsets) - start) * destination.stride(0)
+        view = destination.as_strided(part.sizes, strides, place)
+        view.copy_(values[position : position + numel].view(part.sizes))
+        position += numel

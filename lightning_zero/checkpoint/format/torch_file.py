@@ -24,7 +24,7 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import IO, Any, NamedTuple
 
@@ -37,7 +37,16 @@ from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["ADVICE", "Hole", "Place", "TorchFile", "load_torch", "describe_tensor", "read_torch_file", "start_of"]
+__all__ = [
+    "ADVICE",
+    "Hole",
+    "Place",
+    "TorchFile",
+    "describe_tensor",
+    "load_torch",
+    "read_torch_file",
+    "start_of",
+]
 
 _ARCHIVE = "archive"  # torch takes the name of the file, readers take any
 _ALIGNMENT = 64
@@ -71,16 +80,16 @@ class Hole:
     @property
     def nbytes(self) -> int:
         """Size of the elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.shape.numel() * self.dtype.itemsize
 
 
 class Place(NamedTuple):
-    """Where the elements of one storage belong.
+    """Where in the file the elements of one storage belong.
 
     Attributes:
         key: the holes' key; ``None`` for a tensor that was given as such.
         tensor: 1-D, or ``None`` for a hole.
-        offset: of the first byte in the file.
+        offset: of the first byte.
         nbytes: size.
     """
 
@@ -91,6 +100,8 @@ class Place(NamedTuple):
 
 
 class _Record(NamedTuple):
+    """An entry of the zip."""
+
     name: bytes
     header: int  # offset of the local header
     extra: bytes  # of the local header
@@ -99,13 +110,36 @@ class _Record(NamedTuple):
     content: bytes | None  # None: a storage
 
     @property
-    def is_large(self) -> bool:
-        return self.header >= _MAX_32 or self.nbytes >= _MAX_32
+    def end(self) -> int:
+        """Where the next record begins."""
+        return self.offset + self.nbytes + len(self.descriptor(0))
 
     @property
-    def end(self) -> int:
-        """Where the next record begins: after the elements and their descriptor, which nothing does not have."""
-        return self.offset + self.nbytes + (0 if not self.nbytes else 24 if self.is_large else 16)
+    def _start(self) -> tuple[int, int]:
+        """The version that a reader needs, and the flags: names are UTF-8; size and checksum follow the data."""
+        is_large = self.header >= _MAX_32 or self.nbytes >= _MAX_32
+        return 45 if is_large else 20, 0x808 if self.nbytes else 0x800
+
+    def local(self) -> bytes:
+        """The header before the elements."""
+        fields = (*self._start, 0, 0, _NO_DATE, 0, 0, 0, len(self.name), len(self.extra))
+        return _LOCAL.pack(b"PK\x03\x04", *fields) + self.name + self.extra
+
+    def descriptor(self, crc32: int) -> bytes:
+        """What follows the elements; nothing if there are none."""
+        if not self.nbytes:
+            return b""
+        form = "<4sIQQ" if self._start[0] == 45 else "<4sIII"
+        return struct.pack(form, b"PK\x07\x08", crc32, self.nbytes, self.nbytes)
+
+    def central(self, crc32: int) -> bytes:
+        """The entry in the directory."""
+        version, flags = self._start
+        nbytes, header = min(self.nbytes, _MAX_32), min(self.header, _MAX_32)
+        extra = _large_extra(self.nbytes, self.header)
+        dates = (version, version, flags, 0, 0, _NO_DATE)
+        fields = (*dates, crc32, nbytes, nbytes, len(self.name), len(extra), 0, 0, 0, 0, header)
+        return _CENTRAL.pack(b"PK\x01\x02", *fields) + self.name + extra
 
 
 class TorchFile:
@@ -114,10 +148,7 @@ class TorchFile:
     Args:
         content: what ``torch.load`` will give, with a ``Hole`` for every tensor whose elements are elsewhere. Ordinary
             tensors in it are written with exactly their elements, also if their memory is part of something larger,
-            and as tensors on the CPU.
-
-    Raises:
-        Exception: what pickling a value in ``content`` raises.
+            and as tensors on the CPU. What pickling a value raises passes through.
 
     Attributes:
         places: of all storages, in the order of the file.
@@ -127,23 +158,19 @@ class TorchFile:
     def __init__(self, content: Any) -> None:
         pickler = _Pickler()
         pickler.dump(content)
-        small = [
-            ("data.pkl", pickler.pickled),
-            (".format_version", b"1"),
-            (".storage_alignment", str(_ALIGNMENT).encode()),
-            ("byteorder", sys.byteorder.encode()),
-        ]
         self._records: list[_Record] = []
-        for name, data in small:
-            self._add(name, len(data), data)
+        self._add("data.pkl", pickler.pickled)
+        self._add(".format_version", b"1")
+        self._add(".storage_alignment", str(_ALIGNMENT).encode())
+        self._add("byteorder", sys.byteorder.encode())
         self.places: list[Place] = []
         for number, storage in enumerate(pickler.storages):
-            record = self._add(f"data/{number}", storage.nbytes, None)
+            record = self._add(f"data/{number}", None, storage.nbytes)
             self.places.append(Place(storage.key, storage.tensor, record.offset, record.nbytes))
-        self._add("version", 2, b"3\n")
+        self._add("version", b"3\n")
         self._by_key = {place.key: place for place in self.places if place.key is not None}
-        self._directory_size = sum(len(_central(record, 0)) for record in self._records)
-        self.nbytes = self._records[-1].end + self._directory_size + _END_64.size + _LOCATOR_64.size + _END.size
+        directory = sum(len(record.central(0)) for record in self._records)
+        self.nbytes = self._records[-1].end + directory + _END_64.size + _LOCATOR_64.size + _END.size
 
     def __getitem__(self, key: Hashable) -> Place:
         """The place of the holes with a key."""
@@ -153,40 +180,54 @@ class TorchFile:
         """Whether there is a hole with a key."""
         return key in self._by_key
 
-    def frame(self, checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Everything but the elements.
+    def frame(self, checksums: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """Everything but the elements: pairs of an offset and the bytes that belong there, in the order of the file.
 
         Args:
-            checksums: the CRC-32 of every place, in their order; 0 for one that is not known, which torch does not
-                notice and other readers of zip files report.
-
-        Returns:
-            Pairs of an offset and the bytes that belong there, in the order of the file.
+            checksums: the CRC-32 of every place, in their order, each taken once what is before the place was given; 0
+                for one that is not known, which torch does not notice and other readers of zip files report.
         """
         given = iter(checksums)
-        crcs = [zlib.crc32(record.content) if record.content is not None else next(given) for record in self._records]
-        descriptor, start = b"", 0
-        for record, crc in zip(self._records, crcs, strict=True):
-            head = descriptor + _local(record)
+        crcs: list[int] = []
+        pending, start = b"", 0
+        for record in self._records:
+            pending += record.local()
             if record.content is None:
-                yield start, head
-                descriptor = _descriptor(record, crc)
-                start = record.offset + record.nbytes
+                yield start, pending
+                crcs.append(next(given))
+                pending, start = b"", record.offset + record.nbytes
             else:
-                descriptor = head + record.content + _descriptor(record, crc)
-        directory = b"".join(_central(record, crc) for record, crc in zip(self._records, crcs, strict=True))
-        yield start, descriptor + directory + _end(len(self._records), self._records[-1].end, len(directory))
+                crcs.append(zlib.crc32(record.content))
+                pending += record.content
+            pending += record.descriptor(crcs[-1])
+        directory = b"".join(record.central(crc) for record, crc in zip(self._records, crcs, strict=True))
+        yield start, pending + directory + _end(len(self._records), self._records[-1].end, len(directory))
 
-    def _add(self, name: str, nbytes: int, content: bytes | None) -> _Record:
+    def _add(self, name: str, content: bytes | None, nbytes: int = 0) -> _Record:
+        nbytes = nbytes if content is None else len(content)
         header = self._records[-1].end if self._records else 0
         encoded = f"{_ARCHIVE}/{name}".encode()
         large = _large_extra(nbytes, header)
         start = header + _LOCAL.size + len(encoded) + len(large) + 4
         padding = -start % _ALIGNMENT
         extra = large + b"FB" + struct.pack("<H", padding) + b"Z" * padding
-        record = _Record(encoded, header, extra, start + padding, nbytes, content)
-        self._records.append(record)
-        return record
+        self._records.append(_Record(encoded, header, extra, start + padding, nbytes, content))
+        return self._records[-1]
+
+
+def _large_extra(nbytes: int, header: int) -> bytes:
+    """The 64-bit extension of a header, if it needs one."""
+    values = [nbytes, nbytes] if nbytes >= _MAX_32 else []
+    values += [header] if header >= _MAX_32 else []
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+
+
+def _end(count: int, offset: int, nbytes: int) -> bytes:
+    """The end of the directory, in the 64-bit form that torch always writes, and its pointer from the old one."""
+    end = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, offset)
+    locator = _LOCATOR_64.pack(b"PK\x06\x07", 0, offset + nbytes, 1)
+    short = min(count, _MAX_16)
+    return end + locator + _END.pack(b"PK\x05\x06", 0, 0, short, short, min(nbytes, _MAX_32), min(offset, _MAX_32), 0)
 
 
 def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
@@ -204,12 +245,20 @@ def start_of(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + 30 + int(name) + int(padding)
 
 
-class _Storage:
+class _Storage(NamedTuple):
     """A storage in the pickle: the elements of a hole or of a tensor."""
 
-    def __init__(self, number: int, kind: Any, numel: int, nbytes: int, key: Hashable, tensor: Tensor | None) -> None:
-        self.persistent_id = ("storage", kind, str(number), "cpu", numel)
-        self.nbytes, self.key, self.tensor = nbytes, key, tensor
+    number: int
+    kind: Any
+    numel: int
+    nbytes: int
+    key: Hashable
+    tensor: Tensor | None
+
+    @property
+    def persistent_id(self) -> tuple[Any, ...]:
+        """What the pickle has in its place."""
+        return "storage", self.kind, str(self.number), "cpu", self.numel
 
 
 class _Pickler(pickle.Pickler):
@@ -246,12 +295,8 @@ class _Pickler(pickle.Pickler):
     def _storage(
         self, identity: Hashable, dtype: torch.dtype, numel: int, key: Hashable, tensor: Tensor | None
     ) -> _Storage:
-        if identity not in self._known:
-            kind, nbytes = _form(dtype).storage_class, numel * dtype.itemsize
-            count = nbytes if kind is torch.UntypedStorage else numel
-            self.storages.append(_Storage(len(self.storages), kind, count, nbytes, key, tensor))
-            self._known[identity] = self.storages[-1]
-        return self._known[identity]
+        kind, nbytes = _form(dtype).storage_class, numel * dtype.itemsize
+        return self._numbered(identity, kind, nbytes if kind is torch.UntypedStorage else numel, nbytes, key, tensor)
 
     def _whole(self, storage: Any) -> _Storage:
         """A storage of a tensor that describes itself (sparse, quantized, of a class of its own)."""
@@ -259,12 +304,15 @@ class _Pickler(pickle.Pickler):
         untyped = storage if is_untyped else storage._untyped_storage  # private: 2.11 to 2.15
         dtype = torch.uint8 if is_untyped else storage.dtype
         memory = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
-        identity = ("storage", untyped.device, untyped.data_ptr(), dtype) if untyped.nbytes() else object()
+        nbytes = untyped.nbytes()
+        identity = ("storage", untyped.device, untyped.data_ptr(), dtype) if nbytes else object()
+        kind = torch.UntypedStorage if is_untyped else _form(dtype).storage_class
+        return self._numbered(identity, kind, nbytes // dtype.itemsize, nbytes, None, memory)
+
+    def _numbered(self, identity: Hashable, *what: Any) -> _Storage:
         if identity not in self._known:
-            kind = torch.UntypedStorage if is_untyped else _form(dtype).storage_class
-            number, nbytes = len(self.storages), untyped.nbytes()
-            self.storages.append(_Storage(number, kind, nbytes // dtype.itemsize, nbytes, None, memory))
-            self._known[identity] = self.storages[-1]
+            self._known[identity] = _Storage(len(self.storages), *what)
+            self.storages.append(self._known[identity])
         return self._known[identity]
 
 
@@ -291,48 +339,7 @@ def _reduced(storage: _Storage, dtype: torch.dtype, shape: torch.Size, requires_
     return form.rebuild, (storage, 0, tuple(shape), strides, requires_grad, OrderedDict(), *form.more)
 
 
-# ----------------------------------------------------------------------------------------------------------------- zip
-
-
-def _large_extra(nbytes: int, header: int) -> bytes:
-    """The 64-bit extension of a header, if it needs one."""
-    values = [nbytes, nbytes] if nbytes >= _MAX_32 else []
-    values += [header] if header >= _MAX_32 else []
-    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-
-
-def _flags(record: _Record) -> int:
-    return 0x808 if record.nbytes else 0x800  # names are UTF-8; size and checksum follow the data
-
-
-def _local(record: _Record) -> bytes:
-    version = 45 if record.is_large else 20
-    fields = (version, _flags(record), 0, 0, _NO_DATE, 0, 0, 0, len(record.name), len(record.extra))
-    return _LOCAL.pack(b"PK\x03\x04", *fields) + record.name + record.extra
-
-
-def _descriptor(record: _Record, crc: int) -> bytes:
-    if not record.nbytes:
-        return b""
-    return struct.pack("<4sIQQ" if record.is_large else "<4sIII", b"PK\x07\x08", crc, record.nbytes, record.nbytes)
-
-
-def _central(record: _Record, crc: int) -> bytes:
-    version = 45 if record.is_large else 20
-    nbytes, header = min(record.nbytes, _MAX_32), min(record.header, _MAX_32)
-    extra = _large_extra(record.nbytes, record.header)
-    dates = (version, version, _flags(record), 0, 0, _NO_DATE)
-    fields = (*dates, crc, nbytes, nbytes, len(record.name), len(extra), 0, 0, 0, 0, header)
-    return _CENTRAL.pack(b"PK\x01\x02", *fields) + record.name + extra
-
-
-def _end(count: int, offset: int, nbytes: int) -> bytes:
-    """The end of the directory, in the 64-bit form that torch always writes, and its pointer from the old one."""
-    end = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, offset)
-    locator = _LOCATOR_64.pack(b"PK\x06\x07", 0, offset + nbytes, 1)
-    short = min(count, _MAX_16)
-    return end + locator + _END.pack(b"PK\x05\x06", 0, 0, short, short, min(nbytes, _MAX_32), min(offset, _MAX_32), 0)
-
+# ------------------------------------------------------------------------------------------------------------- reading
 
 ADVICE = (
     "allow its classes with `torch.serialization.add_safe_globals` (the Trainer does not hand `weights_only=False` on "
@@ -365,8 +372,7 @@ def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None, cop
     try:
         if copied is None and is_remote(path):
             with fsspec.open(os.fspath(path), "rb") as file:
-                loaded = load_torch(file, where, weights_only, ADVICE)
-                return Opened(_as_checkpoint(loaded, where))
+                return Opened(_as_checkpoint(load_torch(file, where, weights_only, ADVICE), where))
         local = local_path(path if copied is None else copied)
         with open(local, "rb") as file:
             is_archive = file.read(len(_ZIP)) == _ZIP
@@ -383,14 +389,12 @@ def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None, cop
 def load_torch(
     file: str | IO[bytes], where: str, weights_only: bool | None, advice: str, *, mapped: bool = False
 ) -> Any:
-    """``torch.load`` into host memory.
+    """``torch.load`` into host memory, of a path or an open file. A path may be mapped instead of read.
 
     Args:
-        file: a path, or an open file.
         where: it lies, for messages.
         weights_only: refuse what could run code; ``None`` does so unless torch's environment variable forbids it.
         advice: what to do about a refusal, to follow "if you trust the file".
-        mapped: map the file into memory instead of reading it.
 
     Raises:
         CheckpointError: if it cannot be loaded.
