@@ -36,19 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective as an observer sees it.
+    """One collective as an observer sees it."""
 
-    Args:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
-        what: what it carried, for people.
-        numel: elements of the whole (unsharded) buffer.
-        nbytes: the same in bytes.
-    """
-
-    kind: str
-    what: str
-    numel: int
-    nbytes: int
+    kind: str  # ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``
+    what: str  # it carried, for people
+    numel: int  # of the whole (unsharded) buffer
+    nbytes: int  # the same in bytes
 
 
 class Pending:
@@ -80,19 +73,12 @@ class Pending:
         self._streams = streams
         self._keep = keep
         self._finish = finish
-        self._done = False
-
-    @property
-    def done(self) -> bool:
+        self.done = False
         """Whether ``wait`` has returned before."""
-        return self._done
 
     def ready_within(self, seconds: float) -> bool:
-        """Whether ``wait`` would return now, or after waiting on the host for at most ``seconds``.
-
-        Always true on a device, where ``wait`` never holds the host up.
-        """
-        if self._done or self._event is not None:
+        """Whether ``wait`` would return after ``seconds`` at most; always on a device, where the host never waits."""
+        if self.done or self._event is not None:
             return True
         deadline = time.monotonic() + seconds
         pause = _SHORTEST_PAUSE_SECONDS
@@ -108,11 +94,7 @@ class Pending:
         return self.ready_within(0.0)
 
     def receive(self) -> None:
-        """``wait`` for the result only: this rank's own part may still be read by others until ``wait``.
-
-        Raises:
-            CommunicationError: as ``wait`` does.
-        """
+        """``wait`` for the result only: this rank's own part may still be read by others until ``wait``."""
         self.wait()
 
     def wait(self) -> None:
@@ -121,7 +103,7 @@ class Pending:
         Raises:
             CommunicationError: if a peer died or the process group's timeout passed.
         """
-        if self._done:
+        if self.done:
             return
         try:
             for work in self._works:
@@ -133,7 +115,7 @@ class Pending:
         if self._finish is not None:
             with untracked():
                 self._finish()
-        self._done = True
+        self.done = True
         self._works, self._keep, self._finish = (), (), None
 
 
@@ -184,14 +166,9 @@ class Collectives(ABC):
         Raises:
             ValueError: if the sizes do not match (on every rank alike).
         """
-        numel = buffer.numel()
-        if buffer.dim() != 1 or numel % self.world_size:
-            self._refuse(buffer, what)
-        if source is not None and source.numel() * self.world_size != numel:
-            raise ValueError(
-                f"{what}: this rank's shard must hold {buffer.numel() // self.world_size} elements, got "
-                f"{source.numel()}."
-            )
+        numel = self._checked_numel(buffer, what)
+        if source is not None and source.numel() != numel:
+            raise ValueError(f"{what}: this rank's shard must hold {numel} elements, got {source.numel()}.")
         if self.observers:
             self._observe("all_gather", what, buffer)
         return self._all_gather(buffer, what, after, source, version)
@@ -211,13 +188,11 @@ class Collectives(ABC):
 
         Source: ZeRO, section 5.2 (arXiv:1910.02054).
         """
-        numel = bucket.numel()
-        if bucket.dim() != 1 or numel % self.world_size:
-            self._refuse(bucket, what)
-        if shard.numel() * self.world_size != numel or shard.dtype != bucket.dtype:
+        numel = self._checked_numel(bucket, what)
+        if shard.numel() != numel or shard.dtype != bucket.dtype:
             raise ValueError(
-                f"reduce_scatter of {what}: the shard must hold {bucket.numel() // self.world_size} elements of "
-                f"{bucket.dtype}, got {shard.numel()} of {shard.dtype}."
+                f"reduce_scatter of {what}: the shard must hold {numel} elements of {bucket.dtype}, got "
+                f"{shard.numel()} of {shard.dtype}."
             )
         if self.observers:
             self._observe("reduce_scatter", what, bucket)
@@ -266,11 +241,15 @@ class Collectives(ABC):
         size = buffer.numel() // self.world_size
         return buffer.narrow(0, self.rank * size, size)
 
-    def _refuse(self, buffer: Tensor, what: str) -> None:
-        raise ValueError(
-            f"{what}: a flat buffer must be 1-D and hold a multiple of {self.world_size} elements, got shape "
-            f"{tuple(buffer.shape)}."
-        )
+    def _checked_numel(self, buffer: Tensor, what: str) -> int:
+        """Elements of one rank's range of a flat buffer."""
+        numel, rest = divmod(buffer.numel(), self.world_size)
+        if buffer.dim() != 1 or rest:
+            raise ValueError(
+                f"{what}: a flat buffer must be 1-D and hold a multiple of {self.world_size} elements, got shape "
+                f"{tuple(buffer.shape)}."
+            )
+        return numel
 
     def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
         if self.observers and self.world_size > 1:
@@ -296,11 +275,7 @@ class Collectives(ABC):
 
 
 class LocalCollectives(Collectives):
-    """One rank: nothing travels. What comes after a collective is ordered behind what came before it all the same.
-
-    Args:
-        streams: of the device; ``None`` on the CPU.
-    """
+    """One rank: nothing travels. What comes after a collective is ordered behind what came before it all the same."""
 
     def __init__(self, streams: Streams | None = None) -> None:
         super().__init__(rank=0, world_size=1)
@@ -316,31 +291,32 @@ class LocalCollectives(Collectives):
     ) -> Pending:
         if source is not None:
             buffer.copy_(source)
-        return self._nothing if self._streams is None else self._done(what)
+        return self._over(what)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         if shard is not bucket and shard.data_ptr() != bucket.data_ptr():
             shard.copy_(bucket)
-        return self._nothing if self._streams is None else self._done(what)
+        return self._over(what)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
     ) -> Pending:
         output.copy_(input)
-        return self._done(what)
+        return self._over(what)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        return self._done(what)
+        return self._over(what)
 
-    def _done(self, what: str) -> Pending:
-        event = None if self._streams is None else self._streams.mark()
-        return self._nothing if event is None else Pending(what, 0, event=event, streams=self._streams)
+    def _over(self, what: str) -> Pending:
+        if self._streams is None:
+            return self._nothing
+        return Pending(what, 0, event=self._streams.mark(), streams=self._streams)
 
 
 class WrappedCollectives(Collectives):
     """Another wire's collectives as they are: whoever changes one verb of a wire overrides its method here.
 
-    Observers are told what the inner wire carries.
+    The signatures are those of ``Collectives``. Observers are told what the inner wire carries.
 
     Args:
         inner: what carries everything.
@@ -361,28 +337,24 @@ class WrappedCollectives(Collectives):
     def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
         """The inner wire does."""
 
-    def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
-    ) -> Pending:
-        return self.inner.all_gather(buffer, what, after, source, version)
+    def _all_gather(self, *arguments: Any, **named: Any) -> Pending:
+        return self.inner.all_gather(*arguments, **named)
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
-        return self.inner.reduce_scatter(bucket, shard, what, patience)
+    def _reduce_scatter(self, *arguments: Any, **named: Any) -> Pending:
+        return self.inner.reduce_scatter(*arguments, **named)
 
-    def _all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
-    ) -> Pending:
-        return self.inner.all_to_all(output, input, output_splits, input_splits, what)
+    def _all_to_all(self, *arguments: Any, **named: Any) -> Pending:
+        return self.inner.all_to_all(*arguments, **named)
 
-    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        return self.inner.broadcast(tensor, source, what)
+    def _broadcast(self, *arguments: Any, **named: Any) -> Pending:
+        return self.inner.broadcast(*arguments, **named)
 
 
 class RankOrderSum:
     """Averages one tensor per rank: ``((first + second) + third + ...) / divisor``, each step rounded to the dtype.
 
     Args:
-        rank: this rank, whose tensor may be the result's memory.
+        rank: this one, whose tensor may be the result's memory.
     """
 
     def __init__(self, rank: int) -> None:

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,6 @@ _SAME_PROGRAM = (
     "Every rank must build the same model with the same strategy settings; look for code that depends on the "
     "rank, on a file only some ranks see, or on a random choice made before the seed was set."
 )
-
-
-class Shortcut(Protocol):
-    """A faster way for small agreements, where all ranks are on one host."""
-
-    def exchange(self, row: bytes, what: str) -> list[bytes] | None:
-        """Every rank's bytes in rank order; ``None`` if they are too many to come this way."""
 
 
 @contextmanager
@@ -65,19 +58,11 @@ class ControlGroup:
         self.process_group = process_group
         self.rank = rank
         self.world_size = world_size
-        self.shortcut: Shortcut | None = None
+        self.shortcut: Callable[[bytes, str], list[bytes] | None] | None = None
+        """A faster way for few bytes, where all ranks are on one host; its answer is ``None`` where they are many."""
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Give every rank's integers to every rank.
-
-        Args:
-            values: 64-bit integers, equally many on every rank.
-
-        Returns:
-            One list per rank, in rank order.
-
-        Collective: every rank.
-        """
+        """Every rank's 64-bit integers in rank order, equally many on each. Collective: every rank."""
         return self._exchange("q", values, "the agreement with the other ranks")
 
     def sum_float64(self, values: Sequence[float]) -> list[float]:
@@ -89,27 +74,20 @@ class ControlGroup:
         return [float(sum(column[1:], column[0])) for column in zip(*rows, strict=True)]
 
     def _exchange(self, code: str, values: Sequence[Any], what: str) -> list[list[Any]]:
-        """Every rank's numbers, of a type with 8 bytes."""
+        """Every rank's numbers, of a type with 8 bytes: ``q`` for int64, ``d`` for float64."""
         if self.world_size == 1:
             return [list(values)]
         with naming_failures(what, self.rank):
-            if self.shortcut is not None:
-                packed = self.shortcut.exchange(struct.pack(f"={len(values)}{code}", *values), what)
-                if packed is not None:
-                    return [list(struct.unpack(f"={len(values)}{code}", row)) for row in packed]
+            layout = f"={len(values)}{code}"
+            if self.shortcut is not None and (packed := self.shortcut(struct.pack(layout, *values), what)) is not None:
+                return [list(struct.unpack(layout, row)) for row in packed]
             mine = torch.tensor(values, dtype=torch.int64 if code == "q" else torch.float64, device="cpu")
             rows = mine.new_zeros(self.world_size, len(values))
             dist.all_gather(list(rows.unbind(0)), mine, group=self.process_group)
             return rows.tolist()
 
     def any_of(self, flags: torch.Tensor) -> torch.Tensor:
-        """Which of many flags is set on at least one rank.
-
-        Args:
-            flags: 1-D uint8 on the CPU, equally long on every rank. Overwritten with the answer.
-
-        Collective: every rank.
-        """
+        """Overwrite flags (1-D, uint8, on the CPU) with those set on at least one rank. Collective: every rank."""
         if self.world_size > 1:
             with naming_failures("the agreement on used parameters", self.rank):
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
@@ -129,15 +107,12 @@ class ControlGroup:
         return values
 
     def raise_together(self, failure: BaseException | None, what: str, advice: str = "") -> None:
-        """Raise on every rank if something went wrong on one.
+        """Raise an ``OffloadError`` on every rank, with the first rank's reason, if something went wrong on one.
 
         Args:
             failure: what went wrong here, if something did.
             what: what was tried, in words that follow "could not".
             advice: what to do now.
-
-        Raises:
-            OffloadError: naming the first rank and its reason.
 
         Collective: every rank.
         """
@@ -156,16 +131,13 @@ class ControlGroup:
         self.exchange([0])
 
     def agree_equal(self, what: str, lines: Sequence[str], fingerprint: str, advice: str = _SAME_PROGRAM) -> None:
-        """Raise on every rank unless all ranks hold the same lines.
+        """Raise a ``DivergenceError`` on every rank, with the first different lines, unless all hold the same ones.
 
         Args:
             what: what the lines describe, for the message.
             lines: the description, compared line by line only when the fingerprints differ.
             fingerprint: hex digest over the lines.
             advice: what to do if they differ.
-
-        Raises:
-            DivergenceError: on every rank, naming the first rank that differs from rank 0 and the first lines that do.
 
         Collective: every rank.
         """

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Groups", "ShardGroup", "destroy_default_group_at_exit"]
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)
+_NUMBERS = itertools.count()  # alike on all ranks, because groups are created together
 
 
 def destroy_default_group_at_exit() -> None:
@@ -46,12 +47,7 @@ def destroy_default_group_at_exit() -> None:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks whose shards together make a flat buffer whole.
-
-    Args:
-        rank: this process among them.
-        world_size: how many they are.
-    """
+    """The ranks whose shards together make a flat buffer whole: this process's place among them, and how many."""
 
     rank: int
     world_size: int
@@ -103,30 +99,22 @@ class Groups:
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, ControlGroup(None), ControlGroup(None), ShardGroup(0, 1), divisor=1)
-        key = (backend, timeout)
-        existing = _CREATED.setdefault(_default_group(), {}).get(key)
-        if existing is not None and existing.control.process_group is not None:
-            return existing
-        for groups in [groups for groups in _LIVE if groups._default() is not _default_group()]:
-            groups.destroy()  # their default group has ended, and nobody told them
+        default = dist.group.WORLD
+        if default is None:
+            raise RuntimeError("There is no default process group; the Trainer makes one in setup_environment.")
+        for groups in list(_LIVE):
+            if groups._default() is not default:
+                groups.destroy()  # their default group has ended, and nobody told them
+            elif groups._asked == (backend, timeout):
+                return groups
         rank, world_size = dist.get_rank(), dist.get_world_size()
         gather = new_group(backend, timeout)
         reduce = new_group(backend, timeout)
-        control = new_group("gloo", timeout)
-        checkpoint = new_group("gloo", timeout)
-        groups = cls(
-            gather,
-            reduce,
-            ControlGroup(control, rank, world_size),
-            ControlGroup(checkpoint, rank, world_size),
-            ShardGroup(rank, world_size),
-            divisor=world_size,
-            timeout=timeout,
-        )
-        groups._owner = os.getpid()
-        groups._default = weakref.ref(_default_group())
+        control = ControlGroup(new_group("gloo", timeout), rank, world_size)
+        checkpoint = ControlGroup(new_group("gloo", timeout), rank, world_size)
+        groups = cls(gather, reduce, control, checkpoint, ShardGroup(rank, world_size), world_size, timeout=timeout)
+        groups._default, groups._asked = weakref.ref(default), (backend, timeout)
         atexit.register(groups._at_exit)
-        _CREATED[_default_group()][key] = groups
         _LIVE.append(groups)
         return groups
 
@@ -137,8 +125,9 @@ class Groups:
         """Why they could not be connected."""
         self.told = ""
         """What the log says about it."""
-        self._owner: int | None = None
-        self._default: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self._owner = os.getpid()
+        self._default: Callable[[], dist.ProcessGroup | None] = lambda: None  # weak: it ends without them
+        self._asked: tuple[str | None, timedelta | None] | None = None
         self._meetings: Counter[str] = Counter()
         self._number = next(_NUMBERS)  # the store outlives the groups, so that its keys must not begin anew
 
@@ -146,7 +135,7 @@ class Groups:
         """Say that this rank is here, and see who else comes to their next call for this occasion.
 
         Not collective: a rank that failed alone cannot start a collective, because the others are in the middle of
-        another one, and would wait in it for this rank.
+        another one, and would wait in it for this rank. The store of the default group has no order.
 
         Args:
             occasion: the place, in words.
@@ -159,7 +148,21 @@ class Groups:
         """
         self._meetings[occasion] += 1
         key = f"lightning_zero/{self._number}/{occasion}/{self._meetings[occasion]}"
-        return _rendezvous(key, note, self.control.rank, self.control.world_size, seconds)
+        rank, world_size = self.control.rank, self.control.world_size
+        notes = {rank: note}
+        if world_size == 1:
+            return notes
+        store, deadline = default_store(), time.monotonic() + seconds
+        with suppress(RuntimeError):  # the process that serves the store is gone
+            store.set(f"{key}/{rank}", note)
+            for other in range(world_size):
+                left = max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT)
+                with suppress(RuntimeError):  # not there
+                    store.wait([f"{key}/{other}"], left)
+                    notes[other] = store.get(f"{key}/{other}").decode()
+            if len(notes) < world_size:
+                store.delete_key(f"{key}/{rank}")  # who comes later must not take this rank for one that waits
+        return notes
 
     def destroy(self) -> None:
         """Give the groups back and join their threads. May be called again.
@@ -186,44 +189,4 @@ class Groups:
             self.destroy()
 
 
-_NUMBERS = itertools.count()  # alike on all ranks, because groups are created together
-
 _LIVE: list[Groups] = []  # not destroyed yet
-
-# Weak: groups end with the default group they were made from.
-_CREATED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | None, timedelta | None], Groups]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("There is no default process group; the Trainer makes one in setup_environment.")
-    return group
-
-
-def _rendezvous(key: str, note: str, rank: int, world_size: int, seconds: float) -> dict[int, str]:
-    """See ``Groups.rendezvous``. The store of the default group has no order, unlike a collective."""
-    notes = {rank: note}
-    if world_size == 1:
-        return notes
-    store = default_store()
-    deadline = time.monotonic() + seconds
-    try:
-        store.set(f"{key}/{rank}", note)
-    except RuntimeError:  # the process that serves the store is gone
-        return notes
-    for other in range(world_size):
-        if other == rank:
-            continue
-        left = max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT)
-        try:
-            store.wait([f"{key}/{other}"], left)
-            notes[other] = store.get(f"{key}/{other}").decode()
-        except RuntimeError:  # not there, or no store any more
-            continue
-    if len(notes) < world_size:
-        with suppress(RuntimeError):
-            store.delete_key(f"{key}/{rank}")  # who comes later must not take this rank for one that waits
-    return notes

@@ -1,4 +1,4 @@
-"""Collectives through a process group: the backend's own on a device, better ones than its own on gloo.
+"""Which wire a world takes; and collectives through a process group: the backend's own, better ones on gloo.
 
 ``GlooCollectives`` does not use gloo's own reduce-scatter (emulated by a clone and an all-reduce: twice the bytes) nor
 its all-gather (2.7 times slower than the same bytes sent point to point). Its reduce-scatter is an all-to-all followed
@@ -8,7 +8,11 @@ into buckets or units. That is what makes the three stages bit-identical to one 
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,21 +20,71 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import all_gather_single, reduce_scatter_single
-from lightning_zero.comm.collectives import Collectives, Pending, RankOrderSum
+from lightning_zero.comm.collectives import Collectives, LocalCollectives, Pending, RankOrderSum
 from lightning_zero.comm.control import raise_failure
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.streams import Event, Streams
 
-__all__ = ["GlooCollectives", "NativeCollectives"]
+__all__ = ["SWITCH", "GlooCollectives", "NativeCollectives", "choose_collectives"]
+
+SWITCH = "LIGHTNING_ZERO_SHARED_MEMORY"
+"""Environment variable: ``0`` on any rank keeps all of them from reading one another's memory."""
+
+_TIMEOUT = timedelta(minutes=30)  # what torch gives a process group that nobody gave one
+_log = logging.getLogger(__name__)
 
 
-class NativeCollectives(Collectives):
-    """The backend's own collectives (nccl), issued on side streams so that their order is ours.
+def choose_collectives(groups: Groups, streams: Streams, device: torch.device) -> Collectives:
+    """The collectives for ranks that compute on ``device``.
 
     Args:
         groups: the engine's process groups.
         streams: side streams of the device.
+        device: where this rank computes; of the same type on every rank.
+
+    Collective: every rank.
     """
+    if groups.shard.world_size == 1:
+        return LocalCollectives(streams)
+    if device.type != "cpu":
+        return NativeCollectives(groups, streams)
+    problem = _without_shared_memory(groups)
+    if groups.transport is None or problem:
+        if groups.control.rank == 0 and problem != groups.told:
+            _log.info("Ranks exchange weights and gradients over gloo: %s.", problem)
+            groups.told = problem
+        return GlooCollectives(groups, streams)
+    from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
+
+    return SharedMemoryCollectives(groups, groups.transport)
+
+
+def _without_shared_memory(groups: Groups) -> str:
+    """Connect the ranks through shared memory, once per groups. Returns why that is not so; empty if it is."""
+    if groups.shard.world_size < groups.control.world_size:
+        return "flat buffers are shared by some of the ranks only"
+    refusals = groups.control.exchange([int(os.environ.get(SWITCH, "1") == "0"), int(sys.platform != "linux")])
+    for rank, (off, foreign) in enumerate(refusals):
+        if off:
+            return f"{SWITCH}=0 on rank {rank}"
+        if foreign:
+            return f"rank {rank} does not run on Linux"
+    if groups.transport is None and not groups.problem:
+        from lightning_zero.comm.shared_memory.links import connect
+        from lightning_zero.comm.shared_memory.transport import Transport
+
+        timeout = (groups.timeout or _TIMEOUT).total_seconds()
+        connected = connect(groups.control, timeout)
+        if isinstance(connected, str):
+            groups.problem = connected
+        else:
+            groups.transport = Transport(*connected, groups.control.rank, timeout)
+            groups.control.shortcut = groups.transport.exchange
+    return groups.problem
+
+
+class NativeCollectives(Collectives):
+    """The backend's own collectives (nccl), issued on side streams so that their order is ours."""
 
     def __init__(self, groups: Groups, streams: Streams) -> None:
         super().__init__(groups.shard.rank, groups.shard.world_size, groups.abandoned)
@@ -91,8 +145,7 @@ class GlooCollectives(NativeCollectives):
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
     ) -> Pending:
-        size = buffer.numel() // self.world_size
-        mine = buffer.narrow(0, self.rank * size, size)
+        size, mine = buffer.numel() // self.world_size, self.own_range(buffer)
         if source is not None:
             mine.copy_(source)
         works: list[Any] = []

@@ -29,27 +29,25 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._gather = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._reduce = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._transfer = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.beside = self._gather is not None
+        self.beside = device.type == "cuda"
         """Whether anything runs beside the host's own work. If not, there is nothing to be ordered."""
+        self._streams = [torch.cuda.Stream(device) for _ in range(3)] if self.beside else []
 
     def gathering(self, after: Event = None) -> AbstractContextManager[None]:
         """Issue the work inside on the gather stream, after ``after`` (default: all work issued so far)."""
-        return _NOTHING if self._gather is None else self._on(self._gather, after)
+        return self._on(self._streams[0], after) if self.beside else _NOTHING
 
     def reducing(self) -> AbstractContextManager[None]:
         """Issue the work inside on the reduce stream, after all work of the current stream so far."""
-        return _NOTHING if self._reduce is None else self._on(self._reduce, None)
+        return self._on(self._streams[1], None) if self.beside else _NOTHING
 
     def transferring(self, after: Event = None) -> AbstractContextManager[None]:
         """Issue the copies inside on the stream between host and device, after ``after`` (default: all work so far)."""
-        return _NOTHING if self._transfer is None else self._on(self._transfer, after)
+        return self._on(self._streams[2], after) if self.beside else _NOTHING
 
     def mark(self) -> Event:
         """An event behind all work issued so far on the current stream (``None`` on the CPU)."""
-        if self._gather is None:
+        if not self.beside:
             return None
         event = torch.cuda.Event(blocking=True)  # a host that waits for it leaves its core to others
         event.record(torch.cuda.current_stream(self.device))
@@ -57,7 +55,7 @@ class Streams:
 
     def nothing(self) -> Event:
         """An event behind no work at all: for a copy that something else tells when to begin."""
-        return None if self._gather is None else torch.cuda.Event()
+        return torch.cuda.Event() if self.beside else None
 
     def wait(self, event: Event) -> None:
         """Let the current stream continue only after ``event``; the host does not wait."""
@@ -66,9 +64,8 @@ class Streams:
 
     def join(self) -> None:
         """Let the current stream continue only after everything issued on the side streams."""
-        for stream in (self._gather, self._reduce, self._transfer):
-            if stream is not None:
-                torch.cuda.current_stream(self.device).wait_stream(stream)
+        for stream in self._streams:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream, after: Event) -> Iterator[None]:

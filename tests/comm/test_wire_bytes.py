@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
-from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.native import SWITCH
 from tests.helpers.cases import Block, Stack, case, features
 from tests.helpers.probe import Probe, fit
 from tests.helpers.world import run_world

@@ -90,7 +90,7 @@ def _warm_up() -> None:
     """What every world would do anew at its first run: imports, and Python's caches of abstract classes."""
     for name in ("default_hooks", "post_localSGD_hook"):
         importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{name}")
-    for name in ("collectives", "connect", "transport"):
+    for name in ("collectives", "links", "transport"):
         importlib.import_module(f"lightning_zero.comm.shared_memory.{name}")
     load_vocabulary()
     log = logging.getLogger("lightning.pytorch")

@@ -21,44 +21,10 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Pending, RankOrderSum
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.shared_memory.transport import Channel, Transfer, Transport
+from lightning_zero.comm.shared_memory.transport import Channel, Transport
 from lightning_zero.comm.streams import Event
 
 __all__ = ["SharedMemoryCollectives"]
-
-
-class SharedPending(Pending):
-    """A collective through shared memory.
-
-    Args:
-        transport: what carries it.
-        transfer: it.
-        what: what is carried, for error messages.
-        whole: whether this rank's memory is in use until all others have read it.
-    """
-
-    def __init__(self, transport: Transport, transfer: Transfer, what: str, whole: bool) -> None:
-        super().__init__(what, transport.rank)
-        self._transport = transport
-        self._transfer = transfer
-        self._whole = whole
-
-    def ready_within(self, seconds: float) -> bool:
-        if self._done:
-            return True
-        with naming_failures(self._what, self._rank):
-            return self._transport.wait(self._transfer, self._whole, seconds)
-
-    def receive(self) -> None:
-        if not self._transfer.done:
-            with naming_failures(self._what, self._rank):
-                self._transport.wait(self._transfer, False)
-
-    def wait(self) -> None:
-        if not self._done:
-            with naming_failures(self._what, self._rank):
-                self._transport.wait(self._transfer, self._whole)
-            self._done = True
 
 
 class SharedMemoryCollectives(Collectives):
@@ -80,8 +46,6 @@ class SharedMemoryCollectives(Collectives):
         self._version = 0
         self._sum = RankOrderSum(self.rank)
 
-    # ------------------------------------------------------------------ memory
-
     @property
     def buffers(self) -> Sequence[Tensor]:
         return self._sum.buffers
@@ -93,10 +57,8 @@ class SharedMemoryCollectives(Collectives):
             memory = super().allocate(numel, dtype, device)
         if numel:
             number = self._allocated[memory.data_ptr(), numel] = next(self._told)
-            self.transport.tell_place(self._session, number, self.transport.heap.offset(memory) or 0, memory.nbytes)
+            self.transport.tell_place(self._session, number, self.transport.heap.offset(memory), memory.nbytes)
         return memory
-
-    # -------------------------------------------------------------- collectives
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
@@ -110,12 +72,7 @@ class SharedMemoryCollectives(Collectives):
                 for peer, target in ranges.items():
                     self.transport.read(peer, places[peer], target, source.dtype)
                 return Pending(what, self.rank)
-
-        def collect(offsets: Mapping[int, int]) -> None:
-            for peer, offset in offsets.items():
-                self.transport.read(peer, offset, ranges[peer], buffer.dtype)
-
-        return self._transfer(Channel.GATHER, what, own, dict.fromkeys(ranges, (0, size)), ranges, collect, buffer)
+        return self._transfer(Channel.GATHER, what, own, dict.fromkeys(ranges, (0, size)), ranges)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         if bucket.dtype == torch.float16:
@@ -129,8 +86,7 @@ class SharedMemoryCollectives(Collectives):
             self._sum.into(shard, [views[rank] for rank in range(self.world_size)], divisor)
 
         given = {peer: (peer * size, size) for peer in self.transport.peers}
-        taken = dict.fromkeys(given, shard)
-        return self._transfer(Channel.REDUCE, what, bucket, given, taken, average, bucket, shard)
+        return self._transfer(Channel.REDUCE, what, bucket, given, dict.fromkeys(given, shard), average)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
@@ -138,28 +94,14 @@ class SharedMemoryCollectives(Collectives):
         starts = [sum(input_splits[:rank]) for rank in range(self.world_size)]
         received = output.split(output_splits)
         received[self.rank].copy_(input.narrow(0, starts[self.rank], input_splits[self.rank]))
-        given = {peer: (starts[peer], input_splits[peer]) for peer in self.transport.peers if input_splits[peer]}
-        taken = {peer: received[peer] for peer in self.transport.peers if output_splits[peer]}
-
-        def collect(offsets: Mapping[int, int]) -> None:
-            for peer, offset in offsets.items():
-                self.transport.read(peer, offset, received[peer], output.dtype)
-
-        return self._transfer(Channel.SPREAD, what, input, given, taken, collect, output)
+        given = {peer: (starts[peer], input_splits[peer]) for peer in self.transport.peers}
+        taken = {peer: received[peer] for peer in given}
+        return self._transfer(Channel.SPREAD, what, input, given, taken)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        given = {peer: (0, tensor.numel()) for peer in self.transport.peers} if self.rank == source else {}
-        taken = {source: tensor} if self.rank != source else {}
-        if not tensor.numel():
-            given, taken = {}, {}
-
-        def collect(offsets: Mapping[int, int]) -> None:
-            for peer, offset in offsets.items():
-                self.transport.read(peer, offset, tensor.view(-1), tensor.dtype)
-
-        return self._transfer(Channel.SPREAD, what, tensor.view(-1), given, taken, collect, tensor)
-
-    # ----------------------------------------------------------------- private
+        flat, mine = tensor.view(-1), self.rank == source
+        given = dict.fromkeys(self.transport.peers, (0, flat.numel())) if mine else {}
+        return self._transfer(Channel.SPREAD, what, flat, given, {} if mine else {source: flat})
 
     def _places_of(self, source: Tensor, version: int, what: str) -> dict[int, int] | None:
         """Where the others have theirs, which are of this version by now; ``None`` if each has to be asked."""
@@ -181,8 +123,7 @@ class SharedMemoryCollectives(Collectives):
         offered: Tensor,
         given: Mapping[int, tuple[int, int]],
         taken: Mapping[int, Tensor],
-        run: Callable[[Mapping[int, int]], None],
-        *keep: Tensor,
+        run: Callable[[Mapping[int, int]], None] | None = None,
     ) -> Pending:
         """Offer elements of a tensor to the others, and read theirs.
 
@@ -192,31 +133,20 @@ class SharedMemoryCollectives(Collectives):
             offered: 1-D, what the others read of.
             given: for each rank that reads: from which element, and how many.
             taken: for each rank that is read from: a tensor of as many elements.
-            run: reads them, given where they begin.
-            keep: tensors that are written.
+            run: reads them, given where they begin; ``None``: each into its tensor.
         """
-        given = {rank: part for rank, part in given.items() if part[1]}
-        place, staged = self._place(offered, bool(given))
-        itemsize = offered.itemsize
-        owes = {rank: (place + start * itemsize, numel * itemsize) for rank, (start, numel) in given.items()}
-        needs = {rank: target.numel() * itemsize for rank, target in taken.items() if target.numel()}
-        kept = (*keep, offered if staged is None else staged)
-        with naming_failures(what, self.rank):
-            transfer = self.transport.begin(channel, what, owes, needs, run, kept)
-        return SharedPending(self.transport, transfer, what, staged is None)
 
-    def _place(self, tensor: Tensor, read: bool) -> tuple[int, Tensor | None]:
-        """Where the others find a tensor's elements, and the copy that is there, if one had to be made."""
-        if not read:
-            return 0, None
-        heap = self.transport.heap
-        offset = heap.offset(tensor)
-        if offset is not None:
-            return offset, None
-        with untracked():
-            staged = heap.allocate(tensor.numel(), tensor.dtype)
-            staged.copy_(tensor)
-        staged_offset = heap.offset(staged)
-        if staged_offset is None:
-            raise RuntimeError("Shared memory was not where it was allocated. This is an error in lightning_zero.")
-        return staged_offset, staged
+        def collect(offsets: Mapping[int, int]) -> None:
+            for peer, offset in offsets.items():
+                self.transport.read(peer, offset, taken[peer], taken[peer].dtype)
+
+        size, heap, staged = offered.itemsize, self.transport.heap, False
+        if any(numel for _, numel in given.values()) and not heap.offset(offered):
+            staged = True
+            with untracked():
+                offered = heap.allocate(offered.numel(), offered.dtype).copy_(offered)
+        place = heap.offset(offered)
+        owes = {rank: (place + start * size, numel * size) for rank, (start, numel) in given.items() if numel}
+        needs = {rank: target.nbytes for rank, target in taken.items() if target.numel()}
+        with naming_failures(what, self.rank):
+            return self.transport.begin(channel, what, owes, needs, run or collect, offered, whole=not staged)

@@ -1,4 +1,4 @@
-"""Pipes between the ranks of one host: small messages in order, and the news that a rank has ended.
+"""How the ranks of one host find one another, and the pipes between them: small messages, and the news of an end.
 
 [Note: why pipes]
 What one rank writes to its memory before it sends a message, another one sees after it has read that message: the
@@ -15,15 +15,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import select
 import signal
 import struct
 import time
-from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import WeakSet
 
-__all__ = ["LARGEST_PAYLOAD", "Links", "Message", "Pipe"]
+from lightning_zero.comm.control import ControlGroup
+from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
+
+__all__ = ["LARGEST_PAYLOAD", "Links", "Message", "connect"]
 
 LARGEST_PAYLOAD = 2**16 - 1
 _HEADER = struct.Struct("<BBHIQQQ")
@@ -32,45 +35,20 @@ _LONGEST_POLL = 2**30  # milliseconds that the system can count
 # Room for about 8000 messages that a rank has not read, because it computes or waits for something else. A step has a
 # few per unit. Unprivileged users get less when they have many pipes, which only makes ranks wait for one another.
 _PIPE_NBYTES = 2**18
+_LABEL_NBYTES = 32
 
 
 class Message(NamedTuple):
-    """What one rank tells another.
+    """What one rank tells another."""
 
-    Attributes:
-        peer: the rank it comes from.
-        kind: what it says.
-        channel: the kind of traffic it belongs to.
-        number: which one of that kind.
-        offset: where in the sender's memory.
-        nbytes: how much there.
-        check: of what the sender is doing, to be compared.
-        payload: more bytes.
-    """
-
-    peer: int
+    peer: int  # the rank it comes from
     kind: int
-    channel: int
-    number: int
-    offset: int
-    nbytes: int
-    check: int
+    channel: int  # the kind of traffic it belongs to
+    number: int  # which one of that kind
+    offset: int  # where in the sender's memory
+    nbytes: int  # how much there
+    check: int  # of what the sender is doing, to be compared
     payload: bytes
-
-
-class Pipe(NamedTuple):
-    """Both ends of one direction."""
-
-    reader: int
-    writer: int
-
-    @classmethod
-    def create(cls) -> Pipe:
-        """A pipe that processes started from here do not get."""
-        reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
-        return cls(reader, writer)
 
 
 class Links:
@@ -82,26 +60,17 @@ class Links:
         timeout: seconds to wait for a rank that does not read what it is told.
     """
 
-    def __init__(self, readers: Mapping[int, int], writers: Mapping[int, int], timeout: float) -> None:
+    def __init__(self, readers: dict[int, int], writers: dict[int, int], timeout: float) -> None:
         self._timeout = timeout
-        self._readers = dict(readers)
-        self._writers = dict(writers)
+        self._readers, self._writers = readers, writers
         self._ranks = {reader: rank for rank, reader in readers.items()}
         self._buffers = {rank: bytearray() for rank in readers}
         self.gone: set[int] = set()  # ranks that have ended or closed their side; all they said has been received
         self._arrived: list[Message] = []
         self._poll = select.poll()
         for file in readers.values():
-            os.set_blocking(file, False)
             self._poll.register(file, select.POLLIN)
-        for file in writers.values():
-            os.set_blocking(file, False)
         _LINKS.add(self)
-
-    @property
-    def peers(self) -> list[int]:
-        """The other ranks."""
-        return list(self._buffers)
 
     def send(
         self,
@@ -212,3 +181,100 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def connect(control: ControlGroup, timeout: float) -> tuple[Heap, dict[int, PeerHeap], Links] | str:
+    """Connect every rank to every other one, if all of them run on this host and may.
+
+    Each rank makes its memory and one pipe to every other rank. The others open them through ``/proc``, which the
+    kernel allows for processes of one user only.
+
+    Args:
+        control: the ranks.
+        timeout: seconds that messages may take, later on.
+
+    Returns:
+        This rank's memory, that of the others, and the messages between them; on every rank alike, or on none: then why
+        not.
+
+    Collective: every rank.
+    """
+    attempt = _Attempt(control.rank, control.world_size)
+    try:
+        for stage in (attempt.offer, attempt.accept):
+            problem = ""
+            try:
+                stage()
+            except (OSError, ValueError, AttributeError, MemoryError) as error:
+                problem = f"rank {control.rank}: {type(error).__name__}: {error}"
+            attempt.told = control.gather_objects(attempt.offered(problem))
+            problem = next((other.problem for other in attempt.told if other.problem), "")
+            if not problem and len({other.host for other in attempt.told}) > 1:
+                problem = "the ranks do not all run on one host, or not in one container"
+            if problem:
+                return problem
+        links = Links(attempt.readers, attempt.writers, timeout)
+        attempt.readers, attempt.writers = {}, {}
+        return attempt.heaps[0], attempt.peers, links
+    finally:
+        for file in (*attempt.given.values(), *attempt.readers.values(), *attempt.writers.values()):
+            os.close(file)
+
+
+class _Offer(NamedTuple):
+    """What a rank tells the others about itself, through the control group."""
+
+    host: str  # alike for ranks that can open one another's files
+    process: int
+    memory: int  # the number of its heap's file in that process
+    label: bytes  # what its memory begins with, known to nobody else
+    pipes: dict[int, int]  # by rank, the number of the file in that process where messages to it arrive
+    problem: str  # why it can not take part; empty if it can
+
+
+class _Attempt:
+    """One rank's side of connecting, and the files that it has opened for it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.told: list[_Offer] = []
+        self.heaps: list[Heap] = []  # this rank's own, once there is one
+        self.peers: dict[int, PeerHeap] = {}
+        self.readers: dict[int, int] = {}
+        self.writers: dict[int, int] = {}
+        self.given: dict[int, int] = {}  # where messages to the others arrive, until they have opened that themselves
+        self._others = [peer for peer in range(world_size) if peer != rank]
+        self._rank = rank
+        self._label = secrets.token_bytes(_LABEL_NBYTES)
+
+    def offer(self) -> None:
+        self.heaps.append(Heap(len(self._others) + 1, self._label))
+        for peer in self._others:
+            self.given[peer], self.writers[peer] = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self.writers[peer], fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
+
+    def offered(self, problem: str) -> _Offer:
+        memory = self.heaps[0].file if self.heaps else -1
+        return _Offer(_host(), os.getpid(), memory, self._label, self.given, problem)
+
+    def accept(self) -> None:
+        for peer in self._others:
+            other = self.told[peer]
+            memory = os.open(f"/proc/{other.process}/fd/{other.memory}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self.peers[peer] = PeerHeap(memory, self.heaps[0].nbytes, other.label)
+            finally:
+                os.close(memory)
+            pipe = f"/proc/{other.process}/fd/{other.pipes[self._rank]}"
+            self.readers[peer] = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _host() -> str:
+    """Alike for processes that see each other in ``/proc``: the running system, its process and user spaces."""
+    parts = []
+    for kind in ("pid", "user"):
+        with contextlib.suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{kind}"))
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        parts.append(file.read().strip())
+    return " ".join(parts) or os.uname().nodename

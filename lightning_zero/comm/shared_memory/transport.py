@@ -23,15 +23,17 @@ import threading
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Set
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.shared_memory.connect import Connections
-from lightning_zero.comm.shared_memory.links import LARGEST_PAYLOAD, Message
+from lightning_zero.comm.collectives import Pending
+from lightning_zero.comm.control import naming_failures
+from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
+from lightning_zero.comm.shared_memory.links import LARGEST_PAYLOAD, Links, Message
 
 __all__ = ["Channel", "Transfer", "Transport"]
 
@@ -53,77 +55,79 @@ class _Kind(IntEnum):
     PLACE = 6
 
 
-class Transfer:
-    """One collective under way on this rank. Made by ``Transport.begin``.
-
-    Attributes:
-        due: ranks that have not said yet where their bytes are.
-        owed: ranks that have not taken this rank's bytes yet.
-        done: whether the result is here.
-    """
+class Transfer(Pending):
+    """One collective under way on this rank. Made by ``Transport.begin``."""
 
     def __init__(
         self,
+        transport: Transport,
         what: str,
-        needs: Mapping[int, int],
         owes: Iterable[int],
+        needs: Mapping[int, int],
         run: Callable[[Mapping[int, int]], None],
-        keep: Sequence[Tensor],
+        keep: Tensor,
+        whole: bool,
     ) -> None:
+        super().__init__(what, transport.rank)
+        self._transport = transport
+        self._whole = whole
         self.check = zlib.crc32(what.encode())
         self.needs = needs
-        self.due = set(needs)
-        self.owed = set(owes)
+        self.due = set(needs)  # ranks that have not said yet where their bytes are
+        self.owed = set(owes)  # ranks that have not taken this rank's bytes yet
         self.offsets: dict[int, int] = {}
         self.run: Callable[[Mapping[int, int]], None] | None = run
-        self.keep = keep
-        self.done = False
+        self.keep: Tensor | None = keep
+        self.received = False  # whether the result is here
         self.failure = ""
 
-    @property
-    def over(self) -> bool:
-        """Whether the result is here and nobody reads this rank's memory any more."""
-        return self.done and not self.owed
+    def ready_within(self, seconds: float) -> bool:
+        return self.done or self._wait(self._whole, seconds)
+
+    def receive(self) -> None:
+        if not self.received:
+            self._wait(False)
+
+    def wait(self) -> None:
+        self.done = self.done or self._wait(self._whole)
+
+    def _wait(self, whole: bool, seconds: float | None = None) -> bool:
+        with naming_failures(self._what, self._rank):
+            return self._transport.wait(self, whole, seconds)
 
 
 class Transport:
     """What a rank reads of the others, and when. One per world; every engine of the process uses it.
 
     Args:
-        connections: to the other ranks.
+        heap: this rank's memory.
+        peers: the other ranks' memory.
+        links: messages between them.
         rank: this one.
-        world_size: all of them.
         timeout: seconds to wait for a rank that is alive.
-
-    Attributes:
-        moved: bytes read from other ranks' memory so far.
-        exchanges: agreements that came this way so far.
     """
 
-    def __init__(self, connections: Connections, rank: int, world_size: int, timeout: float) -> None:
-        self.heap = connections.heap
+    def __init__(self, heap: Heap, peers: Mapping[int, PeerHeap], links: Links, rank: int, timeout: float) -> None:
+        self.heap = heap
         self.rank = rank
-        self.world_size = world_size
-        self.timeout = timeout
-        self.moved = 0
-        self.exchanges = 0
-        self._peers = connections.peers
-        self._links = connections.links
+        self.world_size = len(peers) + 1
+        # The next one first, so that they are not all read from at once.
+        self.peers = [(rank + step) % self.world_size for step in range(1, self.world_size)]
+        self.moved = 0  # bytes read from other ranks' memory so far
+        self.exchanges = 0  # agreements that came this way so far
+        self._timeout = timeout
+        self._heaps = peers
+        self._links = links
         self._lock = threading.RLock()
         self._numbers: Counter[Channel] = Counter()
         self._transfers: dict[tuple[int, int], Transfer] = {}
-        self._early: dict[tuple[int, int], list[Message]] = {}
+        self._early: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
         self._ready: list[tuple[tuple[int, int], Transfer]] = []
-        self._rows: dict[int, dict[int, tuple[int, bytes]]] = {}  # of agreements to come: check and bytes by rank
+        self._rows: defaultdict[int, dict[int, tuple[int, bytes]]] = defaultdict(dict)  # of agreements: check and bytes
         self._sessions = itertools.count()
         self._versions: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by session and rank; from 1
         self._places: defaultdict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
         self._given_up: set[int] = set()  # ranks whose own wait has failed: they do nothing more
-
-    @property
-    def peers(self) -> list[int]:
-        """The other ranks, beginning with the next one, so that they are not all read from at once."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def read(self, peer: int, offset: int, target: Tensor, dtype: torch.dtype) -> None:
         """Copy elements of ``dtype`` out of a rank's memory, cast to the target's."""
@@ -132,7 +136,7 @@ class Transport:
     def view(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A rank's memory, to be read once."""
         self.moved += numel * dtype.itemsize
-        return self._peers[peer].view(offset, numel, dtype)
+        return self._heaps[peer].view(offset, numel, dtype)
 
     # --------------------------------------------------------------- transfers
 
@@ -143,7 +147,8 @@ class Transport:
         owes: Mapping[int, tuple[int, int]],
         needs: Mapping[int, int],
         run: Callable[[Mapping[int, int]], None],
-        keep: Sequence[Tensor] = (),
+        keep: Tensor,
+        whole: bool,
     ) -> Transfer:
         """Offer memory to other ranks, and read theirs as soon as they offer it.
 
@@ -153,14 +158,15 @@ class Transport:
             owes: for each rank that reads from this one: where, and how many bytes. Kept as they are until taken.
             needs: for each rank that is read from: how many bytes.
             run: reads them, given where they are for each rank. Called once, by any method of this class.
-            keep: tensors that may not go before the transfer is over.
+            keep: the memory that others read.
+            whole: whether waiting for the transfer includes that they have.
 
         Collective: every rank.
         """
         with self._lock:
             key = (int(channel), self._numbers[channel])
             self._numbers[channel] += 1
-            transfer = Transfer(what, needs, owes, run, keep)
+            transfer = Transfer(self, what, owes, needs, run, keep, whole)
             self._transfers[key] = transfer
             for peer, (offset, nbytes) in owes.items():
                 self._links.send(peer, _Kind.FILLED, *key, offset, nbytes, transfer.check)
@@ -168,63 +174,45 @@ class Transport:
                 self._filled(key, transfer, message)
             if not needs:
                 self._ready.append((key, transfer))
-            self._progress()
+            self.progress()
             return transfer
 
-    def progress(self) -> None:
-        """Read whatever may be read by now."""
-        with self._lock:
-            self._progress()
-
     def wait(self, transfer: Transfer, whole: bool, seconds: float | None = None) -> bool:
-        """Wait for a transfer's result, and serve the other ranks meanwhile.
+        """Wait for a transfer's result, and serve the other ranks meanwhile. Whether it is here.
 
         Args:
             transfer: what to wait for.
             whole: also wait until nobody reads this rank's memory any more.
             seconds: the longest wait; ``None``: the timeout, and running into it is an error.
 
-        Returns:
-            Whether it is there.
-
         Raises:
             RuntimeError: if it will never be: a rank is gone, is somewhere else in the program, or does not come.
         """
         with self._lock:
-            return self._until(
-                lambda: transfer.over if whole else transfer.done,
-                lambda: transfer.due,
-                lambda: transfer.owed if whole else set(),
-                lambda: transfer.failure,
-                seconds,
-            )
+            owed: Set[int] = transfer.owed if whole else set()
+            return self._until(lambda: transfer.due, owed, transfer, seconds)
 
     # -------------------------------------------------------------- agreements
 
     def exchange(self, row: bytes, what: str = "") -> list[bytes] | None:
-        """Give every rank's bytes to every rank.
+        """Every rank's bytes in rank order; ``None`` if they are too many to come this way. Collective: every rank.
 
         Args:
             row: equally many bytes on every rank.
             what: what they are, the same on every rank.
 
-        Returns:
-            In rank order; ``None`` if they are too many to come this way.
-
         Raises:
             RuntimeError: if a rank is gone, tells another number of bytes, or does not come.
-
-        Collective: every rank.
         """
         if len(row) > LARGEST_PAYLOAD:
             return None
         with self._lock:
             number, self.exchanges = self.exchanges, self.exchanges + 1
-            rows = self._rows.setdefault(number, {})
+            rows = self._rows[number]
             check = zlib.crc32(what.encode())
             for peer in self.peers:
                 self._links.send(peer, _Kind.EXCHANGE, 0, number, check=check, payload=row)
-            self._until(lambda: len(rows) == len(self._peers), lambda: self._peers.keys() - rows.keys())
+            self._until(lambda: self._heaps.keys() - rows.keys())
             if self._given_up:  # a rank that has not waited for this one's row acts as if it had not agreed
                 raise RuntimeError(self._lost(self._given_up))
             del self._rows[number]
@@ -257,18 +245,14 @@ class Transport:
         """
         with self._lock:
             told = self._places[session, number]
-            self._until(lambda: len(told) == len(self._peers), lambda: self._peers.keys() - told.keys())
+            self._until(lambda: self._heaps.keys() - told.keys())
         if any(size != nbytes for _, size in told.values()):
             raise RuntimeError("the ranks are in different places of the program: their shards differ in size")
         places = {peer: offset for peer, (offset, _) in told.items()}
         return None if 0 in places.values() else places
 
     def reach(self, session: int, version: int) -> None:
-        """Say that this rank's memory is of a version by now, and wait until that of all others is.
-
-        Args:
-            session: a number from ``session``.
-            version: 1 or more.
+        """Say that this rank's memory is of a version (1 or more), and wait until that of all others is.
 
         Raises:
             RuntimeError: if a rank is gone or does not come.
@@ -279,11 +263,7 @@ class Transport:
             reached = self._versions[session]
             for peer in self.peers:
                 self._links.send(peer, _Kind.VERSION, number=version, check=session)
-
-            def behind() -> set[int]:
-                return {peer for peer in self._peers if reached[peer] < version}
-
-            self._until(lambda: not behind(), behind)
+            self._until(lambda: {peer for peer in self.peers if reached[peer] < version})
 
     def close(self) -> None:
         """Leave the others. Memory that was handed out stays valid. May be called again."""
@@ -294,61 +274,8 @@ class Transport:
             self._early.clear()
             self._ready.clear()
 
-    # ----------------------------------------------------------------- private
-
-    def _until(
-        self,
-        over: Callable[[], bool],
-        missing: Callable[[], set[int]],
-        owed: Callable[[], set[int]] = set,
-        failure: Callable[[], str] = str,
-        seconds: float | None = None,
-    ) -> bool:
-        """Serve the other ranks until something is over.
-
-        Args:
-            over: whether it is.
-            missing: the ranks that have to do something first.
-            owed: the ranks that have only to serve.
-            failure: why it will never be over, if that is known.
-            seconds: the longest wait; ``None``: the timeout, which is an error.
-        """
-        limit = self.timeout if seconds is None else seconds
-        deadline = time.monotonic() + limit
-        self._progress()
-        while not over():
-            absent, late = missing(), owed()
-            # A rank in the agreement that is this rank's next one does nothing else before this rank comes there too.
-            stuck = absent & self._rows.get(self.exchanges, {}).keys()
-            left = deadline - time.monotonic()
-            reason = failure()
-            if gone := (absent | late) & (self._links.gone | self._given_up):
-                reason = reason or self._lost(gone)
-            if not reason and seconds is not None and (stuck or left <= 0):
-                return False
-            if stuck:
-                reason = reason or f"rank {min(stuck)} takes no part in it: it waits for this rank somewhere else"
-            if left <= 0:
-                names = ", ".join(map(str, sorted(absent | late)))
-                reason = reason or f"rank {names} did not come within the timeout of {limit:.0f} s"
-            if reason:
-                self._give_up()
-                raise RuntimeError(reason)
-            self._progress(left)
-        return True
-
-    def _give_up(self) -> None:
-        for peer in self.peers:
-            self._links.send(peer, _Kind.GIVEN_UP)
-
-    def _lost(self, ranks: set[int]) -> str:
-        rank = min(ranks)
-        if rank in self._given_up:
-            return f"rank {rank} has given up waiting for another rank"
-        return f"rank {rank} is gone: its process ended, or it left the process group"
-
-    def _progress(self, seconds: float = 0.0) -> None:
-        """Take in messages, waiting for the first at most ``seconds``, and read what may be read."""
+    def progress(self, seconds: float = 0.0) -> None:
+        """Take in messages, waiting for the first at most ``seconds``, and read what may be read. Under the lock."""
         messages = self._links.receive(0.0 if self._ready else seconds)
         while messages or self._ready:
             try:
@@ -361,27 +288,75 @@ class Transport:
                 raise
             messages = self._links.receive()
 
+    # ----------------------------------------------------------------- private
+
+    def _until(
+        self,
+        missing: Callable[[], Set[int]],
+        owed: Set[int] = frozenset(),
+        transfer: Transfer | None = None,
+        seconds: float | None = None,
+    ) -> bool:
+        """Serve the other ranks until no rank is ``missing`` or ``owed``, and a transfer's result is here.
+
+        Args:
+            missing: the ranks that have to do something first.
+            owed: the ranks that have only to serve.
+            transfer: what is waited for, if it is one.
+            seconds: the longest wait; ``None``: the timeout, which is an error.
+        """
+        limit = self._timeout if seconds is None else seconds
+        deadline = time.monotonic() + limit
+        self.progress()
+        while (absent := missing()) or owed or (transfer is not None and not transfer.received):
+            # A rank in the agreement that is this rank's next one does nothing else before this rank comes there too.
+            stuck = absent & self._rows[self.exchanges].keys()
+            left = deadline - time.monotonic()
+            reason = "" if transfer is None else transfer.failure
+            if gone := (absent | owed) & (self._links.gone | self._given_up):
+                reason = reason or self._lost(gone)
+            if not reason and seconds is not None and (stuck or left <= 0):
+                return False
+            if stuck:
+                reason = reason or f"rank {min(stuck)} takes no part in it: it waits for this rank somewhere else"
+            if left <= 0:
+                names = ", ".join(map(str, sorted(absent | owed)))
+                reason = reason or f"rank {names} did not come within the timeout of {limit:.0f} s"
+            if reason:
+                self._give_up()
+                raise RuntimeError(reason)
+            self.progress(left)
+        return True
+
+    def _give_up(self) -> None:
+        for peer in self.peers:
+            self._links.send(peer, _Kind.GIVEN_UP)
+
+    def _lost(self, ranks: Set[int]) -> str:
+        rank = min(ranks)
+        if rank in self._given_up:
+            return f"rank {rank} has given up waiting for another rank"
+        return f"rank {rank} is gone: its process ended, or it left the process group"
+
     def _take_in(self, message: Message) -> None:
         key = (message.channel, message.number)
-        if message.kind == _Kind.FILLED:
-            transfer = self._transfers.get(key)
-            if transfer is None:
-                self._early.setdefault(key, []).append(message)
-            else:
+        transfer = self._transfers.get(key)
+        match message.kind:
+            case _Kind.FILLED if transfer is None:
+                self._early[key].append(message)
+            case _Kind.FILLED if transfer is not None:
                 self._filled(key, transfer, message)
-        elif message.kind == _Kind.TAKEN:
-            transfer = self._transfers.get(key)
-            if transfer is not None:
+            case _Kind.TAKEN if transfer is not None:
                 transfer.owed.discard(message.peer)
                 self._forget_if_over(key, transfer)
-        elif message.kind == _Kind.EXCHANGE:
-            self._rows.setdefault(message.number, {})[message.peer] = (message.check, message.payload)
-        elif message.kind == _Kind.VERSION:
-            self._versions[message.check][message.peer] = message.number
-        elif message.kind == _Kind.PLACE:
-            self._places[message.check, message.number][message.peer] = message.offset, message.nbytes
-        elif message.kind == _Kind.GIVEN_UP:
-            self._given_up.add(message.peer)
+            case _Kind.EXCHANGE:
+                self._rows[message.number][message.peer] = (message.check, message.payload)
+            case _Kind.VERSION:
+                self._versions[message.check][message.peer] = message.number
+            case _Kind.PLACE:
+                self._places[message.check, message.number][message.peer] = message.offset, message.nbytes
+            case _Kind.GIVEN_UP:
+                self._given_up.add(message.peer)
 
     def _filled(self, key: tuple[int, int], transfer: Transfer, message: Message) -> None:
         expected = transfer.needs.get(message.peer)
@@ -397,20 +372,20 @@ class Transport:
             self._ready.append((key, transfer))
 
     def _run(self, key: tuple[int, int], transfer: Transfer) -> None:
-        run, transfer.run = transfer.run, None
-        if run is not None:
-            try:
+        run, transfer.run = transfer.run, None  # it holds memory
+        try:
+            if run is not None:
                 with untracked():
                     run(transfer.offsets)
-            except BaseException as error:  # raised out of whatever was waited for: the others must not wait for good
-                transfer.failure = f"reading the other ranks' memory failed: {error!r}"
-                raise
-        transfer.done = True
+        except BaseException as error:  # raised out of whatever was waited for: the others must not wait for good
+            transfer.failure = f"reading the other ranks' memory failed: {error!r}"
+            raise
+        transfer.received = True
         for peer in transfer.needs:
             self._links.send(peer, _Kind.TAKEN, *key)
         self._forget_if_over(key, transfer)
 
     def _forget_if_over(self, key: tuple[int, int], transfer: Transfer) -> None:
-        if transfer.over:
-            transfer.keep = ()
+        if transfer.received and not transfer.owed:
+            transfer.keep = None
             self._transfers.pop(key, None)
