@@ -9,11 +9,9 @@ from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, storage_key, tree_leaves, tree_map_only, untracked
 from lightning_zero.storage.files import Region
-from lightning_zero.storage.host import host_memory
+from lightning_zero.storage.host import PIECE_NBYTES, host_memory
 
 __all__ = ["FileTensor", "fill_from"]
-
-_PIECE_NBYTES = 1 << 20  # what passes through memory at once between two files
 
 
 class FileTensor(Tensor):
@@ -36,12 +34,11 @@ class FileTensor(Tensor):
         ValueError: if they are not inside the region.
     """
 
-    _region: Region
-    _start: int
+    region: Region  # which may hold other elements as well
+    start: int
 
     @staticmethod
     def __new__(cls, region: Region, start: int, shape: torch.Size) -> FileTensor:
-        """See the class."""
         resting: FileTensor = make_wrapper_subclass(
             cls, shape, dtype=region.dtype, device=torch.device("cpu"), requires_grad=False
         )
@@ -49,45 +46,23 @@ class FileTensor(Tensor):
             raise ValueError(
                 f"Elements {start} to {start + resting.numel()} are not inside {region.what}, which has {region.numel}."
             )
-        resting._region, resting._start = region, start
+        resting.region, resting.start = region, start
         return resting
-
-    @property
-    def region(self) -> Region:
-        """The part of the file that holds its elements, among others."""
-        return self._region
-
-    @property
-    def start(self) -> int:
-        """Its first element's place in the region."""
-        return self._start
-
-    @property
-    def what(self) -> str:
-        """What it holds, for messages."""
-        return self._region.what
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for handles that show the same elements in the same shape, whether or not one of them still exists."""
-        where = (str(self._region.file.path), self._region.offset, self._start)
+        where = (str(self.region.file.path), self.region.offset, self.start)
         return (*where, tuple(self.shape), self.dtype)
 
     def part(self, start: int, numel: int) -> FileTensor:
-        """A range of the flattened elements, 1-D.
-
-        Raises:
-            ValueError: if it is not inside.
-        """
-        self._check_range(start, numel)
-        return FileTensor(self._region, self._start + start, torch.Size((numel,)))
+        """A range of the flattened elements, 1-D. A ``ValueError`` if it is not inside."""
+        if start < 0 or numel < 0 or start + numel > self.numel():
+            raise ValueError(f"Elements {start} to {start + numel} are not inside {self}.")
+        return FileTensor(self.region, self.start + start, torch.Size((numel,)))
 
     def read(self) -> Tensor:
-        """All elements, in host memory of their own.
-
-        Raises:
-            OffloadError: if they cannot be read.
-        """
+        """All elements, in host memory of their own. An ``OffloadError`` if they cannot be read."""
         with untracked():
             whole = _memory(self.numel(), self.dtype)
         self.read_into(whole)
@@ -104,49 +79,31 @@ class FileTensor(Tensor):
             ValueError: if the range is not inside.
             OffloadError: if they cannot be read.
         """
-        self._check_flat(destination)
-        self._check_range(start, destination.numel())
+        part = self._part_for(destination, start)
         if isinstance(destination, FileTensor):
-            fill_from(destination, self.part(start, destination.numel()))
+            fill_from(destination, part)
         else:
-            self._region.read_into(destination.detach(), self._start + start)
+            self.region.move(destination.detach(), part.start, write=False)
 
     def write(self, values: Tensor, start: int = 0) -> None:
-        """Write a range of the flattened elements, in pieces.
-
-        Args:
-            values: 1-D, on any device, of any dtype: they are cast to this one's.
-            start: the flattened element that ``values[0]`` becomes.
-
-        Raises:
-            ValueError: if the range is not inside.
-            OffloadError: if they cannot be written.
-        """
-        self._check_flat(values)
-        self._check_range(start, values.numel())
+        """Write a range of the flattened elements, in pieces; see ``read_into``."""
+        part = self._part_for(values, start)
         if isinstance(values, FileTensor):
-            fill_from(self.part(start, values.numel()), values)
+            fill_from(part, values)
         else:
-            self._region.write_from(values.detach(), self._start + start)
+            self.region.move(values.detach(), part.start, write=True)
 
     def fill(self, value: Any) -> None:
-        """Give every element the same value, in pieces.
-
-        Raises:
-            OffloadError: if they cannot be written.
-        """
+        """Give every element the same value, in pieces."""
         with untracked():
             piece = _piece(self.dtype, self.numel()).fill_(value)
         for start in range(0, self.numel(), max(1, piece.numel())):
             self.write(piece[: min(piece.numel(), self.numel() - start)], start)
 
-    def _check_flat(self, tensor: Tensor) -> None:
+    def _part_for(self, tensor: Tensor, start: int) -> FileTensor:
         if tensor.dim() != 1:
             raise ValueError(f"{self} is read and written with 1-D tensors, got one of shape {tuple(tensor.shape)}.")
-
-    def _check_range(self, start: int, numel: int) -> None:
-        if start < 0 or numel < 0 or start + numel > self.numel():
-            raise ValueError(f"Elements {start} to {start + numel} are not inside {self}.")
+        return self.part(start, tensor.numel())
 
     # ------------------------------------------------------------- as a tensor
 
@@ -154,7 +111,6 @@ class FileTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See the class."""
         kwargs = kwargs or {}
         aten = torch.ops.aten
         if func is aten.copy_.default:
@@ -173,7 +129,6 @@ class FileTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """A handle on the same elements."""
         return self.detach()
 
     @data.setter
@@ -181,11 +136,9 @@ class FileTensor(Tensor):
         _refuse(self, "cannot show other data", "Write to it with `write()` or `copy_()`.")
 
     def data_ptr(self) -> int:
-        """Refused."""
         _refuse(self, "has no address", "Use `read()`.")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Refused."""
         _refuse(self, "has no storage", "Use `read()`, or `identity` to compare.")
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -193,21 +146,17 @@ class FileTensor(Tensor):
         _refuse(self, "shares no memory with another library", "Use `read()`.")
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refused, unless what is changed in the array need not reach the tensor (``force``)."""
-        if not force:
+        if not force:  # what is changed in the array has to reach the tensor
             _refuse(self, "shares no memory with an array", "Use `read().numpy()`.")
         return self.read().numpy()
 
     def __array__(self, dtype: Any = None) -> Any:
-        """A copy."""
         return self.read().__array__(dtype) if dtype is not None else self.read().__array__()
 
     def tolist(self) -> Any:
-        """The elements."""
         return self.read().tolist()
 
     def share_memory_(self) -> NoReturn:
-        """Refused."""
         _refuse(self, "cannot be moved to shared memory", "Use `read().share_memory_()`.")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -223,16 +172,11 @@ class FileTensor(Tensor):
         return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What rests where, without reading it."""
-        return f"FileTensor({self.what}, elements {self._start} to {self._start + self.numel()}, {self.dtype})"
+        return f"FileTensor({self.region.what}, elements {self.start} to {self.start + self.numel()}, {self.dtype})"
 
 
 def fill_from(destination: Tensor, source: Tensor) -> None:
-    """``destination.copy_(source)``, wherever either rests, in pieces where one of them rests in a file.
-
-    Args:
-        destination: 1-D. Written.
-        source: 1-D, as many elements, of any dtype, on any device.
+    """``destination.copy_(source)`` of 1-D tensors, wherever they rest, in pieces where one of them rests in a file.
 
     Raises:
         ValueError: if they are not 1-D and of one size.
@@ -259,12 +203,12 @@ def fill_from(destination: Tensor, source: Tensor) -> None:
 
 def _piece(dtype: torch.dtype, numel: int) -> Tensor:
     """Memory for some of ``numel`` elements: a bounded number of them."""
-    return _memory(min(numel, _PIECE_NBYTES // dtype.itemsize), dtype)
+    return _memory(min(numel, PIECE_NBYTES // dtype.itemsize), dtype)
 
 
 def _memory(numel: int, dtype: torch.dtype) -> Tensor:
     """Memory that is read into directly, if there is enough to read for that to be worth a mapping of its own."""
-    if numel * dtype.itemsize < _PIECE_NBYTES:
+    if numel * dtype.itemsize < PIECE_NBYTES:
         return torch.empty(numel, dtype=dtype)
     return host_memory(numel * dtype.itemsize, locked=False).view(dtype)
 
@@ -311,7 +255,7 @@ def _view(func: Any, handle: FileTensor, args: tuple[Any, ...], kwargs: dict[str
                 f"{func}: {handle} can only be shown in ranges of its elements. Use `read()`, and `write()` to "
                 "change it."
             )
-        return FileTensor(handle._region, handle._start + int(view.storage_offset()), view.shape)
+        return FileTensor(handle.region, handle.start + int(view.storage_offset()), view.shape)
 
     return tree_map_only(Tensor, resting, shown)
 

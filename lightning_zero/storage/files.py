@@ -14,9 +14,9 @@ from torch import Tensor, dtype
 
 from lightning_zero._torch import untracked
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage.host import PAGE_NBYTES, bytes_of, host_memory, padded_nbytes, view_of
+from lightning_zero.storage.host import PAGE_NBYTES, PIECE_NBYTES, bytes_of, host_memory, padded_nbytes, view_of
 
-__all__ = ["DataFile", "FileSystem", "Region", "Staging", "amount"]
+__all__ = ["DataFile", "FileSystem", "Region", "amount"]
 
 _CURE = "The last checkpoint is intact: mend the cause and resume from it."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -25,10 +25,7 @@ _PATIENCE = 3  # answers in a row that bring a transfer no page further
 
 
 class FileSystem:
-    """The system calls that offload makes, in one place so that a test can have them fail.
-
-    Each raises ``OSError``.
-    """
+    """The system calls that offload makes, in one place so that a test can have them fail. Each raises ``OSError``."""
 
     open = staticmethod(os.open)
     close = staticmethod(os.close)
@@ -36,11 +33,9 @@ class FileSystem:
     fstat = staticmethod(os.fstat)
 
     def preadv(self, descriptor: int, memory: memoryview, offset: int) -> int:
-        """Into one buffer."""
         return os.preadv(descriptor, [memory], offset)
 
     def pwritev(self, descriptor: int, memory: memoryview, offset: int) -> int:
-        """From one buffer."""
         return os.pwritev(descriptor, [memory], offset)
 
     def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
@@ -65,14 +60,16 @@ class DataFile:
         path: created exclusively; readable for this user only.
         rank: for messages.
         system: how the system is called.
+        staging: aligned memory, of whole pages, that one thread at a time reads and writes unaligned elements through.
 
     Raises:
         OffloadError: if it cannot be created, written or read.
     """
 
-    def __init__(self, path: Path, rank: int, system: FileSystem) -> None:
+    def __init__(self, path: Path, rank: int, system: FileSystem, staging: Tensor) -> None:
         self.path = path
         self.nbytes = 0
+        self.staging, self.staging_lock = staging, threading.Lock()
         self._rank = rank
         self._system = system
         self._pid = os.getpid()
@@ -95,11 +92,7 @@ class DataFile:
         return PAGE_NBYTES if self.direct else 1
 
     def read(self, memory: Tensor, offset: int, what: str) -> None:
-        """Fill ``memory``, 1-D bytes on the host, from ``offset`` in the file, in bytes; ``what`` is for messages.
-
-        Raises:
-            OffloadError: if the bytes cannot be read, or the file ends before.
-        """
+        """Fill ``memory``, 1-D bytes on the host, from ``offset`` in the file, in bytes; ``what`` is for messages."""
         self._move(self._system.preadv, memory, offset, f"reading {what}")
 
     def write(self, memory: Tensor, offset: int, what: str) -> None:
@@ -107,22 +100,14 @@ class DataFile:
         self._move(self._system.pwritev, memory, offset, f"writing {what}")
 
     def grow(self, nbytes: int, what: str) -> int:
-        """Reserve room at the end of the file, so that no later write runs out of space.
+        """Reserve whole pages at the end of the file, which read as zeros, so that no later write runs out of space.
 
-        Args:
-            nbytes: whole pages.
-            what: goes there, for messages.
-
-        Returns:
-            Where it begins, in bytes. It reads as zeros.
-
-        Raises:
-            OffloadError: if there is not that much space.
+        Returns where they begin, in bytes. ``what`` goes there, for messages.
         """
         self.check_usable()
         with self._growing:
             offset = self.nbytes
-            if not nbytes:
+            if not nbytes:  # which the system refuses
                 return offset
             try:
                 with self._in_use() as descriptor:
@@ -135,11 +120,7 @@ class DataFile:
             return offset
 
     def check_usable(self) -> None:
-        """See whether this process may use the file. Takes no lock, which a forked process could have found held.
-
-        Raises:
-            OffloadError: if the file was closed, or belongs to the process that this one was forked from.
-        """
+        """Raise unless this process may use the file. Takes no lock, which a forked process could have found held."""
         if self._closed:
             raise OffloadError(f"Rank {self._rank}: '{self.path}' was closed: its run has ended.")
         if os.getpid() != self._pid:
@@ -149,11 +130,7 @@ class DataFile:
             )
 
     def check_alive(self) -> None:
-        """See whether the file is still the one that was created.
-
-        Raises:
-            OffloadError: if it was removed, replaced or cut off.
-        """
+        """Raise unless the file is still the one that was created: neither removed nor replaced nor cut off."""
         try:
             with self._in_use() as descriptor:
                 ours = self._system.fstat(descriptor)
@@ -218,13 +195,12 @@ class DataFile:
         except OSError:
             return False
         works = False
-        try:
+        with contextlib.suppress(OffloadError):
             self.write(page.fill_(1), 0, "a first page")
             self.read(page.fill_(2), 0, "a first page")
-            works = bool((page == 1).all())
+            came_back = bool((page == 1).all())
             self.write(page.zero_(), 0, "a first page")
-        except OffloadError:
-            works = False
+            works = came_back
         unused, self._descriptor = (buffered, self._descriptor) if works else (self._descriptor, buffered)
         self._system.close(unused)
         if not works:
@@ -254,14 +230,12 @@ class DataFile:
 
     def _write_zeros(self, offset: int, nbytes: int, what: str) -> None:
         """What ``fallocate`` does, where it is not offered."""
-        zeros = host_memory(min(nbytes, 1 << 20), locked=False)
+        zeros = host_memory(min(nbytes, PIECE_NBYTES), locked=False)
         for start in range(0, nbytes, zeros.numel()):
             self.write(zeros[: min(zeros.numel(), nbytes - start)], offset + start, what)
 
     def _failed(self, error: OSError, doing: str, offset: int, nbytes: int) -> OffloadError:
-        space = ""
-        if error.errno in _FULL:
-            space = f" ({self._free()} free)"
+        space = f" ({self._free()} free)" if error.errno in _FULL else ""
         return OffloadError(
             f"Rank {self._rank}: {doing} ({nbytes} bytes at byte {offset} of '{self.path}') failed: "
             f"{error.strerror or error}{space}. {_CURE}"
@@ -295,67 +269,25 @@ def amount(nbytes: int) -> str:
     return f"{nbytes / 1024:.2f} KiB ({nbytes} bytes)"
 
 
-class Staging:
-    """A piece of aligned memory, of whole pages, that one thread at a time reads and writes through."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.nbytes = memory.numel()
-        self._memory = memory
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Tensor:
-        self._lock.acquire()
-        return self._memory
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
 @dataclass(frozen=True, eq=False)
 class Region:
     """Elements in a file, side by side.
 
     What does not consist of whole pages, or is not in aligned host memory of the same dtype, goes through the staging
     memory piece by piece. Other elements on the first and on the last page are kept.
-
-    Attributes:
-        file: where they are.
-        staging: see above.
-        offset: of the first element, in bytes; whole pages.
-        numel: elements. The file holds whole pages of them.
-        dtype: theirs.
-        what: they are, for messages.
     """
 
     file: DataFile
-    staging: Staging
-    offset: int
-    numel: int
+    offset: int  # of the first element, in bytes; whole pages
+    numel: int  # elements; the file holds whole pages of them
     dtype: dtype
-    what: str
+    what: str  # they are, for messages
 
-    @property
-    def end(self) -> int:
-        """Where its last page ends in the file, in bytes."""
-        return self.offset + padded_nbytes(self.numel * self.dtype.itemsize)
+    def move(self, tensor: Tensor, start: int, write: bool) -> None:
+        """Read elements into a 1-D tensor, on any device, of any dtype, or write them from it; both cast.
 
-    def read_into(self, destination: Tensor, start: int) -> None:
-        """Read elements.
-
-        Args:
-            destination: 1-D, on any device, of any dtype: the elements are cast to it. Written.
-            start: the element that ``destination[0]`` gets. The range is inside the region.
-
-        Raises:
-            OffloadError: if they cannot be read.
+        ``start`` is the element that ``tensor[0]`` gets or becomes; the range is inside the region.
         """
-        self._move(destination, start, write=False)
-
-    def write_from(self, values: Tensor, start: int) -> None:
-        """Write elements, cast to the region's dtype; see ``read_into``."""
-        self._move(values, start, write=True)
-
-    def _move(self, tensor: Tensor, start: int, write: bool) -> None:
         self.file.check_usable()  # before the lock, which a forked process may have inherited as held
         move = self.file.write if write else self.file.read
         size, begin = self.dtype.itemsize, self.offset + start * self.dtype.itemsize
@@ -366,8 +298,8 @@ class Region:
         at = begin + direct
         while at < end:
             page = at - at % PAGE_NBYTES
-            with self.staging as memory, untracked():
-                piece = memory[: min(memory.numel(), padded_nbytes(end - page))]
+            with self.file.staging_lock, untracked():
+                piece = self.file.staging[: min(self.file.staging.numel(), padded_nbytes(end - page))]
                 until = min(end, page + piece.numel())
                 elements = piece[at - page : until - page].view(self.dtype)
                 outside = tensor[(at - begin) // size : (until - begin) // size]

@@ -20,6 +20,9 @@ from lightning_zero.comm.streams import Event
 
 __all__ = [
     "PAGE_NBYTES",
+    "PIECE_NBYTES",
+    "TRANSFER_NBYTES",
+    "BufferPool",
     "HostBuffer",
     "HostBuffers",
     "HostMemory",
@@ -30,6 +33,8 @@ __all__ = [
 ]
 
 PAGE_NBYTES = 4096  # alignment of memory, and of everything that goes to or comes from a disk
+PIECE_NBYTES = 1 << 20  # what passes through memory at once between two files
+TRANSFER_NBYTES = 4 << 20  # most that one system call moves: long enough to be worth one, short enough to share out
 _HUGE_NBYTES = 4 << 20  # from here on, ask for huge pages: fewer faults, and less work to pin for direct input/output
 # MADV_WIPEONFORK. Not MADV_DONTFORK: a forked process still has the objects that unmap the memory when they are freed,
 # and would unmap whatever it has at that address by then.
@@ -54,29 +59,23 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def view_of(memory: Tensor) -> memoryview:
-    """The same bytes for system calls. ``memory`` must outlive it.
+    """The bytes of a 1-D, contiguous uint8 tensor on the host, for system calls. ``memory`` must outlive them.
 
     By address, because a tensor that once was an array can never be resized again, and it may be the user's.
-
-    Args:
-        memory: 1-D, ``torch.uint8``, contiguous, on the host.
     """
     return memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())).cast("B")
 
 
 def host_memory(nbytes: int, locked: bool, *, inherited: bool = True) -> Tensor:
-    """Zero-filled memory on the host, given back to the system with the last tensor that shows any of it.
+    """Zero-filled bytes on the host, at a whole page, given back to the system with the last tensor that shows any.
 
-    It is mapped and then registered, because torch's own page-locked allocator rounds up to a power of two and keeps
+    They are mapped and then registered, because torch's own page-locked allocator rounds up to a power of two and keeps
     what is freed.
 
     Args:
-        nbytes: how much.
-        locked: whether to page-lock it, if there is a CUDA device and the system lets us.
+        nbytes: how many.
+        locked: whether to page-lock them, if there is a CUDA device and the system lets us.
         inherited: whether forked processes get a copy. Otherwise they find zeros, where the system can do that.
-
-    Returns:
-        1-D, ``torch.uint8``; its address is a multiple of ``PAGE_NBYTES``.
 
     Raises:
         MemoryError: if the system has not that much.
@@ -148,25 +147,17 @@ class HostMemory:
 
 @dataclass(eq=False)
 class HostBuffer:
-    """One buffer.
-
-    Args:
-        memory: 1-D uint8, page-aligned.
-        busy: event behind the last device work that reads or writes it; ``None`` if there is none.
-    """
+    """One buffer: 1-D uint8, page-aligned, and the event behind the last device work that reads or writes it."""
 
     memory: Tensor
     busy: Event = None
 
 
 class HostBuffers:
-    """Buffers for one device, page-locked if it is a CUDA device.
+    """Buffers for copies from and to one device, page-locked if it is a CUDA device.
 
     Idle ones are kept as long as all together do not hold more than has ever been in use at once, so that steps which
     are alike allocate nothing, and steps which differ do not add up.
-
-    Args:
-        device: where copies come from and go to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -184,8 +175,7 @@ class HostBuffers:
     def nbytes(self) -> int:
         """Bytes held, in use or idle."""
         with self._lock:
-            self._collect()
-            return self._used_nbytes + self._idle_nbytes
+            return self.used_nbytes + self._idle_nbytes
 
     @property
     def used_nbytes(self) -> int:
@@ -200,12 +190,13 @@ class HostBuffers:
         Raises:
             MemoryError: if the system has not that much.
         """
-        size = _rounded(nbytes)
+        # Up to an eighth more, in whole pages, so that sizes that are nearly alike share buffers.
+        step = max(PAGE_NBYTES, 1 << max(nbytes.bit_length() - 4, 0))
+        size = -(-nbytes // step) * step
         with self._lock:
             self._collect()
-            buffers = self._idle.get(size)
-            if buffers:
-                buffer = buffers.pop()
+            if self._idle.get(size):
+                buffer = self._idle[size].pop()
                 self._idle_nbytes -= size
             else:
                 self._shrink(max(self._most_nbytes, self._used_nbytes + size) - size)
@@ -237,15 +228,63 @@ class HostBuffers:
 
     def _shrink(self, most: int) -> None:
         """Free idle buffers, the oldest of their size first, until no more than ``most`` bytes are held."""
-        for size in list(self._idle):
-            buffers = self._idle[size]
+        for size, buffers in list(self._idle.items()):
             while buffers and self._used_nbytes + self._idle_nbytes > most:
                 buffer = buffers.pop(0)
                 self._idle_nbytes -= size
                 if buffer.busy is not None:  # memory must not be unlocked while a copy runs
                     buffer.busy.synchronize()
-            if not buffers:
-                del self._idle[size]
+
+
+class BufferPool:
+    """A ring of memory, of whole pages: what is taken first is given back first, so that it never falls to pieces."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self.nbytes = memory.numel()
+        self._taken: deque[tuple[int, int]] = deque()  # begin and end
+
+    @property
+    def empty(self) -> bool:
+        """Whether the memory was given up."""
+        return not self._memory.numel()
+
+    @property
+    def taken(self) -> int:
+        """How many pieces are taken."""
+        return len(self._taken)
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """A piece of memory, of whole pages, or nothing if there is no room at the moment."""
+        if not 0 < nbytes <= self.nbytes or nbytes % PAGE_NBYTES:
+            raise ValueError(f"{nbytes} bytes cannot be taken from a pool of {self.nbytes}.")
+        begin = 0
+        if self._taken:
+            (first, _), (last_begin, begin) = self._taken[0], self._taken[-1]
+            end = self.nbytes if last_begin >= first else first  # taken pieces lie in one row, or go round
+            if begin + nbytes > end:
+                if last_begin < first or nbytes > first:
+                    return None
+                begin = 0
+        self._taken.append((begin, begin + nbytes))
+        return self._memory[begin : begin + nbytes]
+
+    def give_back(self) -> None:
+        """Give back the piece that was taken first of those still taken."""
+        self._taken.popleft()
+
+    def clear(self) -> None:
+        """Give back everything."""
+        self._taken.clear()
+
+    def release(self) -> None:
+        """Give the memory up between runs. Nothing may be taken before ``refill``."""
+        self.clear()
+        self._memory = self._memory.new_empty(0)
+
+    def refill(self, memory: Tensor) -> None:
+        """Have memory again: 1-D, ``nbytes`` bytes."""
+        self._memory = memory
 
 
 def _allocate(nbytes: int, locked: bool, inherited: bool) -> _Block:
@@ -280,9 +319,3 @@ def _lock(owner: Any) -> weakref.finalize[Any, Any] | None:
     unlock = weakref.finalize(owner, runtime.cudaHostUnregister, address)
     unlock.atexit = False  # the end of the process does it, in an order that is safe
     return unlock
-
-
-def _rounded(nbytes: int) -> int:
-    """Up to an eighth more, so that sizes that are nearly alike share buffers; whole pages."""
-    step = max(PAGE_NBYTES, 1 << max(nbytes.bit_length() - 4, 0))
-    return -(-nbytes // step) * step

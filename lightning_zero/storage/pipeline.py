@@ -1,25 +1,164 @@
-"""Read ahead, work, write behind: what is on a disk passes through a bounded pool of memory, window by window."""
+"""Read ahead, work, write behind: what is on a disk passes through a bounded pool of memory, window by window.
+
+[Note: Interrupts]
+Ctrl-C raises in the main thread between any two instructions, also inside ``threading.Condition``. So the threads and
+their user share nothing but two queues written in C, which an interrupt leaves whole, and jobs that say themselves
+whether they were begun and are over. A job that an interrupt kept out of the queue is put there when things are
+settled.
+That is why they are no ``ThreadPoolExecutor``, which also waits at the end of the process for a disk that hangs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.host import PAGE_NBYTES, padded_nbytes
-from lightning_zero.storage.workers import BufferPool, Job, Meter, Workers
+from lightning_zero.storage.host import PAGE_NBYTES, TRANSFER_NBYTES, BufferPool, padded_nbytes
 
-__all__ = ["Part", "Pipeline", "PipelineStats", "Request", "Waitable"]
+__all__ = ["Job", "Meter", "Pipeline", "PipelineStats", "Request", "Waitable", "Workers"]
 
-_TRANSFER_NBYTES = 4 << 20  # most that one system call moves: long enough to be worth one, short enough to share out
+_JOIN_SECONDS = 60.0  # how long a transfer that is under way may take before its thread is left alone
+
+
+@dataclass
+class Meter:
+    """How many bytes were moved in one direction, and for how long at least one transfer was under way."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    _active: int = field(default=0, repr=False)
+    _since: float = field(default=0.0, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._active:
+                self._since = time.perf_counter()
+            self._active += 1
+
+    def end(self, nbytes: int) -> None:
+        with self._lock:
+            self._active -= 1
+            self.nbytes += nbytes
+            if not self._active:
+                self.seconds += time.perf_counter() - self._since
+
+
+@dataclass(eq=False)
+class Job:
+    """One transfer, which ``move`` does. If ``droppable``, it need not be done after an error."""
+
+    move: Callable[[], None]
+    nbytes: int
+    meter: Meter
+    droppable: bool
+    done: bool = False
+    error: BaseException | None = None
+    _begun: threading.Lock = field(default_factory=threading.Lock)
+
+    def claim(self) -> bool:
+        """Whether the caller is the one to do it."""
+        return self._begun.acquire(blocking=False)
+
+
+class Workers:
+    """A few threads and the queue they work off, first in, first out.
+
+    The threads start with the first job. They know the queues only, so that whoever owns this object can be freed
+    without a word to them. One thread at a time submits and waits.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._count = threads
+        self._name = name
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._over: SimpleQueue[None] = SimpleQueue()  # one for each job that is
+        self._jobs: list[Job] = []  # what may not be over
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Have jobs done, in any order."""
+        if self._closed:
+            raise RuntimeError("These threads have ended. This is an error in lightning_zero itself.")
+        if jobs and not self._threads:
+            self._start()
+        self._jobs = [job for job in self._jobs if not job.done]
+        self._jobs.extend(jobs)
+        for job in jobs:
+            self._queue.put(job)
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()``, which is asked whenever a job is over. Interruptible."""
+        while not self._over.empty():  # of jobs that nobody waited for
+            self._over.get()
+        while not ready():
+            self._over.get()
+
+    def settle(self) -> None:
+        """Drop what may be dropped and was not begun, and wait until all other jobs are over."""
+        for job in self._jobs:
+            if job.droppable and job.claim():
+                job.done = True
+            elif not job.done:
+                self._queue.put(job)
+        self.wait(lambda: all(job.done for job in self._jobs))
+
+    def close(self) -> bool:
+        """End the threads after what is under way, for good. Whether all of them have ended."""
+        self._closed = True
+        return self.pause()
+
+    def pause(self) -> bool:
+        """End the threads after what is under way; the next job starts others. Whether all of them have ended."""
+        for job in self._jobs:
+            if job.claim():
+                job.done = True
+        for _ in self._threads:
+            self._queue.put(None)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        # One of the threads may itself be freeing the owner; and an interrupt may have come before one was started.
+        others = [t for t in self._threads if t is not threading.current_thread() and t.ident is not None]
+        for thread in others:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads = [thread for thread in others if thread.is_alive()]
+        self._jobs = [job for job in self._jobs if not job.done]
+        return not self._threads
+
+    def _start(self) -> None:
+        for index in range(self._count):
+            # Daemons: the end of the process must not wait for them before whoever owns them could close them.
+            thread = threading.Thread(
+                target=_work, args=(self._queue, self._over), name=f"{self._name}-{index}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+
+def _work(queue: SimpleQueue[Job | None], over: SimpleQueue[None]) -> None:
+    while (job := queue.get()) is not None:
+        if not job.claim():
+            continue
+        job.meter.begin()
+        try:
+            job.move()
+        except BaseException as error:
+            job.error = error
+        job.meter.end(0 if job.error else job.nbytes)
+        job.done = True
+        over.put(None)
+        del job  # and with it the memory it moved
 
 
 class Waitable(Protocol):
@@ -29,59 +168,40 @@ class Waitable(Protocol):
         """Wait on the host until it is over."""
 
 
-class Part(NamedTuple):
-    """The elements of one tensor that a window needs.
-
-    Attributes:
-        tensor: 1-D, as many elements as the window has. What is written begins and ends at pages of the file, or ends
-            with its region.
-        read: whether the buffer holds its elements when ``work`` begins; otherwise it holds anything.
-        write: whether what ``work`` leaves in the buffer goes to the file.
-    """
-
-    tensor: FileTensor
-    read: bool
-    write: bool
-
-
 @dataclass
 class Request:
     """One window.
 
     Attributes:
         numel: elements of each part.
-        regions: its parts, as ``Part`` or plain tuples.
+        regions: its parts: 1-D, of as many elements; whether the buffer holds them when ``work`` begins (otherwise it
+            holds anything); and whether what ``work`` leaves there goes to the file. What is written begins and ends at
+            pages of the file, or ends with its region.
         tag: for ``work``.
     """
 
     numel: int
-    regions: Sequence[Part | tuple[FileTensor, bool, bool]]
+    regions: Sequence[tuple[FileTensor, bool, bool]]
     tag: Any = None
 
 
 @dataclass
 class PipelineStats:
-    """What runs have cost so far.
-
-    Attributes:
-        reads: bytes read, and how long at least one read was under way.
-        writes: the same of writes.
-        work_seconds: spent in ``work``.
-        wait_seconds: that the caller's thread waited for reads, writes and what ``work`` returned.
-        run_seconds: spent in ``run``.
-    """
+    """What runs have cost so far."""
 
     reads: Meter = field(default_factory=Meter)
     writes: Meter = field(default_factory=Meter)
-    work_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    run_seconds: float = 0.0
+    work_seconds: float = 0.0  # spent in ``work``
+    wait_seconds: float = 0.0  # that the caller's thread waited for reads, writes and what ``work`` returned
+    run_seconds: float = 0.0  # spent in ``run``
 
 
 class _Span(NamedTuple):
     """A part's pages in the file, from ``begin`` to ``end``, and in its window's memory; all in bytes."""
 
-    part: Part
+    tensor: FileTensor
+    read: bool
+    write: bool
     begin: int
     end: int
     head: int  # before the first element
@@ -103,11 +223,13 @@ class _Window:
     def buffers(self) -> list[Tensor]:
         """One 1-D tensor for each part, in order."""
         found = []
-        for part, begin, end, head, place in self.spans:
-            pages = self.memory[place : place + end - begin]
-            dtype = part.tensor.dtype
-            found.append(pages[head : head + self.request.numel * dtype.itemsize].view(dtype))
+        for span in self.spans:
+            first, dtype = span.place + span.head, span.tensor.dtype
+            found.append(self.memory[first : first + self.request.numel * dtype.itemsize].view(dtype))
         return found
+
+
+Work = Callable[[Request, list[Tensor]], Sequence[Waitable] | None]
 
 
 class Pipeline:
@@ -128,11 +250,7 @@ class Pipeline:
         self._abandoned = False
         self.stats = PipelineStats()
 
-    def run(
-        self,
-        requests: Iterable[Request],
-        work: Callable[[Request, list[Tensor]], Sequence[Waitable] | None],
-    ) -> None:
+    def run(self, requests: Iterable[Request], work: Work) -> None:
         """Have ``work`` done on every window, in order, in the caller's thread.
 
         All that is written is in the files when this returns. Until then nobody else may use the elements of these
@@ -164,9 +282,7 @@ class Pipeline:
             self._running = False
             self.stats.run_seconds += time.perf_counter() - began
 
-    def _run(
-        self, requests: Iterator[Request], work: Callable[[Request, list[Tensor]], Sequence[Waitable] | None]
-    ) -> None:
+    def _run(self, requests: Iterator[Request], work: Work) -> None:
         waiting: deque[_Window] = deque()  # for their work
         following = self._next(requests)
         while following is not None or waiting:
@@ -185,16 +301,16 @@ class Pipeline:
         while self._under_way:
             self._finish_first()
 
-    def _work(self, window: _Window, work: Callable[[Request, list[Tensor]], Sequence[Waitable] | None]) -> None:
+    def _work(self, window: _Window, work: Work) -> None:
         _raise_failed(window.reads)
         began = time.perf_counter()
         try:
             window.waits = work(window.request, window.buffers()) or ()
         finally:
             self.stats.work_seconds += time.perf_counter() - began
-        jobs = [job for span in window.spans if span.part.write for job in self._jobs(window, span, write=True)]
-        window.writes, window.worked = jobs, True
-        self._workers.submit(jobs)
+        window.writes = [job for span in window.spans if span.write for job in self._jobs(window, span, write=True)]
+        window.worked = True
+        self._workers.submit(window.writes)
 
     def _next(self, requests: Iterator[Request]) -> tuple[Request, list[_Span], int] | None:
         """The next request, where its parts lie, and how much memory it takes."""
@@ -203,10 +319,9 @@ class Pipeline:
             return None
         spans: list[_Span] = []
         place = 0
-        for tensor, read, write in request.regions:
-            span = _span(request, Part(tensor, read, write), place)
-            spans.append(span)
-            place += span.end - span.begin
+        for part in request.regions:
+            spans.append(_span(request.numel, *part, place))
+            place += spans[-1].end - spans[-1].begin
         nbytes = max(place, PAGE_NBYTES)
         if nbytes > self._pool.nbytes:
             raise ValueError(
@@ -224,17 +339,17 @@ class Pipeline:
             return None
         window = _Window(request, spans, memory)
         self._under_way.append(window)
-        window.reads = [job for span in spans if span.part.read for job in self._jobs(window, span, write=False)]
+        window.reads = [job for span in spans if span.read for job in self._jobs(window, span, write=False)]
         self._workers.submit(window.reads)
         return window
 
     def _jobs(self, window: _Window, span: _Span, write: bool) -> list[Job]:
-        region = span.part.tensor.region
+        region = span.tensor.region
         move = region.file.write if write else region.file.read
         meter = self.stats.writes if write else self.stats.reads
         jobs = []
-        for begin in range(span.begin, span.end, _TRANSFER_NBYTES):
-            nbytes = min(_TRANSFER_NBYTES, span.end - begin)
+        for begin in range(span.begin, span.end, TRANSFER_NBYTES):
+            nbytes = min(TRANSFER_NBYTES, span.end - begin)
             place = span.place + begin - span.begin
             memory = window.memory[place : place + nbytes]
             jobs.append(Job(partial(move, memory, begin, region.what), nbytes, meter, droppable=not write))
@@ -283,28 +398,28 @@ class Pipeline:
         self._abandoned = False
 
 
-def _span(request: Request, part: Part, place: int) -> _Span:
-    tensor, region = part.tensor, part.tensor.region
-    if tensor.dim() != 1 or tensor.numel() != request.numel:
-        raise ValueError(f"A window of {request.numel} elements cannot take {tensor} of shape {tuple(tensor.shape)}.")
+def _span(numel: int, tensor: FileTensor, read: bool, write: bool, place: int) -> _Span:
+    region = tensor.region
+    if tensor.dim() != 1 or tensor.numel() != numel:
+        raise ValueError(f"A window of {numel} elements cannot take {tensor} of shape {tuple(tensor.shape)}.")
     begin = region.offset + tensor.start * tensor.dtype.itemsize
-    end = begin + request.numel * tensor.dtype.itemsize
+    end = begin + tensor.numel() * tensor.dtype.itemsize
     first = begin - begin % PAGE_NBYTES
     last = padded_nbytes(end)
-    whole = begin == first and (end == last or tensor.start + request.numel == region.numel)
-    if part.write and not whole:
+    whole = begin == first and (end == last or tensor.start + numel == region.numel)
+    if write and not whole:
         raise ValueError(
             f"{tensor} cannot be written by a window: elements beside it are on the same pages. Cut windows at "
             f"multiples of {PAGE_NBYTES} elements of the region."
         )
-    return _Span(part, first, last, begin - first, place)
+    return _Span(tensor, read, write, first, last, begin - first, place)
 
 
 def _overlap(spans: list[_Span], others: list[_Span]) -> bool:
     """Whether two windows share pages that one of them writes."""
     return any(
-        (one.part.write or other.part.write)
-        and one.part.tensor.region.file is other.part.tensor.region.file
+        (one.write or other.write)
+        and one.tensor.region.file is other.tensor.region.file
         and one.begin < other.end
         and other.begin < one.end
         for one in spans

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,29 +24,17 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.host import HostMemory, padded_nbytes
+from lightning_zero.storage.pipeline import Waitable
 
 __all__ = ["Copy", "Fetcher", "Transfer", "Transfers"]
 
 
-class Ready(Protocol):
-    """Something that produces the source of a copy."""
-
-    def wait(self) -> None:
-        """Order everything issued from now on behind it."""
-
-
 class Copy(NamedTuple):
-    """One tensor's way.
-
-    Attributes:
-        source: 1-D.
-        target: 1-D, as many elements, of any dtype.
-        add: whether the elements are added to the target instead of replacing it.
-    """
+    """One tensor's way to another one of as many elements, of any dtype; both 1-D."""
 
     source: Tensor
     target: Tensor
-    add: bool = False
+    add: bool = False  # to the target, instead of replacing it
 
 
 class Transfer:
@@ -71,11 +59,7 @@ class Transfer:
         self._streams.wait(self._event)
 
     def wait(self) -> None:
-        """Wait on the host until all is done.
-
-        Raises:
-            Exception: whatever went wrong on the way.
-        """
+        """Wait on the host until all is done. Raises whatever went wrong on the way."""
         for job in self._jobs:
             self._event = job.result() or self._event
         if self._event is not None:
@@ -84,21 +68,13 @@ class Transfer:
 
 @dataclass(eq=False)
 class _Staging:
-    """A page-locked buffer."""
-
     buffer: Tensor
     used: Future[Event] | None = None  # what uses up what was copied into it
     event: Event = None  # behind the last copy out of it
 
 
 class Transfers:
-    """Moves shards between the device and the host for one engine.
-
-    Args:
-        device: where the engine computes.
-        streams: its streams.
-        memory: where staging buffers are taken from.
-    """
+    """Moves shards between the device and the host for one engine; staging buffers are of its host memory."""
 
     def __init__(self, device: torch.device, streams: Streams, memory: HostMemory) -> None:
         self._device = device
@@ -130,12 +106,13 @@ class Transfers:
         """Host memory that ``reserve`` has taken."""
         return sum(staging.buffer.nbytes for staging in (*self._landing, *self._sending))
 
-    def out(self, copies: Sequence[Copy], ready: Ready | None = None) -> Transfer:
+    def out(self, copies: Sequence[Copy], ready: Waitable | None = None) -> Transfer:
         """Start to bring device memory to the host.
 
         Args:
             copies: from the device to the host.
-            ready: what still produces the sources; ``None``: all that was issued so far.
+            ready: what still produces the sources, and orders behind it what is issued after its ``wait``; ``None``:
+                all that was issued so far.
         """
         if self._device.type == "cpu":
             if ready is not None:
@@ -151,10 +128,9 @@ class Transfers:
         return Transfer(self._streams, [job for job in jobs if job is not None], event)
 
     def back(self, copies: Sequence[Copy]) -> Transfer:
-        """Start to bring host memory to the device. Casts happen on the host, so that fewer bytes travel.
+        """Start to bring host memory to the device, or to other host memory; no copy may add.
 
-        Args:
-            copies: from the host to the device, or to other host memory; none adds.
+        Casts happen on the host, so that fewer bytes travel.
         """
         if self._device.type == "cpu":
             return Transfer(self._streams, [self._submit(lambda: _run(copies))])
@@ -183,8 +159,6 @@ class Transfers:
         if self._worker is not None:
             self._worker.shutdown(wait=True)
             self._worker = None
-
-    # ----------------------------------------------------------------- private
 
     def _submit(self, job: Callable[[], Event]) -> Future[Event]:
         if self._worker is None:
@@ -260,11 +234,6 @@ class Fetcher:
 
     Files are read by a thread of their own into host buffers; host memory is copied into device buffers on the transfer
     stream. Where the device is the CPU, host memory is close enough.
-
-    Args:
-        device: where the engine computes.
-        streams: its streams.
-        memory: where host buffers are taken from.
     """
 
     def __init__(self, device: torch.device, streams: Streams, memory: HostMemory) -> None:
@@ -272,8 +241,7 @@ class Fetcher:
         self._streams = streams
         self._memory = memory
         self._count, self._nbytes = 0, 0
-        self.active = True
-        """Whether anything is fetched ahead. Not between runs, which would leave a thread and buffers behind."""
+        self.active = True  # not between runs, where fetching ahead would leave a thread and buffers behind
         self._direct: Event = None  # behind the last copy straight out of host memory
         self._buffers: list[_Buffer] = []
         self._reader: ThreadPoolExecutor | None = None
@@ -284,11 +252,9 @@ class Fetcher:
         return self._count * padded_nbytes(self._nbytes)
 
     def reserve(self, units: int, nbytes: int) -> None:
-        """Say how much may be fetched ahead. Memory for it is taken with the first use.
+        """Say how many units may be fetched ahead. Memory for them is taken with the first use.
 
-        Args:
-            units: how many units.
-            nbytes: of the largest unit's shards that rest elsewhere; each is rounded up to whole pages.
+        ``nbytes`` are those of the largest unit's shards that rest elsewhere, each rounded up to whole pages.
         """
         self.close()
         self._count, self._nbytes = units, nbytes
@@ -327,14 +293,9 @@ class Fetcher:
         buffer.job = self._reader.submit(read)
 
     def fetch(self, source: Tensor, destination: Tensor) -> None:
-        """Fill ``destination`` on the current stream.
+        """Fill ``destination``, on the device, on the current stream from ``source``, wherever it rests; both 1-D.
 
-        Args:
-            source: 1-D, wherever it rests.
-            destination: 1-D on the device, as many elements of the same dtype.
-
-        Raises:
-            OffloadError: if a file could not be read.
+        An ``OffloadError`` if a file could not be read.
         """
         buffer = next((buffer for buffer in self._buffers if id(source) in buffer.places), None)
         with untracked():
@@ -381,12 +342,11 @@ class Fetcher:
 
     def _free_buffer(self, wanted: Sequence[Tensor]) -> _Buffer | None:
         """One that nothing is in which somebody may still ask for; ``None`` if there is none, or it is too small."""
-        needed = sum(padded_nbytes(source.numel() * source.dtype.itemsize) for source in wanted)
-        if needed > padded_nbytes(self._nbytes):
+        nbytes = padded_nbytes(self._nbytes)
+        if sum(padded_nbytes(source.numel() * source.dtype.itemsize) for source in wanted) > nbytes:
             return None
         buffer = next((buffer for buffer in self._buffers if not buffer.places), None)
         if buffer is None and len(self._buffers) < self._count:
-            nbytes = padded_nbytes(self._nbytes)
             if isinstance(wanted[0], FileTensor):
                 memory = self._memory.allocate(nbytes, torch.uint8)
             else:

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage import NvmeStore
-from lightning_zero.storage import folder as folders
+from lightning_zero.storage import NvmeStore, tiers
 from lightning_zero.storage.files import FileSystem
-from lightning_zero.storage.folder import RunFolder, check_space, find_leftovers
+from lightning_zero.storage.tiers import RunFolder, check_space, find_leftovers
 from tests.helpers.world import run_world, subprocess_env
 from tests.storage.stores import CPU, Disk, io_threads, store
 
@@ -93,7 +92,7 @@ def test_only_one_rank_reports(tmp_path: Path) -> None:
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system, or a system, that has none."""
-    monkeypatch.setattr(folders, "fcntl", None)
+    monkeypatch.setattr(tiers, "fcntl", None)
 
 
 @pytest.mark.usefixtures("without_locks")

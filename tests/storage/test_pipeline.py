@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage import FileTensor, NvmeStore, Request
-from lightning_zero.storage.host import host_memory
+from lightning_zero.storage.host import BufferPool, host_memory
 from lightning_zero.storage.tiers import WINDOW_ALIGNMENT
-from lightning_zero.storage.workers import BufferPool
 from tests.helpers.world import run_world
 from tests.storage.stores import NAMES, Call, Disk, fail, io_threads, store
 

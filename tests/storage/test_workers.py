@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_zero.storage.workers import Job, Meter, Workers
+from lightning_zero.storage.pipeline import Job, Meter, Workers
 from tests.helpers.waiting import until
 
 PATIENCE_SECONDS = 10.0

@@ -271,7 +271,7 @@ def count_offloaded(rank: int, precision_name: str, stage: int, offload: HostOff
     found, host, small = categories(trainer.strategy), on_host(trainer.strategy), small_things(trainer, probe)
     store = engine.tiers.store
     if store is not None:
-        small["memory that checkpoints pass through"] = storages([store._staging._memory])  # the pool is gone by now
+        small["memory that checkpoints pass through"] = storages([store._file.staging])  # the pool is gone by now
         adapters = [trainer.strategy.adapter(optimizer) for optimizer in trainer.strategy.optimizers]
         targets = [entry.target for adapter in adapters for entry in adapter.entries]
         stand_ins = [target for target in targets if not any(target.stride())]
