@@ -7,9 +7,9 @@ device is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -31,7 +31,6 @@ from lightning_zero.storage import FileTensor
 
 __all__ = [
     "Beside",
-    "Claims",
     "MemoryStats",
     "full_gradient",
     "full_gradients",
@@ -135,15 +134,12 @@ def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Ite
     if engine is None:
         yield
         return
-    if names is None:
-        chosen = list(module.parameters())
-    else:
-        known = dict(module.named_parameters(remove_duplicate=False))
-        missing = [name for name in names if name not in known]
-        if missing:
-            raise ValueError(f"{type(module).__name__} has no parameter '{missing[0]}'.")
-        chosen = [known[name] for name in names]
-    with gathered_gradients(engine, chosen):
+    known = dict(module.named_parameters(remove_duplicate=False))
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"{type(module).__name__} has no parameter '{name}'.")
+    chosen = module.parameters() if names is None else [known[name] for name in names]
+    with gathered_gradients(engine, list(chosen)):
         yield
 
 
@@ -167,17 +163,16 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
     spec = flat.shards[position].spec
     engine.agree(f"full_optimizer_state('{spec.name}', '{key}')")
     for optimizer in filter(None, [weak() for weak in _OPTIMIZERS.get(engine, [])]):
-        for entry in optimizer.entries:
-            if entry.shard.spec.name != spec.name:
-                continue
-            state = optimizer.named_state().get(spec.name, WholeState())
-            if key in state.slices:
-                return _assemble(engine, flat, position, state.slices[key], f"state '{key}' of '{name}'")
-            if key in state.values:
-                value = state.values[key]
-                return value.clone() if isinstance(value, Tensor) else value
-            known = ", ".join([*state.slices, *state.values]) or "nothing yet"
-            raise ValueError(f"'{name}' has no optimizer state '{key}'; there is: {known}.")
+        if all(entry.shard.spec.name != spec.name for entry in optimizer.entries):
+            continue
+        state = optimizer.named_state().get(spec.name, WholeState())
+        if key in state.slices:
+            return _assemble(engine, flat, position, state.slices[key], f"state '{key}' of '{name}'")
+        if key in state.values:
+            value = state.values[key]
+            return value.clone() if isinstance(value, Tensor) else value
+        known = ", ".join([*state.slices, *state.values]) or "nothing yet"
+        raise ValueError(f"'{name}' has no optimizer state '{key}'; there is: {known}.")
     raise ValueError(f"'{name}' is in no optimizer of this run.")
 
 
@@ -198,10 +193,8 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     wanted = {engine.names[p] for p in module.parameters() if p in engine.names}
-    slices = []
-    for name, shard in engine.shards.items():
-        if name in wanted and shard.parameter is not None and shard.parameter.grad is not None:
-            slices.append(shard.parameter.grad)
+    shards = [shard.parameter for name, shard in engine.shards.items() if name in wanted]
+    slices = [shard.grad for shard in shards if shard is not None and shard.grad is not None]
     engine.agree("grad_norm")
     return gradient_norm(slices, engine.control, norm_type)
 
@@ -239,35 +232,18 @@ def _assemble(engine: ZeroEngine, flat: FlatParameters, position: int, piece: Te
         return full.narrow(0, start, spec.numel).view(spec.shape).clone()
 
 
-_DEVICE = (
-    "parameters",
-    "weights",
-    "masters",
-    "gradients",
-    "optimizer",
-    "slots",
-    "gradient_slots",
-    "transport",
-)
+_DEVICE = ("parameters", "weights", "masters", "gradients", "optimizer", "slots", "gradient_slots", "transport")
 _HOST = ("weights", "masters", "gradients", "optimizer", "buffers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryStats:
-    """Bytes of one rank by category.
+    """Bytes of one rank by category."""
 
-    Args:
-        device: categories of ``plan.Memory``.
-        host: categories of ``plan.HostBytes``; empty without offloading.
-        disk: bytes reserved in files.
-        beside: on the device, in no category: memory that stands in for a slot that is taken, gradients carried from
-            one reduction to the next.
-    """
-
-    device: dict[str, int]
-    host: dict[str, int] = field(default_factory=dict)
-    disk: int = 0
-    beside: int = 0
+    device: dict[str, int]  # by the categories of ``plan.Memory``
+    host: dict[str, int]  # by those of ``plan.HostBytes``; empty without offloading
+    disk: int  # reserved in files
+    beside: int  # on the device, in no category: see ``Beside``
 
     @property
     def total(self) -> int:
@@ -275,50 +251,45 @@ class MemoryStats:
         return sum(self.device.values()) + self.beside
 
 
-class Claims:
-    """Storages that a category has claimed."""
-
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-
-    def claim(self, tensors: Iterable[Tensor | None]) -> int:
-        """Bytes of the storages that nobody has claimed before."""
-        nbytes = 0
-        for tensor in tensors:
-            if tensor is None or isinstance(tensor, FileTensor) or tensor.layout is not torch.strided:
-                continue
-            key = storage_key(tensor)
-            if key not in self.seen and not tensor.is_meta:
-                self.seen.add(key)
-                nbytes += tensor.untyped_storage().nbytes()
-        return nbytes
+def _unclaimed(tensors: Iterable[Tensor | None], claimed: Mapping[int, int]) -> dict[int, int]:
+    """Bytes of the storages behind tensors that are not in ``claimed``."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is None or isinstance(tensor, FileTensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            continue
+        key = storage_key(tensor)
+        if key not in claimed:
+            found[key] = tensor.untyped_storage().nbytes()
+    return found
 
 
-def memory_stats(engine: ZeroEngine, optimizers: Iterable[Tensor] = (), claims: Claims | None = None) -> MemoryStats:
-    """Count what is alive.
+def memory_stats(engine: ZeroEngine, optimizers: Iterable[Tensor] = ()) -> MemoryStats:
+    """Count what is alive. ``optimizers`` are what these hold beside the shards: state, and whole parameters."""
+    return _count(engine, optimizers, {})
 
-    Args:
-        engine: of the run.
-        optimizers: what those that step on its shards hold beside these: state, and whole parameters.
-        claims: what has been claimed before; what is alive is claimed from now on.
-    """
-    claims = claims if claims is not None else Claims()
+
+def _count(engine: ZeroEngine, optimizers: Iterable[Tensor], claimed: dict[int, int]) -> MemoryStats:
+    def claim(tensors: Iterable[Tensor | None]) -> int:
+        found = _unclaimed(tensors, claimed)
+        claimed.update(found)
+        return sum(found.values())
+
     reducer, offload = engine._reducer, engine.plan.offload
     flats = [flat for unit in engine.units for flat in unit.flats]
     buckets = reducer.buckets if reducer is not None else ()
-    moved = offload is not None and offload.optimizer
     device, host = dict.fromkeys(_DEVICE, 0), dict.fromkeys(_HOST, 0)
-    device["parameters"] = claims.claim(b for u in engine.units if isinstance(u, ReplicatedUnit) for b in u.buffers)
+    moved = host if offload is not None and offload.optimizer else device
+    device["parameters"] = claim(b for u in engine.units if isinstance(u, ReplicatedUnit) for b in u.buffers)
     for tier, found in ((Tier.DEVICE, device), (Tier.HOST, host)):
-        found["weights"] = claims.claim(flat.weights for flat in flats if flat.rest.weights is tier)
-        found["masters"] = claims.claim(flat.master for flat in flats if flat.rest.master is tier)
-    (host if moved else device)["gradients"] = claims.claim(bucket.shard for bucket in buckets)
-    device["gradients"] += claims.claim(bucket.resident for bucket in buckets)
-    (host if moved else device)["optimizer"] = claims.claim(optimizers)
-    device["slots"] = claims.claim(unit.home.buffer for unit in engine.units if isinstance(unit, ShardedUnit))
+        found["weights"] = claim(flat.weights for flat in flats if flat.rest.weights is tier)
+        found["masters"] = claim(flat.master for flat in flats if flat.rest.master is tier)
+    moved["gradients"] = claim(bucket.shard for bucket in buckets)
+    device["gradients"] += claim(bucket.resident for bucket in buckets)
+    moved["optimizer"] = claim(optimizers)
+    device["slots"] = claim(unit.home.buffer for unit in engine.units if isinstance(unit, ShardedUnit))
     if reducer is not None:
-        device["gradient_slots"] = claims.claim(slot.buffer for slot in reducer._slots if slot is not None)
-    device["transport"] = claims.claim(engine.collectives.buffers)
+        device["gradient_slots"] = claim(slot.buffer for slot in reducer._slots if slot is not None)
+    device["transport"] = claim(engine.collectives.buffers)
     store = engine.tiers.store
     host["buffers"] = engine.tiers.transfers.reserved_nbytes
     if store is not None:  # what is read ahead goes through host memory
@@ -329,12 +300,14 @@ def memory_stats(engine: ZeroEngine, optimizers: Iterable[Tensor] = (), claims: 
         device=device,
         host=host if offload is not None else {},
         disk=0 if store is None else store.nbytes_on_disk,
-        beside=claims.claim(_beside(engine)),
+        beside=claim(_beside(engine)),
     )
 
 
 class Beside:
     """Bytes on the device that a running step takes beside what rests there. Cheap enough to be asked at every span.
+
+    They stand in for a slot that is taken, or are gradients carried from one reduction to the next.
 
     Args:
         engine: of the run, when nothing runs.
@@ -342,17 +315,12 @@ class Beside:
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine = engine
-        claims = Claims()
-        memory_stats(engine, claims=claims)
-        self._resting = claims.seen
+        self._resting: dict[int, int] = {}
+        _count(engine, (), self._resting)
 
     def nbytes(self) -> int:
         """Now."""
-        found: dict[int, int] = {}
-        for tensor in _beside(self._engine):
-            if tensor is not None and (key := storage_key(tensor)) not in self._resting:
-                found[key] = tensor.untyped_storage().nbytes()
-        return sum(found.values())
+        return sum(_unclaimed(_beside(self._engine), self._resting).values())
 
 
 def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:
