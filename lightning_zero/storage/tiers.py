@@ -43,7 +43,7 @@ try:
 except ImportError:  # no locks on this system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["WINDOW_ALIGNMENT", "Leftover", "MemoryTiers", "NvmeStore", "RunFolder", "check_space", "find_leftovers"]
+__all__ = ["WINDOW_ALIGNMENT", "Leftover", "MemoryTiers", "NvmeStore", "RunFolder", "find_leftovers"]
 
 WINDOW_ALIGNMENT = 4096
 """Windows are cut at multiples of so many elements: whole pages, for elements of any size."""
@@ -133,8 +133,22 @@ class NvmeStore:
         return self._file.nbytes
 
     def check_space(self, nbytes: int) -> None:
-        """Raise unless ``nbytes`` more would fit, of all ranks that share the disk together."""
-        check_space(self.path, nbytes, self._rank, self._system)
+        """Raise unless ``nbytes`` more would fit into the path, of all ranks that share the disk together."""
+        what = f"Rank {self._rank}: the offload path '{self.path}'"
+        try:
+            if not Path(self.path).is_dir():
+                reason = "is not a directory" if os.path.lexists(self.path) else "does not exist"
+                raise OffloadError(f"{what} {reason}. It must be an existing directory on a fast local disk.")
+            if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+                raise OffloadError(f"{what} is not writable for this user.")
+            free = self._system.free_nbytes(Path(self.path))
+        except OSError as error:
+            raise OffloadError(f"{what} cannot be used: {error.strerror}.") from error
+        if nbytes > free:
+            raise OffloadError(
+                f"{what} has too little space: {amount(nbytes)} are needed and {amount(free)} are free. Free some "
+                "space, or take another path."
+            )
 
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> FileTensor:
         """Reserve room for elements on the disk: 1-D, zeros. An ``OffloadError`` if there is not that much space."""
@@ -348,27 +362,6 @@ class RunFolder:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(self._lock, json.dumps(owner).encode())
         new.rename(self.path / _OWNER)
-
-
-def check_space(path: str, nbytes: int, rank: int, system: FileSystem) -> None:
-    """Raise an ``OffloadError`` unless files of ``nbytes`` in all could be kept in a directory."""
-    try:
-        if not Path(path).is_dir():
-            reason = "is not a directory" if os.path.lexists(path) else "does not exist"
-            raise OffloadError(
-                f"Rank {rank}: the offload path '{path}' {reason}. It must be an existing directory on a fast local "
-                "disk."
-            )
-        if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-            raise OffloadError(f"Rank {rank}: the offload path '{path}' is not writable for this user.")
-        free = system.free_nbytes(Path(path))
-    except OSError as error:
-        raise OffloadError(f"Rank {rank}: the offload path '{path}' cannot be used: {error.strerror}.") from error
-    if nbytes > free:
-        raise OffloadError(
-            f"Rank {rank}: the offload path '{path}' has too little space: {amount(nbytes)} are needed and "
-            f"{amount(free)} are free. Free some space, or take another path."
-        )
 
 
 def find_leftovers(parent: str) -> list[Leftover]:

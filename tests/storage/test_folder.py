@@ -17,8 +17,7 @@ import torch
 
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage import NvmeStore, tiers
-from lightning_zero.storage.files import FileSystem
-from lightning_zero.storage.tiers import RunFolder, check_space, find_leftovers
+from lightning_zero.storage.tiers import RunFolder, find_leftovers
 from tests.helpers.world import run_world, subprocess_env
 from tests.storage.stores import CPU, Disk, io_threads, store
 
@@ -157,7 +156,7 @@ def test_a_path_that_is_not_writable(tmp_path: Path) -> None:
             os.seteuid(65534)
         try:
             with pytest.raises(OffloadError) as caught:
-                check_space("/usr", 0, rank, FileSystem())
+                store(Path("/usr")).__enter__()
         finally:
             os.seteuid(user)
         return str(caught.value)
