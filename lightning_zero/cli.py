@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lightning_zero.trainer import checkpoint_cli
-from lightning_zero.trainer.cli import ZeroCLI
-from lightning_zero.trainer.planning import plan_command
+from lightning_zero.trainer.cli import ZeroCLI, plan_command
 
 __all__ = ["ZeroCLI", "main"]
 

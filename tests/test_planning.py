@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_zero.cli import main
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
-from lightning_zero.trainer.planning import PlanCLI
+from lightning_zero.trainer.cli import PlanCLI
 from tests.helpers.script import ROOT
 
 MODEL = "--model=examples.language_model.ByteGPT"

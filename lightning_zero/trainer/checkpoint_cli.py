@@ -44,16 +44,9 @@ examples:
 
 
 def inspect(args: Sequence[str]) -> int:
-    """Run ``lightning-zero inspect``.
+    """Run ``lightning-zero inspect`` with these options; the exit code is 1 if the checkpoint is damaged or none.
 
-    Args:
-        args: the command line without the words ``lightning-zero inspect``.
-
-    Returns:
-        The exit code: 0, or 1 if the checkpoint is damaged or none.
-
-    Raises:
-        SystemExit: for ``--help``, or with 2 for wrong options.
+    Raises SystemExit for ``--help``, or with 2 for wrong options.
     """
     parser = argparse.ArgumentParser(prog="lightning-zero inspect", description=_INSPECT)
     parser.add_argument("checkpoint", metavar="DIR", help="a checkpoint: directory, file or URL")
@@ -65,19 +58,18 @@ def inspect(args: Sequence[str]) -> int:
     )
     parser.add_argument("--tensors", action="store_true", help="list every weight with its dtype, shape and size")
     options = parser.parse_args(args)
+    path, verify = options.checkpoint, options.verify
     with _for_the_terminal(parser.prog):
         try:
-            found = inspect_checkpoint(options.checkpoint)
+            found = inspect_checkpoint(path)
         except CheckpointError as error:
             _complain(parser.prog, error)
-            if options.verify and is_checkpoint_directory_at(options.checkpoint):
-                _print_damages([text for text in _verified(options.checkpoint, None) if text not in str(error)])
+            if verify and is_checkpoint_directory_at(path):
+                _print_damages([text for text in _verified(path, None) if text not in str(error)])
             return 1
         print(found.describe(tensors=options.tensors), flush=True)  # noqa: T201
-        if not options.verify:
-            return 0
-        damages = _verified(options.checkpoint, found.nbytes)
-        if not damages:
+        damages = _verified(path, found.nbytes) if verify else []
+        if verify and not damages:
             whole = "every file is whole" if found.has_checksums else "sizes only, this format has no checksums"
             print(f"\nVerified: {whole}.")  # noqa: T201
         _print_damages(damages)
@@ -85,16 +77,9 @@ def inspect(args: Sequence[str]) -> int:
 
 
 def consolidate(args: Sequence[str]) -> int:
-    """Run ``lightning-zero consolidate``.
+    """Run ``lightning-zero consolidate``; the exit code is 1 if the source is damaged or the output not written.
 
-    Args:
-        args: the command line without the words ``lightning-zero consolidate``.
-
-    Returns:
-        The exit code: 0, or 1 if the source is damaged or the output could not be written.
-
-    Raises:
-        SystemExit: for ``--help``, or with 2 for wrong options.
+    Arguments and errors as for ``inspect``.
     """
     parser = argparse.ArgumentParser(
         prog="lightning-zero consolidate",
@@ -127,15 +112,7 @@ def consolidate(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     with _for_the_terminal(parser.prog):
         try:
-            written = consolidate_checkpoint(
-                options.source,
-                options.out,
-                format=options.format,
-                dtype=options.dtype,
-                max_shard_size=options.max_shard_size,
-                weights_only=options.weights_only,
-                prefix=options.prefix,
-            )
+            written = consolidate_checkpoint(**vars(options))
         except ValueError as error:
             parser.error(str(error))
         except CheckpointError as error:

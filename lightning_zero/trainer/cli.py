@@ -1,12 +1,47 @@
-"""``ZeroCLI``, for scripts."""
+"""The Trainer's command lines: ``ZeroCLI``, for scripts, and ``lightning-zero plan``: how a model would be split, what
+every stage would take, and which one to choose."""
 
 from __future__ import annotations
 
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+import importlib
+import json
+import os
+import warnings
+from argparse import ArgumentError
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
-__all__ = ["DEFAULT_STRATEGY", "ZeroCLI"]
+import torch
+from jsonargparse import Namespace
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
+from lightning_zero.checkpoint.consolidate import parse_size
+from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
+from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
+
+__all__ = ["PlanCLI", "ZeroCLI", "plan_command"]
 
 DEFAULT_STRATEGY = "zero3"
+
+# Short names that the Trainer takes too.
+_PRECISIONS: Mapping[str, PrecisionName] = {
+    "32": "32-true",
+    "64": "64-true",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "None": "32-true",
+}
+
+_NAMELESS = "\nThe configuration does not say which class the model is of: give it, as in --model my_module.MyModel."
 
 
 class ZeroCLI(LightningCLI):
@@ -19,3 +54,340 @@ class ZeroCLI(LightningCLI):
         """Add what ``LightningCLI`` adds."""
         self.trainer_defaults = {"strategy": DEFAULT_STRATEGY, **self.trainer_defaults}
         super().add_core_arguments_to_parser(parser)
+
+
+def plan_command(args: Sequence[str]) -> str:
+    """What ``lightning-zero plan`` prints; ``args`` without these two words. Raises SystemExit for wrong options."""
+    cli = PlanCLI(
+        args=list(args),
+        run=False,
+        seed_everything_default=False,
+        save_config_callback=None,
+        load_from_checkpoint_support=False,
+        parser_kwargs={"prog": "lightning-zero plan", "description": PlanCLI.__doc__},
+    )
+    return cli.describe()
+
+
+class PlanCLI(ZeroCLI):
+    """Shows how a model would be split over processes, what every stage would take of each, and which one to choose.
+
+    The model is the configuration's (or --model), that of a Hugging Face configuration (--hf-config), or a number of
+    parameters (--parameters). It is built on the meta device: nothing is trained or allocated. Understands every option
+    of ``fit``, so that the configuration of a run can be given as it is; what concerns data is not looked at. The
+    stage, the number of processes and the other settings of the plan come from ``trainer`` unless they are given.
+    """
+
+    model: nn.Module | None
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the trainer's arguments and the model's; data may be configured in any way."""
+        parser.add_lightning_class_args(Trainer, "trainer")
+        defaults = {"strategy": DEFAULT_STRATEGY, **self.trainer_defaults}
+        parser.set_defaults({f"trainer.{key}": value for key, value in defaults.items()})
+        parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True, required=False)
+        parser.add_argument("--data", type=dict[str, Any] | str | None, default=None, help="Not looked at.")
+        for name in ("ckpt_path", "weights_only"):  # which `fit` has, and so a run's saved configuration
+            parser.add_argument(f"--{name}", type=Any, default=None, help="Not looked at.")
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what describes the model and the machine, and the settings of the plan."""
+
+        def add(name: str, of: Any, text: str) -> None:
+            """An option that may be left out, with its hyphens as hyphens too."""
+            spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+            parser.add_argument(*spellings, type=of | None, default=None, help=text)
+
+        add("hf_config", str, "A config.json, or a folder with one.")
+        add("parameters", str, "A number of parameters instead of a model: 7.5B.")
+        add("device_memory", str, "Memory of one device, for example 80GB or 24GiB: recommends a stage that fits.")
+        add("host_memory", str, "Host memory for each process. As much as it takes if not given.")
+        add("activations", str, "What has to stay free on the device.")
+        add("stage", Stage, "ZeRO stage. From trainer.strategy if not given.")
+        add("world_size", PositiveInt, "Number of processes. trainer.devices * trainer.num_nodes if not given.")
+        add("units", list[str], "Class names that become units.")
+        add("bucket_mib", PositiveFloat, "Size of a gradient bucket in MiB (stages 1 and 2).")
+        add("prefetch", NonNegativeInt, "Units gathered ahead (stage 3).")
+        rests = "Where optimizer state rests, in stage 3 parameters too. From trainer.strategy if not given."
+        add("offload", Literal["host", "nvme", "none"], rests)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse ``args``, the command line without the word ``plan``.
+
+        ``LightningCLI`` does the same with a warning about ``sys.argv``, which holds that word too. A seed would be set
+        for nothing: nothing is initialised.
+        """
+        if isinstance(args, dict | Namespace):
+            self.config = parser.parse_object(args)
+        else:
+            parser.exit_on_error = False
+            try:
+                self.config = parser.parse_args(_class_first(list(args or ())))
+            except ArgumentError as error:
+                parser.exit_on_error = True
+                nameless = "'lightning.LightningModule'" in str(error)  # what stands for a class that is not said
+                parser.error(f"{error}{_NAMELESS if nameless else ''}")
+            parser.exit_on_error = True
+        self.config["seed_everything"] = False
+
+    def instantiate_classes(self) -> None:
+        """Build the model, on the meta device, and nothing else. Raises SystemExit for a missing or wrong setting."""
+        given = [name for name in ("model", "hf_config", "parameters") if self.config.get(name) is not None]
+        if len(given) != 1:
+            found = f", not {' and '.join(given)}" if given else ""
+            self.parser.error(
+                f"one of --model (or a configuration with it), --hf-config, --parameters is needed{found}"
+            )
+        with _said_in_one_line():
+            self.settings = _plan_settings(self.config)
+            precision = _precision(self.config.trainer)
+            self.sizes = {name: _size(self.config, name) for name in ("device_memory", "host_memory", "activations")}
+            self.model = self._module()
+            found_optimizer = self._optimizer()
+        if self.model is not None:
+            self.model = precision.convert_module(self.model)
+        converted = precision.convert_module(nn.Linear(1, 1, device="meta"))
+        self.dtype = next(iter(converted.parameters())).dtype
+        self.optimizer = found_optimizer or ADAM
+        self.assumed = found_optimizer is None and isinstance(self.model, LightningModule)
+        self.settings |= {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
+
+    def _module(self) -> nn.Module | None:
+        if self.config.hf_config is not None:
+            return _model_of(self.config.hf_config)
+        if self.config.model is None:
+            return None
+        with torch.device("meta"):
+            only_model = Namespace(model=self.config.model)  # type: ignore[no-untyped-call]
+            model: LightningModule = self.parser.instantiate(only_model).model
+        with self._attached(model):
+            model.configure_model()
+        return model
+
+    def _optimizer(self) -> OptimizerCost | None:
+        """The configured one, or the one over most parameters that the model makes; ``None`` if neither is known."""
+        configured = self.config.get("optimizer")
+        if configured is not None:
+            module, _, name = configured.class_path.rpartition(".")
+            cls: type = getattr(importlib.import_module(module), name)  # other packages have an Adam, too
+            return OptimizerCost.of(cls, **_arguments(configured))
+        if not isinstance(self.model, LightningModule):
+            return None
+        try:
+            with self._attached(self.model), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made = list(_optimizers_in(self.model.configure_optimizers()))
+        except Exception:  # the user's code, which may ask for more of a Trainer, or for data
+            return None
+        return OptimizerCost.of(max(made, key=_numel)) if made else None
+
+    @contextmanager
+    def _attached(self, model: LightningModule) -> Iterator[None]:
+        """On the meta device, with a stand-in for the Trainer that answers what most models ask of one."""
+        trainer, names = self.config.trainer, ("max_epochs", "max_steps", "accumulate_grad_batches", "num_nodes")
+        # Mostly for schedules, of which nothing counts here.
+        steps = trainer.max_steps if trainer.max_steps and trainer.max_steps > 0 else 1_000
+        answers = {"estimated_stepping_batches": steps, "global_step": 0, "current_epoch": 0}
+        model.trainer = SimpleNamespace(  # type: ignore[assignment]
+            **{name: trainer[name] for name in names}, **answers, world_size=self.settings["world_size"]
+        )
+        try:
+            with torch.device("meta"):
+                yield
+        finally:
+            model.trainer = None
+
+    def plan(self) -> ZeroPlan:
+        """The plan for the model. Raises SystemExit if the settings do not fit it, or there is only a number."""
+        with _said_in_one_line():
+            if self.model is None:
+                raise ValueError("--parameters is a number, of which there is no plan: give the model.")
+            return build_plan(self.model, **self.settings)
+
+    def estimate(self) -> MemoryEstimate:
+        """All stages side by side. Raises SystemExit if the settings do not fit the model."""
+        settings = {name: value for name, value in self.settings.items() if name not in ("placement", "offload")}
+        if self.model is None:
+            settings = {name: settings[name] for name in ("world_size", "param_dtype", "reduce_dtype")}
+        trainer = self.config.trainer
+        on_host = trainer.accelerator == "cpu"
+        with _said_in_one_line():
+            return estimate_memory(
+                self.config.parameters if self.model is None else self.model,
+                optimizer=self.optimizer,
+                dtype=self.dtype,
+                accelerator=not on_host,
+                receive_buffer=on_host and trainer.num_nodes > 1,
+                **settings,
+            )
+
+    def describe(self) -> str:
+        """The plan, the stages side by side, and what to choose for the given memory."""
+        parts = []
+        if self.model is not None:
+            accelerator = self.config.trainer.accelerator != "cpu"
+            parts.append(self.plan().describe(optimizer=self.optimizer, accelerator=accelerator))
+        estimate = self.estimate()
+        memory, host, activations = self.sizes.values()
+        advice = None
+        if memory is not None:
+            advice = estimate.recommend(memory, host_nbytes=host, activations_nbytes=activations or 0)
+        offloading = advice is not None and (advice.name is None or advice.name.endswith("_offload"))
+        parts.append(estimate.describe(offload=offloading or self.settings["offload"] is not None))
+        if self.assumed:
+            parts.append("Which optimizer the model makes cannot be told without training it: AdamW is assumed.")
+        if advice is not None:
+            parts.append(f"Recommended: {advice.name or 'nothing'}. {advice.reason}")
+        return "\n\n".join(parts)
+
+
+@contextmanager
+def _said_in_one_line() -> Iterator[None]:
+    """Wrong settings are for the person at the terminal: no traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise SystemExit(f"lightning-zero plan: error: {error}") from None
+
+
+# --------------------------------------------------------------------------------------------------- what is configured
+
+
+def _class_first(args: list[str]) -> list[str]:
+    """The command line with the model's class in front too.
+
+    A script that fixes its model's class has configurations with arguments of the model alone: their class has to be
+    known before they are read. What comes last still wins.
+    """
+    for index, arg in enumerate(args):
+        if arg.startswith("--model="):
+            return [arg, *args]
+        if arg == "--model":
+            return [*args[index : index + 2], *args]
+    return args
+
+
+def _arguments(configured: Namespace) -> dict[str, Any]:
+    """The ``init_args`` of a configured class."""
+    return vars(configured.get("init_args") or Namespace())  # type: ignore[no-untyped-call]
+
+
+def _plan_settings(config: Namespace) -> dict[str, Any]:
+    """Keyword arguments of ``build_plan``: options of the command line, else those of the configured strategy."""
+    strategy, given = config.trainer.strategy, {}
+    if isinstance(strategy, str) and strategy.startswith("zero") and strategy in StrategyRegistry:
+        given = StrategyRegistry[strategy]["init_params"]
+    elif isinstance(strategy, Namespace) and strategy.class_path.rpartition(".")[2] == "ZeroStrategy":
+        given = _arguments(strategy)
+    names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers")
+    settings = {name: given[name] for name in names if name in given}
+    for name in ("stage", "units", "bucket_mib", "prefetch"):
+        if config[name] is not None:
+            settings[name] = config[name]
+    if "stage" not in settings:
+        shown = strategy.class_path if isinstance(strategy, Namespace) else repr(strategy)
+        raise ValueError(f"--stage is needed: trainer.strategy is {shown}.")
+    settings["placement"] = Placement.from_stage(settings.pop("stage"))
+    settings["offload"] = _offload(config["offload"], settings.get("offload"), settings["placement"])
+    settings["world_size"] = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
+    return settings
+
+
+def _offload(asked: str | None, configured: Any, placement: Placement) -> Offload | None:
+    """What ``--offload`` asks for, with the settings of ``configured`` where they are of that kind.
+
+    ``configured`` is the strategy's ``offload``: a policy, or what it would be made of.
+    """
+    policy: Offload | None = configured
+    if isinstance(configured, Namespace):
+        settings = vars(configured.init_args if "class_path" in configured else configured)
+        policy = (NvmeOffload if "path" in settings else HostOffload)(**settings)
+    tier = {"host": Tier.HOST, "nvme": Tier.DISK}.get(asked or "")
+    if asked is None or (policy is not None and policy.tier is tier):
+        return policy
+    if tier is Tier.HOST:
+        return HostOffload(parameters=placement.shards_parameters)
+    if tier is Tier.DISK:
+        return NvmeOffload(path=os.curdir, parameters=placement.shards_parameters)  # a plan does not look there
+    return None
+
+
+def _world_size(devices: Any, num_nodes: int) -> int:
+    if isinstance(devices, str) and devices.lstrip("-").isdigit():
+        devices = int(devices)
+    if isinstance(devices, list) and devices:
+        devices = len(devices)
+    if not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"--world_size is needed: trainer.devices is {devices!r}.")
+    return devices * num_nodes
+
+
+def _precision(trainer: Namespace) -> ZeroPrecision:
+    """That of the Trainer's ``precision``, or of a ``ZeroPrecision`` among its plugins."""
+    for plugin in trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]:
+        if isinstance(plugin, Namespace) and plugin.class_path.rpartition(".")[2] == "ZeroPrecision":
+            given = _arguments(plugin)
+            return ZeroPrecision(given.get("precision", "32-true"), reduce_dtype=given.get("reduce_dtype"))
+    return ZeroPrecision(_PRECISIONS.get(str(trainer.precision), trainer.precision))
+
+
+def _size(config: Namespace, name: str) -> int | None:
+    """Bytes of an option."""
+    try:
+        return None if config[name] is None else parse_size(config[name])
+    except ValueError as error:
+        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
+
+
+def _optimizers_in(found: Any) -> Iterator[Optimizer]:
+    """What ``configure_optimizers`` returns has many forms."""
+    if isinstance(found, Optimizer):
+        yield found
+    elif isinstance(found, Mapping):
+        yield from _optimizers_in(found.get("optimizer"))
+    elif isinstance(found, list | tuple):
+        for part in found:
+            yield from _optimizers_in(part)
+
+
+def _numel(optimizer: Optimizer) -> int:
+    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _model_of(path: str) -> nn.Module:
+    """Build the model that a ``config.json``, or a folder with one, describes, on the meta device.
+
+    The class is the configuration's first architecture where ``transformers`` has it, else what it makes a causal
+    language model of. Nothing is downloaded, and no code that comes with a configuration is executed.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(
+            f"--hf-config is a config.json or a folder with one, and {path!r} is neither. Nothing is downloaded: "
+            "fetch the file of a model from the Hugging Face Hub first."
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ValueError(f"{file} has no 'model_type', so it does not describe a model of transformers.")
+    try:
+        transformers: Any = importlib.import_module("transformers")  # which this package does not depend on
+    except ImportError as error:
+        raise ValueError(
+            f"--hf-config needs the package `transformers` ({error}). Install it with `pip install transformers`, or "
+            "give --parameters."
+        ) from error
+    try:
+        config = transformers.AutoConfig.for_model(**content)
+        named = [getattr(transformers, name, None) for name in content.get("architectures") or ()]
+        # Any name may stand in a file.
+        classes = [found for found in named if isinstance(found, type) and issubclass(found, nn.Module)]
+        with torch.device("meta"):
+            model: nn.Module = (classes or [transformers.AutoModelForCausalLM.from_config])[0](config)
+    except Exception as error:  # whatever the library raises for a configuration that it cannot use
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"transformers cannot build the model of {file}: {type(error).__name__}: {reason}") from error
+    return model

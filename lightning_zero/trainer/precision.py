@@ -90,23 +90,16 @@ class ZeroPrecision(Precision):
         """
         if isinstance(plugin, ZeroPrecision):
             return plugin
-        if type(plugin) is MixedPrecision:
-            scaler = None
-            if plugin.precision == "16-mixed" and plugin.scaler is not None:
-                given = plugin.scaler
-                scaler = LossScaler(
-                    given._init_scale,
-                    given.get_growth_factor(),
-                    given.get_backoff_factor(),
-                    given.get_growth_interval(),
-                )
-            return cls("16-mixed" if plugin.precision == "16-mixed" else "bf16-mixed", scaler=scaler)
-        if type(plugin) is HalfPrecision:
-            return cls("16-true" if plugin.precision == "16-true" else "bf16-true")
-        if type(plugin) is DoublePrecision:
-            return cls("64-true")
-        if type(plugin) is Precision:
-            return cls("32-true")
+        if type(plugin) is MixedPrecision and plugin.precision == "16-mixed" and plugin.scaler is not None:
+            given = plugin.scaler
+            growth, backoff, interval = (
+                given.get_growth_factor(),
+                given.get_backoff_factor(),
+                given.get_growth_interval(),
+            )
+            return cls("16-mixed", scaler=LossScaler(given._init_scale, growth, backoff, interval))
+        if type(plugin) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
+            return cls(plugin.precision)  # type: ignore[arg-type]
         raise ValueError(
             f"{type(plugin).__name__} is not supported by ZeroStrategy. Use precision= one of "
             f"{', '.join(get_args(PrecisionName))}, or pass ZeroPrecision(...) as a plugin."
@@ -129,13 +122,9 @@ class ZeroPrecision(Precision):
         adapter: Callable[[Optimizer], ShardedOptimizer],
         on_skip: Callable[[Optimizer], None],
     ) -> None:
-        """Connect to a run.
+        """Connect to a run, where ``adapter`` finds the sharded view of an optimizer.
 
-        Args:
-            device: where the module computes.
-            control: agreements between hosts.
-            adapter: finds the sharded view of an optimizer.
-            on_skip: called when a step is skipped because gradients overflowed.
+        ``on_skip`` is called when a step is skipped because gradients overflowed.
         """
         self._device_type = device.type
         self._control = control
@@ -147,39 +136,30 @@ class ZeroPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters for the ``-true`` precisions; buffers only up, metric states not at all."""
         dtype = _TRUE.get(self.precision)
-        if dtype is None:
-            return module
         with torch.no_grad():
-            for child in module.modules():
-                self._convert_own(child, dtype)
+            for parameter in self._cast_parameters(module):
+                parameter.data = parameter.data.to(dtype)
+            for child in module.modules() if dtype is torch.float64 else ():
+                for key, buffer in child._buffers.items() if not isinstance(child, Metric) else ():
+                    if buffer is not None and buffer.is_floating_point():
+                        child._buffers[key] = buffer.to(dtype)
         return module
 
     def would_cast(self, module: nn.Module) -> bool:
         """Whether ``convert_module`` has anything to do: then the parameters' values must be in memory first."""
         dtype = _TRUE.get(self.precision)
-        return dtype is not None and any(
-            parameter.is_floating_point() and parameter.dtype is not dtype and _is_plain(parameter)
-            for child in module.modules()
-            if self._casts(child, dtype)
-            for parameter in child._parameters.values()
-            if parameter is not None
-        )
+        return any(parameter.dtype is not dtype for parameter in self._cast_parameters(module))
 
-    @staticmethod
-    def _casts(module: nn.Module, dtype: torch.dtype) -> bool:
-        widening = dtype is torch.float64
-        return widening or not isinstance(module, Metric | BatchNorm)
-
-    def _convert_own(self, module: nn.Module, dtype: torch.dtype) -> None:
-        if not self._casts(module, dtype):
-            return
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point() and _is_plain(parameter):
-                parameter.data = parameter.data.to(dtype)
-        if dtype is torch.float64 and not isinstance(module, Metric):
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[key] = buffer.to(dtype)
+    def _cast_parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """Floating ones made of one tensor each; those of metrics and batch norms are never cast down."""
+        for child in module.modules() if self.precision in _TRUE else ():
+            if self.precision != "64-true" and isinstance(child, Metric | BatchNorm):
+                continue
+            for parameter in child._parameters.values():
+                if parameter is not None and parameter.is_floating_point():
+                    composed: bool = is_traceable_wrapper_subclass(parameter)
+                    if not composed:
+                        yield parameter
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """New floating tensors get the precision's dtype."""
@@ -202,10 +182,9 @@ class ZeroPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         """Floating inputs get the dtype of the weights, for the ``-true`` precisions."""
-        dtype = _TRUE.get(self.precision)
-        if dtype is None:
+        if self.precision not in _TRUE:
             return data
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=dtype)
+        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=_TRUE[self.precision])
 
     # ---------------------------------------------------------------- gradients
 
@@ -231,16 +210,15 @@ class ZeroPrecision(Precision):
         if self.scaler is not None and not nothing:
             overflow = self.scaler.unscale(self._sharded(optimizer).gradients(), self._control)
         self._after_closure(model, optimizer)
-        if overflow:
-            if self._on_skip is not None:
-                self._on_skip(optimizer)
-        else:
+        if not overflow:
             try:
                 with naming_closures(optimizer):
                     optimizer.step(**kwargs)
             except BaseException:  # torch calls no hook then, and the user may catch it
                 self._sharded(optimizer).abandon()
                 raise
+        elif self._on_skip is not None:
+            self._on_skip(optimizer)
         if self.scaler is not None and not nothing:
             self.scaler.update(overflow)
         return result
@@ -272,10 +250,9 @@ class ZeroPrecision(Precision):
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         if self._adapter is None:
             raise RuntimeError("ZeroPrecision only works together with ZeroStrategy: Trainer(strategy='zero3', ...).")
-        return self._adapter(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        return self._adapter(optimizer)
 
 
-def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is made of one tensor, whatever it shows at the moment."""
-    composed: bool = is_traceable_wrapper_subclass(parameter)
-    return not composed
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that ``configure_optimizers`` returned, without Lightning's wrapper."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

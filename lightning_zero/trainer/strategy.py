@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -42,9 +41,14 @@ from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import SessionSettings, ZeroSession
-from lightning_zero.trainer.callbacks import WatchedNames, refuse_callbacks
-from lightning_zero.trainer.fits import begin_epoch, refuse_other_strategies, running_trainer
-from lightning_zero.trainer.precision import ZeroPrecision
+from lightning_zero.trainer.callbacks import (
+    WatchedNames,
+    begin_epoch,
+    refuse_callbacks,
+    refuse_other_strategies,
+    running_trainer,
+)
+from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
 
 __all__ = ["ZeroStrategy"]
 
@@ -108,14 +112,9 @@ class ZeroStrategy(ParallelStrategy):
             checkpoint=checkpoint,
             broadcast_buffers=broadcast_buffers,
         )
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision_plugin=precision_plugin,
-        )
-        self._num_nodes = 1
-        self._backend = process_group_backend
+        super().__init__(accelerator, parallel_devices, cluster_environment, precision_plugin=precision_plugin)
+        self.num_nodes = 1  # the Trainer sets it
+        self.process_group_backend = process_group_backend
         self._timeout = timeout
         self._session: ZeroSession | None = None
         self._recorder = InitRecorder()
@@ -151,6 +150,12 @@ class ZeroStrategy(ParallelStrategy):
         return self.settings.offload
 
     @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("The Trainer has not connected a module to the strategy yet.")
+        return self.lightning_module
+
+    @property
     def checkpoints(self) -> Checkpoints:
         """What saves and loads this run: ``checkpoints.wait()`` returns when a background save is durable."""
         return self.session.checkpoints
@@ -163,23 +168,9 @@ class ZeroStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
-    def num_nodes(self) -> int:
-        """How many machines take part."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
     def num_processes(self) -> int:
         """How many processes run on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend in use, or asked for."""
-        return self._backend
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -189,15 +180,12 @@ class ZeroStrategy(ParallelStrategy):
     @property
     def precision_plugin(self) -> ZeroPrecision:
         """The precision in this package's terms, whatever the Trainer was given."""
-        if self._precision_plugin is None:
-            self._precision_plugin = ZeroPrecision()
+        self._precision_plugin: ZeroPrecision | None = self._precision_plugin or ZeroPrecision()
         return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin: ZeroPrecision | None = (
-            None if precision_plugin is None else ZeroPrecision.convert(precision_plugin)
-        )
+        self._precision_plugin = None if precision_plugin is None else ZeroPrecision.convert(precision_plugin)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -229,14 +217,15 @@ class ZeroStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        self._backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        device = self.root_device
+        self.process_group_backend = self.process_group_backend or _get_default_process_group_backend_for_device(device)
         if self.cluster_environment is None:
             raise RuntimeError("ZeroStrategy has no cluster environment; create it through Trainer(strategy=...).")
-        kwargs: dict[str, Any] = {"timeout": self._timeout}
-        if self.root_device.type != "cpu":
-            kwargs["device_id"] = self.root_device
         if not dist.is_initialized():
-            _init_dist_connection(self.cluster_environment, self._backend, **kwargs)
+            options: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
+            _init_dist_connection(
+                self.cluster_environment, self.process_group_backend, timeout=self._timeout, **options
+            )
             destroy_default_group_at_exit()  # Lightning does so for nccl only
         expected = self.num_nodes * self.num_processes
         if dist.get_world_size() != expected:
@@ -250,26 +239,25 @@ class ZeroStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Move what is not a parameter or buffer of the engine (metric states, for example)."""
-        if self.lightning_module is not None:
-            self.lightning_module.to(self.root_device)
+        self._module.to(self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, build the optimizers, adapt them. Collective: every rank."""
-        if self.accelerator is None or self.lightning_module is None:
-            raise RuntimeError("The Trainer has not connected an accelerator and a module to the strategy yet.")
+        if self.accelerator is None:
+            raise RuntimeError("The Trainer has not connected an accelerator to the strategy yet.")
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        precision = self.precision_plugin
         if fitting:
-            partial = self.placement.shards_parameters or self.precision_plugin.param_dtype is not None
-            refuse_callbacks(trainer.callbacks, partial)  # type: ignore[attr-defined]
-        if fitting and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.lightning_module)
-        self._shard(self.lightning_module)
+            refuse_callbacks(callbacks, self.placement.shards_parameters or precision.param_dtype is not None)
+            if self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self._module)
+        self._shard(self._module)
         self.checkpoints.begin(training=fitting)
         if fitting and self.settings.checkpoint.async_save:
-            self._names = WatchedNames(trainer.callbacks, self.checkpoints.is_underway)  # type: ignore[attr-defined]
+            self._names = WatchedNames(callbacks, self.checkpoints.is_underway)
         self.model_to_device()
-        precision = self.precision_plugin
         precision.attach(self.root_device, self.engine.control, self.adapter, self._hold_schedulers)
         self.session.begin(training=fitting)
         if fitting:
@@ -278,7 +266,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def _shard(self, module: LightningModule) -> None:
         if self._session is None:
-            groups = Groups.create(self._backend, self._timeout)
+            groups = Groups.create(self.process_group_backend, self._timeout)
             self._session = ZeroSession(
                 self.settings, groups, self.root_device, self.local_rank, local_ranks=self.num_processes
             )
@@ -288,17 +276,13 @@ class ZeroStrategy(ParallelStrategy):
         self._recorder = InitRecorder()
         self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where tensors are made while a module is built: on the host, because only parts stay on the device."""
-        with self.precision_plugin.tensor_init_context():
-            yield
+        return self.precision_plugin.tensor_init_context()
 
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
+    def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Around ``configure_model``: initialisation on the meta device is recorded, to be replayed by unit."""
-        with self._recorder:
-            yield
+        return self._recorder
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Run ``configure_optimizers`` on the real parameter objects, then put shards in their place.
@@ -318,10 +302,8 @@ class ZeroStrategy(ParallelStrategy):
         Raises:
             ValueError: if it is not one that ``configure_optimizers`` returned.
         """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
         try:
-            return self.session.adapter(optimizer)
+            return self.session.adapter(unwrapped(optimizer))
         except KeyError:
             raise ValueError(
                 f"{type(optimizer).__name__} is not an optimizer of this run: only optimizers that "
@@ -333,41 +315,36 @@ class ZeroStrategy(ParallelStrategy):
 
     def on_train_start(self) -> None:
         """Give random numbers back where a resumed run goes on: after all hooks of the start."""
-        if self.lightning_module is not None and self.checkpoints.random.go_on(self.root_device):
-            begin_epoch(self.lightning_module.trainer)
+        if self.checkpoints.random.go_on(self.root_device):
+            begin_epoch(self._module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``, with units gathered as they are called."""
-        return self._run("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        return self._run("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step``, likewise."""
-        return self._run("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
+        return self._run("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``test_step``, likewise."""
-        return self._run("test_step", self.precision_plugin.test_step_context(), args, kwargs)
+        return self._run("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``predict_step``, likewise."""
-        return self._run("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+        return self._run("predict_step", args, kwargs)
 
-    def _run(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError(f"The strategy is not set up yet: there is no module to run {name} of.")
-        training = name == "training_step"
-        with context, self.session.step(name, training=training, averaged=module.automatic_optimization):
-            return getattr(module, name)(*args, **kwargs)
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        training, averaged = name == "training_step", self._module.automatic_optimization
+        with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
+            return getattr(self._module, name)(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward; gradients are reduced when the user's ``on_after_backward`` runs.
 
         Collective: every rank.
         """
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError("No module is connected to the strategy.")
+        module = self._module
         self.pre_backward(closure_loss)
         if not module.automatic_optimization:
             self.session.backward_outside_of_steps()
@@ -378,11 +355,9 @@ class ZeroStrategy(ParallelStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""
-        with self.session.accumulating():
-            yield
+        return self.session.accumulating()
 
     def optimizer_step(
         self,
@@ -429,16 +404,14 @@ class ZeroStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. Collective: every rank."""
-        if not dist.is_initialized():
-            return
-        dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give rank ``src``'s object to all ranks. Collective: every rank."""
-        if not dist.is_initialized():
-            return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src)
+        if dist.is_initialized():
+            dist.broadcast_object_list(objects, src)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -454,7 +427,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the weights (fp32 masters), by full name. No communication."""
-        state = self.session.module_state(self.lightning_module)
+        state = self.session.module_state(self._module)
         return state.save(exclude_frozen=self.settings.checkpoint.exclude_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -470,7 +443,7 @@ class ZeroStrategy(ParallelStrategy):
             storage_options: ``{"format": ..., "async": ...}`` to differ from the policy this once.
         """
         if self.settings.checkpoint.exclude_frozen:
-            excluded = self.session.module_state(self.lightning_module).excluded_frozen()
+            excluded = self.session.module_state(self._module).excluded_frozen()
             checkpoint = {**checkpoint, "lightning_zero": {"excluded_frozen": excluded}}
         precision = self.precision_plugin.precision
         self.checkpoints.save(checkpoint, filepath, self.engine, precision, storage_options)
@@ -484,7 +457,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read this rank's slices of the weights. Collective: every rank."""
-        state = self.session.module_state(self.lightning_module)
+        state = self.session.module_state(self._module)
         state.load(checkpoint["state_dict"], strict=strict, excluded=left_out_of(checkpoint))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -495,10 +468,9 @@ class ZeroStrategy(ParallelStrategy):
                 f"The checkpoint holds the states of {len(states)} optimizers, configure_optimizers returned "
                 f"{len(self.optimizers)}. To start with fresh optimizers, load the weights only."
             )
-        strict = self.lightning_module is None or self.lightning_module.strict_loading
         for optimizer, state in zip(self.optimizers, states, strict=True):
             adapted = self.session.optimizer_state(self.adapter(optimizer).optimizer)
-            adapted.load(state, strict=strict, weights=checkpoint.get("state_dict"))
+            adapted.load(state, strict=self._module.strict_loading, weights=checkpoint.get("state_dict"))
         self.checkpoints.load_random_state(checkpoint, self.root_device)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

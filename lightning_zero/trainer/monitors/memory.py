@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_zero.debug import Beside, MemoryStats, memory_stats
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
 from lightning_zero.optim.sharded import ShardedOptimizer
-from lightning_zero.trainer.monitors.steps import StepMonitor, log, logging_step, strategy_of
+from lightning_zero.trainer.monitors.steps import StepMonitor, logging_step
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["MemoryMonitor"]
@@ -76,11 +77,11 @@ class MemoryMonitor(StepMonitor):
         self._beside = 0
         self._process: dict[str, int] = {}
 
-    def attach(self, trainer: pl.Trainer, engine: ZeroEngine) -> None:
+    def attach(self, strategy: ZeroStrategy) -> None:
         """Look at the plan."""
-        self._expected = expected_of(strategy_of(trainer))
-        if engine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(engine.device)  # set-up has a peak of its own
+        self._expected = _expected_of(strategy)
+        if strategy.engine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(strategy.engine.device)  # set-up has a peak of its own
 
     def detach(self, engine: ZeroEngine) -> None:
         """Leave no trace in the engine."""
@@ -88,23 +89,23 @@ class MemoryMonitor(StepMonitor):
             engine.spans.observers.remove(self._watermark)
         self._watermark = None
 
-    def begin(self, trainer: pl.Trainer, engine: ZeroEngine, measured: bool) -> None:
+    def begin(self, engine: ZeroEngine) -> None:
         """Watch a step that is measured."""
-        if measured and self._watermark is None:
+        if self._measured and self._watermark is None:
             self._watermark = _Watermark(engine)
             engine.spans.observers.append(self._watermark)
 
-    def end(self, trainer: pl.Trainer, engine: ZeroEngine, measured: bool, micro_steps: int) -> None:
+    def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
         """Count, and log."""
         if self._watermark is None:
             return
-        beside = self._watermark.nbytes
+        beside, engine = self._watermark.nbytes, strategy.engine
         self.detach(engine)
-        adapters = map(strategy_of(trainer).adapter, trainer.optimizers)
+        adapters = map(strategy.adapter, strategy.optimizers)
         self._held = memory_stats(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
         self._beside = max(self._beside, beside)
-        self._process = process_nbytes(engine.device)
-        log(trainer, self._metrics(beside), logging_step(trainer))
+        self._process = _process_nbytes(engine.device)
+        self.log_numbers(trainer, self._metrics(beside), logging_step(trainer))
 
     def tables(self) -> list[list[tuple[str, ...]]]:
         """The last measured step, and the largest peak."""
@@ -153,41 +154,40 @@ class MemoryMonitor(StepMonitor):
         return found | {f"zero/memory/{name}": nbytes for name, nbytes in self._process.items()}
 
 
-def expected_of(strategy: ZeroStrategy) -> _Expected:
+def _expected_of(strategy: ZeroStrategy) -> _Expected:
     """What the plan says, for the optimizers that the run has."""
     engine, plan = strategy.engine, strategy.engine.plan
     rank, accelerator = engine.collectives.rank, engine.device.type != "cpu"
+    receives = isinstance(engine.collectives, GlooCollectives)
     costs = [OptimizerCost.of(optimizer) for optimizer in strategy.optimizers]
     first = costs[0] if costs else OptimizerCost(name="none", state=0)
-
-    def memory(peak: bool) -> Memory:
-        receives = isinstance(engine.collectives, GlooCollectives)
-        found = expected_memory(
-            plan, rank=rank, optimizer=first, receive_buffer=receives, accelerator=accelerator, peak=peak
-        )
-        if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
-            # The formula knows one optimizer; of several, each counts for its own parameters.
-            offloaded = plan.offload is not None and plan.offload.optimizer
-            owned = zip(costs, map(owned_nbytes, map(strategy.adapter, strategy.optimizers)), strict=True)
-            found = replace(found, optimizer=0 if offloaded else sum(cost.state * nbytes for cost, nbytes in owned))
-        return found
-
-    tensors = first.state
+    rest, peak = (
+        expected_memory(plan, rank=rank, optimizer=first, receive_buffer=receives, accelerator=accelerator, peak=peak)
+        for peak in (False, True)
+    )
+    if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
+        # The formula knows one optimizer; of several, each counts for its own parameters.
+        offloaded = plan.offload is not None and plan.offload.optimizer
+        owned = [
+            cost.state * _owned_nbytes(strategy.adapter(o)) for cost, o in zip(costs, strategy.optimizers, strict=True)
+        ]
+        state = 0 if offloaded else sum(owned)
+        rest, peak = replace(rest, optimizer=state), replace(peak, optimizer=state)
     return _Expected(
-        rest=memory(peak=False),
-        peak=memory(peak=True),
-        host=expected_host_memory(plan, rank=rank, optimizer_tensors=tensors, accelerator=accelerator),
-        disk=expected_disk(plan, rank=rank, optimizer_tensors=tensors),
+        rest=rest,
+        peak=peak,
+        host=expected_host_memory(plan, rank=rank, optimizer_tensors=first.state, accelerator=accelerator),
+        disk=expected_disk(plan, rank=rank, optimizer_tensors=first.state),
     )
 
 
-def owned_nbytes(optimizer: ShardedOptimizer) -> int:
+def _owned_nbytes(optimizer: ShardedOptimizer) -> int:
     """Of what this rank's optimizer steps on."""
     shards = [p for entry in optimizer.entries if (p := entry.shard.parameter) is not None]
     return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
-def process_nbytes(device: torch.device) -> dict[str, int]:
+def _process_nbytes(device: torch.device) -> dict[str, int]:
     """What only the allocator or the kernel knows, activations included. Waits for nothing."""
     if device.type == "cuda":
         return {
@@ -199,10 +199,6 @@ def process_nbytes(device: torch.device) -> dict[str, int]:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
         return {}
-    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    names = {"VmRSS": "process/now", "VmHWM": "process/peak"}
-    return (
-        {name: int(fields[key].split()[0]) * 1024 for key, name in names.items()}
-        if names.keys() <= fields.keys()
-        else {}
-    )
+    found = dict(re.findall(r"^Vm(RSS|HWM):\s*(\d+) kB", status, re.MULTILINE))
+    names = {"RSS": "process/now", "HWM": "process/peak"}
+    return {name: int(found[key]) * 1024 for key, name in names.items()} if len(found) == 2 else {}

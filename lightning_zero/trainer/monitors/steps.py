@@ -32,7 +32,7 @@ class StepMonitor(pl.Callback):
             raise ValueError(f"every_n_steps must be 1 or more, or None for the Trainer's, got {every_n_steps!r}.")
         self.every_n_steps = every_n_steps
         self.summary = summary
-        self._engine: ZeroEngine | None = None
+        self._strategy: ZeroStrategy | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -41,29 +41,34 @@ class StepMonitor(pl.Callback):
         self._step = 0  # optimizer steps of this fit that have ended
         self._micro_steps = 0  # of the running step
         self._global_step = 0  # the Trainer's, before the running step
-        self._measured = False
+        self._measured = False  # the running step
 
     # ------------------------------------------------------------ what subclasses do
 
     @abstractmethod
-    def attach(self, trainer: pl.Trainer, engine: ZeroEngine) -> None:
+    def attach(self, strategy: ZeroStrategy) -> None:
         """A fit begins."""
 
     @abstractmethod
     def detach(self, engine: ZeroEngine) -> None:
-        """It is over, or an error stopped it. May be called again."""
+        """It is over, or an error stopped it: leave no trace in the engine. May be called again."""
 
     @abstractmethod
-    def begin(self, trainer: pl.Trainer, engine: ZeroEngine, measured: bool) -> None:
+    def begin(self, engine: ZeroEngine) -> None:
         """A step begins."""
 
     @abstractmethod
-    def end(self, trainer: pl.Trainer, engine: ZeroEngine, measured: bool, micro_steps: int) -> None:
+    def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
         """It has ended."""
 
     @abstractmethod
     def tables(self) -> list[list[tuple[str, ...]]]:
         """The summary: of each table a header, and rows as long as it is. Nothing if no step was measured."""
+
+    def log_numbers(self, trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+        """Give numbers to every logger of the Trainer; each writes on rank 0 only."""
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
 
     # ------------------------------------------------------------------ the Trainer's hooks
 
@@ -83,37 +88,36 @@ class StepMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to count."""
         self._forget()
-        every = self.every_n_steps if self.every_n_steps is not None else trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self._every = int(every)
-        self._engine = strategy_of(trainer).engine
-        self.attach(trainer, self._engine)
+        self._every = int(self.every_n_steps or trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        if isinstance(trainer.strategy, ZeroStrategy):
+            self._strategy = trainer.strategy
+            self.attach(self._strategy)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """A micro-step begins, and perhaps a step."""
-        if self._engine is None or self._micro_steps:
-            return
-        step = self._step + 1
-        self._measured = step == STEADY or (step > STEADY and self._every > 0 and step % self._every == 0)
-        self._global_step = trainer.global_step
-        self.begin(trainer, self._engine, self._measured)
+        if self._strategy is not None and not self._micro_steps:
+            step = self._step + 1
+            self._measured = step == STEADY or (step > STEADY and self._every > 0 and step % self._every == 0)
+            self._global_step = trainer.global_step
+            self.begin(self._strategy.engine)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """A micro-step has ended, and perhaps a step."""
-        if self._engine is None:
+        if self._strategy is None:
             return
         self._micro_steps += 1
         if trainer.global_step != self._global_step:
             self._step += 1
-            self.end(trainer, self._engine, self._measured, self._micro_steps)
+            self.end(trainer, self._strategy)
             self._micro_steps = 0
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the summary."""
-        if self._engine is None:
+        if self._strategy is None:
             return
         self._stop()
         if self.summary if self.summary is not None else not trainer.loggers:
@@ -133,25 +137,11 @@ class StepMonitor(pl.Callback):
         self._stop()
 
     def _stop(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            self.detach(engine)
-
-
-def strategy_of(trainer: pl.Trainer) -> ZeroStrategy:
-    """The Trainer's strategy, which ``setup`` has looked at."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, ZeroStrategy):
-        raise RuntimeError(f"The Trainer's strategy became {type(strategy).__name__} after set-up.")
-    return strategy
+        strategy, self._strategy = self._strategy, None
+        if strategy is not None:
+            self.detach(strategy.engine)
 
 
 def logging_step(trainer: pl.Trainer) -> int:
     """Where Lightning puts its own metrics of this step on a logger's axis."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
-    """Give numbers to every logger of the Trainer; each writes on rank 0 only."""
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=step)
