@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, repeat
@@ -53,19 +53,6 @@ class _Thing(str):
         return str(self)
 
 
-def _number_of(value: Any) -> Any:
-    """A tensor of one element, or another library's number, as a number, in a sequence too; all else as it is."""
-    if isinstance(value, (int, float)):
-        return value
-    if isinstance(value, Real):
-        return float(value)
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and not value.is_meta else value
-    if isinstance(value, (tuple, list)):
-        return [_number_of(item) for item in value]
-    return value
-
-
 def _same(left: Any, right: Any) -> bool:
     """Whether two plain values mean the same: 1 and 1.0 do, and so do numbers that differ in their last bits."""
     if isinstance(left, (int, float)) and isinstance(right, (int, float)):
@@ -82,14 +69,14 @@ def described(
     label: str,
     names: Sequence[Sequence[str]],
     used: bool = False,
-    counts: Callable[[Any], bool] = lambda value: True,
+    all_options: bool = True,
 ) -> Description:
-    """An optimizer as it is now, with the options that matter: ``counts`` says so by value. Waits for the device where
+    """An optimizer as it is now, with all options, or those that count in every step. Waits for the device where
     options are tensors there."""
-    options = [
-        {key: _plain(group[key]) for key in sorted(group, key=str) if key not in _NOT_OPTIONS and counts(group[key])}
-        for group in optimizer.param_groups
-    ]
+    options = []
+    for group in optimizer.param_groups:
+        plain = {key: _plain(group[key]) for key in sorted(group, key=str) if key not in _NOT_OPTIONS}
+        options.append({key: value for key, value in plain.items() if all_options or _counts(value)})
     return Description(label, _name_of(type(optimizer)), used, [list(group) for group in names], options)
 
 
@@ -197,11 +184,15 @@ def _listed(found: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What a value is, comparable and without addresses: devices do not count, and large tensors by shape."""
-    value = _number_of(value)
+    """What a value is, comparable and without addresses: a tensor of one element, or another library's number, is a
+    number. Devices do not count, and large tensors by shape."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Real):
+        return float(value)
     if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_meta:
+            return value.item()
         return _Thing(f"a tensor of {value.dtype}, shape {list(value.shape)}")
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
@@ -253,9 +244,6 @@ def agree_on_set_up(
     return labels
 
 
-_PLAIN = (int, float, str, type(None))
-
-
 class _Seen(NamedTuple):
     """An option as it was: the object, how often it had changed (``None``: nobody counts), a number for its value."""
 
@@ -293,7 +281,7 @@ class Fingerprint:
     def compare(self, control: ControlGroup) -> None:
         """Say what differs between the ranks, now that their numbers do: raises ``DivergenceError`` on every rank, or
         nothing happens if it is nothing that matters. Collective: every rank."""
-        mine = described(self._optimizer, self._label, self._names, counts=_counts)
+        mine = described(self._optimizer, self._label, self._names, all_options=False)
         found = _differences(control.gather_objects(mine))
         if found:
             cause = (
@@ -315,8 +303,8 @@ def _look_at(group: Mapping[str, Any], seen: Mapping[str, _Seen]) -> dict[str, _
         if key not in _NOT_OPTIONS:
             before, version = seen.get(key), _version(value)
             if before is None or before.value is not value or version is None or before.version != version:
-                code = _code(f"{key} {_text(_number_of(value))}") if _counts(value) else 0
-                before = _Seen(value, version, code)
+                plain = _plain(value)
+                before = _Seen(value, version, _code(f"{key} {_text(plain)}") if _counts(plain) else 0)
             found[key] = before
     return found
 
@@ -330,21 +318,13 @@ def _version(value: Any) -> int | None:
     return None if isinstance(value, list) else 0
 
 
-def _counts(value: Any) -> bool:
+def _counts(plain: Any) -> bool:
     """Whether an option has to be the same on every rank in every step."""
-    if isinstance(value, (tuple, list)):
-        return all(_is_plain(item) or _is_number(item) for item in value)
-    return _is_plain(value) or _is_number(value)
+    return all(map(_is_plain, plain if isinstance(plain, list) else [plain]))
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_meta
-    return isinstance(value, Real)
+    return isinstance(value, (int, float, str, type(None))) and not isinstance(value, _Thing)
 
 
 def _text(value: Any) -> str:
@@ -353,7 +333,7 @@ def _text(value: Any) -> str:
         return f"{value:.10g}"
     if isinstance(value, int):
         return f"{value:.10g}" if -(2**33) < value < 2**33 else str(value)
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, list):
         return f"[{' '.join(map(_text, value))}]"
     return repr(value)
 

@@ -19,6 +19,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from textwrap import shorten
 from typing import Any
 
@@ -30,7 +31,7 @@ from lightning_zero._torch import bare_step, tree_leaves
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
 
-__all__ = ["check_offloadable", "demands_closure", "naming_closures", "optimizer_rule", "step_of", "try_in_parts"]
+__all__ = ["check_offloadable", "demands_closure", "naming_closures", "optimizer_rule", "try_in_parts"]
 
 
 _ELEMENTWISE = (
@@ -56,13 +57,8 @@ _REFUSED = {
 
 def _overrides_step(cls: type, base: type) -> bool:
     """Whether a subclass of a torch optimizer brings arithmetic of its own."""
-    own = step_of(base)
-    for klass in cls.__mro__:
-        if klass is base:
-            return False
-        if "step" in klass.__dict__ and step_of(klass) is not own:
-            return True
-    return False
+    derived = takewhile(lambda klass: klass is not base, cls.__mro__)
+    return any(_step_of(klass) not in (None, _step_of(base)) for klass in derived)
 
 
 def optimizer_rule(optimizer: Optimizer) -> str:
@@ -121,7 +117,7 @@ _REASON = (
 )
 
 
-def step_of(cls: type) -> Any:
+def _step_of(cls: type) -> Any:
     """A class's own ``step``, without what torch has wrapped around it; ``None`` if it is that of a base."""
     step = cls.__dict__.get("step")
     while step is not None and hasattr(step, "__wrapped__"):
@@ -134,7 +130,7 @@ def demands_closure(optimizer: Optimizer) -> UnsupportedOptimizerError | None:
     without a default, or its first statements raise where there is none; ``None`` for all others. What is not seen here
     ends in ``naming_closures``."""
     cls = type(optimizer)
-    step: Any = next((own for base in cls.__mro__ if (own := step_of(base)) is not None), None)
+    step: Any = next((own for base in cls.__mro__ if (own := _step_of(base)) is not None), None)
     try:
         parameters = list(inspect.signature(step).parameters.values())[1:]
         required = any(p.name == "closure" and p.default is p.empty for p in parameters)
@@ -246,7 +242,11 @@ def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> list[Tenso
     torch.manual_seed(0)
     random.seed(0)
     originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    stand_ins = [_stand_in(parameter) for parameter in originals]
+    shapes = [[min(length, _LENGTH) for length in parameter.shape] for parameter in originals]
+    stand_ins = [
+        nn.Parameter(torch.randn(shape, dtype=original.dtype), requires_grad=original.requires_grad)
+        for shape, original in zip(shapes, originals, strict=True)
+    ]
     gradients = [[scale * torch.randn_like(s) for s in stand_ins] for _ in range(_STEPS)]
     twin = _copied(optimizer, {id(p): s for p, s in zip(originals, stand_ins, strict=True)})
     stepped = list(stand_ins)
@@ -263,17 +263,6 @@ def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> list[Tenso
     return [stand_in.detach() for stand_in in stand_ins]
 
 
-def _stand_in(parameter: Tensor) -> nn.Parameter:
-    shape = [min(length, _LENGTH) for length in parameter.shape]
-    values = torch.randn(shape, dtype=parameter.dtype)
-    return nn.Parameter(values, requires_grad=parameter.requires_grad)
-
-
-def _cut(state: Tensor) -> Tensor:
-    """What goes with a parameter in an attribute of the optimizer (``self.bufs``), as small as its stand-in."""
-    return state.detach()[tuple(slice(_LENGTH) for _ in state.shape)].to("cpu", copy=True)
-
-
 def _copied(optimizer: Optimizer, stand_ins: dict[int, Any]) -> Optimizer:
     """The same optimizer over other parameters, without hooks and schedulers, before its first step."""
     twin: Optimizer = object.__new__(type(optimizer))
@@ -281,12 +270,11 @@ def _copied(optimizer: Optimizer, stand_ins: dict[int, Any]) -> Optimizer:
     shapes = {parameter.shape for group in optimizer.param_groups for parameter in group["params"]}
     for value in tree_leaves(vars(optimizer)):
         if isinstance(value, Tensor) and value.shape in shapes and id(value) not in memo:
-            memo[id(value)] = _cut(value)
+            # What goes with a parameter in an attribute of the optimizer (``self.bufs``), as small as its stand-in.
+            memo[id(value)] = value.detach()[tuple(slice(_LENGTH) for _ in value.shape)].to("cpu", copy=True)
     for key, value in vars(optimizer).items():
-        if key == "state":
-            vars(twin)[key] = defaultdict(dict)
-        elif "hooks" in key:
-            vars(twin)[key] = OrderedDict()
-        elif key != "step":
-            vars(twin)[key] = copy.deepcopy(value, memo)
+        if key != "step":
+            if key == "state":
+                value = defaultdict(dict)
+            vars(twin)[key] = OrderedDict() if "hooks" in key else copy.deepcopy(value, memo)
     return twin

@@ -196,7 +196,6 @@ class ShardedOptimizer:
     def _after(self) -> None:
         if self._whole is not None:
             self._whole.publish()
-            self._whole.release_gradients()
         self._leave()
         self._after_step(self.units)
 

@@ -99,9 +99,13 @@ class WholeParameters:
         self._move([entry.shard for entry in self._entries], self._whole, self._dtypes, "masters", to_owners=True)
 
     def publish(self) -> None:
-        """Whole parameters to all ranks' masters, after an optimizer step. Collective: every rank."""
+        """Whole parameters to all ranks' masters, after an optimizer step that used up the gradients. Collective: every
+        rank."""
         shards = [entry.shard for entry in self._entries]
         self._move(shards, self._whole, self._dtypes, "updated parameters", to_owners=False)
+        for whole in self._whole:
+            if whole is not None:
+                whole.grad = None
 
     def collect_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Set ``.grad`` of the whole parameters from this rank's 1-D slices; ``None`` where no rank has a gradient: the
@@ -113,12 +117,6 @@ class WholeParameters:
         for whole, gradient in zip(self._whole, received, strict=True):
             if whole is not None:
                 whole.grad = gradient
-
-    def release_gradients(self) -> None:
-        """Free the whole gradients. Local."""
-        for whole in self._whole:
-            if whole is not None:
-                whole.grad = None
 
     # ------------------------------------------------------------------- state
 

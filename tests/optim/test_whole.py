@@ -124,7 +124,6 @@ def step_once(
     )
     optimizer.step()
     whole.publish()
-    whole.release_gradients()
 
 
 def states_of(whole: WholeParameters, optimizer: Optimizer, count: int) -> list[Any]:
