@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, repeat
+from itertools import chain
 from numbers import Real
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -244,11 +245,17 @@ def agree_on_set_up(
     return labels
 
 
-class _Seen(NamedTuple):
-    """An option as it was: the object, how often it had changed (``None``: nobody counts), a number for its value."""
+_CHANGING = object()
 
-    value: Any
-    version: int | None
+
+@dataclass
+class _Group:
+    """A param group as it was: its keys and values in their order, with ``_CHANGING`` for a value that may change while
+    it is the same object, and a number for each option that counts, and for all of them."""
+
+    keys: list[str]
+    values: list[Any]
+    codes: list[int]
     code: int
 
 
@@ -266,17 +273,44 @@ class Fingerprint:
         self._whole = whole
         self._names: Sequence[Sequence[str]] = []
         self._members = 0
-        self._seen: list[dict[str, _Seen]] = []  # of each group
+        self._groups: list[_Group] = []
+        self._read: dict[int, tuple[Tensor, int, Any]] = {}
 
     def take(self, names: Sequence[Sequence[str]]) -> int:
         """The number for now. ``names`` are those of the parameters of each param group; the same object means the same
         names."""
         if names is not self._names:
             self._names, self._members = names, _code(repr(names))
-        groups = zip(self._optimizer.param_groups, chain(self._seen, repeat({})), strict=False)
-        self._seen = [_look_at(group, seen) for group, seen in groups]
-        # The order of options does not matter, nor how many do not count.
-        return hash((self._members, *(frozenset([0, *(one.code for one in seen.values())]) for seen in self._seen)))
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._groups):
+            self._groups = [_Group([], [], [], 0) for _ in groups]
+        former, self._read = self._read, {}
+        for group, known in zip(groups, self._groups, strict=True):
+            if len(group) != len(known.values) or not all(map(is_, group.values(), known.values)):
+                self._look_at(group, known, former)
+        return hash((self._members, *[known.code for known in self._groups]))
+
+    def _look_at(self, group: dict[str, Any], known: _Group, read: dict[int, tuple[Tensor, int, Any]]) -> None:
+        if known.keys != (keys := list(group)):
+            known.keys, known.values, known.codes = keys, [_CHANGING] * len(keys), [0] * len(keys)
+        for place, (key, value) in enumerate(group.items()):
+            if value is known.values[place]:
+                continue
+            plain = _Thing() if key in _NOT_OPTIONS else self._plain_of(value, read)
+            counted = _counts(plain)
+            known.codes[place] = _code(f"{key} {_text(plain)}") if counted else 0
+            known.values[place] = _CHANGING if counted and _can_change(value) else value
+        known.code = hash(frozenset(known.codes))  # the order of options does not matter
+
+    def _plain_of(self, value: Any, read: dict[int, tuple[Tensor, int, Any]]) -> Any:
+        """Options that are tensors elsewhere than on the host are read, which waits for the device, if written to."""
+        if not isinstance(value, Tensor) or value.device.type == "cpu" or value.is_inference():
+            return _plain(value)
+        known = read.get(id(value))
+        if known is None or known[1] != value._version:
+            known = (value, value._version, _plain(value))
+        self._read[id(value)] = known
+        return known[2]
 
     def compare(self, control: ControlGroup) -> None:
         """Say what differs between the ranks, now that their numbers do: raises ``DivergenceError`` on every rank, or
@@ -297,25 +331,9 @@ class Fingerprint:
             )
 
 
-def _look_at(group: Mapping[str, Any], seen: Mapping[str, _Seen]) -> dict[str, _Seen]:
-    found = {}
-    for key, value in group.items():
-        if key not in _NOT_OPTIONS:
-            before, version = seen.get(key), _version(value)
-            if before is None or before.value is not value or version is None or before.version != version:
-                plain = _plain(value)
-                before = _Seen(value, version, _code(f"{key} {_text(plain)}") if _counts(plain) else 0)
-            found[key] = before
-    return found
-
-
-def _version(value: Any) -> int | None:
-    """How often a value has changed while it was the same object. Tensors on the host are read each time instead."""
-    if isinstance(value, Tensor):
-        return None if value.device.type == "cpu" or value.is_inference() else value._version
-    if isinstance(value, tuple):
-        return 0 if all(map(_is_plain, value)) else None
-    return None if isinstance(value, list) else 0
+def _can_change(value: Any) -> bool:
+    """Whether a value may be another while it is the same object."""
+    return isinstance(value, (Tensor, list)) or (isinstance(value, tuple) and any(isinstance(v, Tensor) for v in value))
 
 
 def _counts(plain: Any) -> bool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -58,155 +58,6 @@ class _Window:
     ranges: Sequence[Range]
     kinds: Mapping[Kind, bool]
     """State in the order of the buffers behind the master's, and whether it is read."""
-
-
-class WindowedStep:
-    """Steps on everything of one optimizer, adapted to shards, that rests in files."""
-
-    def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, store: NvmeStore, homes: StateHomes) -> None:
-        self._optimizer = optimizer
-        self._segments = SegmentStep(optimizer)
-        self._steps = steps
-        self._store = store
-        self._homes = homes
-
-    def run(self, groups: Sequence[Sequence[OwnedParameter]], finish: Callable[[float], None]) -> None:
-        """One step.
-
-        Args:
-            groups: the parameters of each param group.
-            finish: finishes all units before an index. Called with a unit's before anything of it is stepped on, and
-                with the next one when all of it is; its last window may not be in the file yet then. All files are up
-                to date when ``run`` returns.
-
-        Raises:
-            OffloadError: if something could not be read or written. Masters and state are useless then.
-        """
-        self._segments.begin()
-        found = [m for m in members_of(groups) if m.entry.flat.rest.master is Tier.DISK]
-        members = [member for member in found if member.parameter.grad is not None]
-        self._settle(found)
-        # Parameters of which nothing lies on this rank, so that their counters go on as on every rank.
-        nothing = Memory(self._optimizer)
-        self._segments.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
-        self._segments.commit(nothing)
-        windows = self._plan([member for member in members if member.numel], groups)
-        last = {window.unit: window for window in windows}
-
-        def work(request: Request, buffers: list[Tensor]) -> None:
-            window: _Window = request.tag
-            finish(window.unit)
-            memory = self._step(window, buffers)
-            window.flat.refresh_part(window.start, buffers[0])
-            if window is last[window.unit]:
-                self._segments.commit(memory)
-                finish(window.unit + 1)
-
-        if windows:
-            self._store.pipeline().run(map(self._request, windows), work)
-
-    def _settle(self, members: Sequence[Member]) -> None:
-        """Bring state that somebody has put into the optimizer, as its ``load_state_dict`` does, to the files.
-
-        That may be the state of another parameter, also of one without a gradient now: everything that is elsewhere in
-        files is read before anything is written. Two tensors of state that are one in the files are refused: they would
-        part with the first step.
-        """
-        moved: list[tuple[nn.Parameter, str, FileTensor, Tensor]] = []
-        seen: dict[tuple[Any, ...], str] = {}
-        for member in members:
-            for key, value in self._optimizer.state.get(member.parameter, {}).items():
-                if not member.numel or not covers(value, member.numel):
-                    continue
-                part = self._homes.part(member.entry, Kind(key, value.dtype))
-                if not isinstance(value, FileTensor):
-                    moved.append((member.parameter, key, part, value))
-                    continue
-                name = f"'{key}' of '{member.entry.name}'"
-                if seen.setdefault(value.identity, name) != name:
-                    raise ValueError(
-                        f"{seen[value.identity]} and {name} are one tensor in the optimizer's state. State in files is "
-                        "a tensor of its own for each: put a `.clone()` there."
-                    )
-                if value.identity != part.identity:
-                    moved.append((member.parameter, key, part, value.read()))
-        for parameter, key, part, value in moved:
-            part.write(value)
-            self._optimizer.state[parameter][key] = part
-
-    # -------------------------------------------------------------------- plan
-
-    def _plan(self, members: Sequence[Member], groups: Sequence[Sequence[OwnedParameter]]) -> list[_Window]:
-        """The windows of all units in order, none where no parameter takes part."""
-        by_flat: dict[FlatParameters, list[Member]] = {}
-        for member in sorted(members, key=lambda member: (member.entry.unit, member.start)):
-            by_flat.setdefault(member.entry.flat, []).append(member)
-        holders: dict[FlatParameters, list[OwnedParameter]] = {flat: [] for flat in by_flat}
-        for entry in chain.from_iterable(groups):
-            if entry.flat in holders and entry.slice.numel:
-                holders[entry.flat].append(entry)
-        return [window for flat, found in by_flat.items() for window in self._plan_flat(flat, found, holders[flat])]
-
-    def _plan_flat(
-        self, flat: FlatParameters, members: Sequence[Member], holders: Sequence[OwnedParameter]
-    ) -> Iterator[_Window]:
-        kinds = {member: self._kinds(member) for member in members}
-        needed = list(dict.fromkeys(chain.from_iterable(kinds.values())))
-        stored = {kind: [entry.slice for entry in holders if kind in self._stored(entry)] for kind in needed}
-        most = self._store.window_numel([dtype.itemsize for dtype in (flat.layout.dtype, *(k.dtype for k in needed))])
-        for start, end in _cut(members, flat.layout.shard_numel, most):
-            inside = [member for member in members if member.start < end and start < member.end]
-            ranges = [
-                part
-                for member in inside
-                for part in member.ranges(
-                    self._steps.range_numel,
-                    max(start, member.start) - member.start,
-                    min(end, member.end) - member.start,
-                )
-            ]
-            reads = {
-                kind: any(part.shard_start < end and start < part.shard_start + part.numel for part in stored[kind])
-                for kind in dict.fromkeys(kind for member in inside for kind in kinds[member])
-            }
-            yield _Window(flat, members[0].entry.unit, start, end - start, ranges, reads)
-
-    def _stored(self, entry: OwnedParameter) -> set[Kind]:
-        """What of a parameter's state is in files."""
-        state = self._optimizer.state.get(entry.target, {})
-        return {Kind(key, value.dtype) for key, value in state.items() if isinstance(value, FileTensor)}
-
-    def _kinds(self, member: Member) -> list[Kind]:
-        """What of a parameter's state is in files, or will be after its first step."""
-        stored = self._stored(member.entry)
-        if stored:
-            return sorted(stored, key=str)
-        return self._homes.expected(self._optimizer, member.entry.flat, member.group)
-
-    def _request(self, window: _Window) -> Request:
-        master = cast(FileTensor, window.flat.master)
-        tensors = [(master, window.flat.shown is None)]
-        tensors += [(self._homes.region(window.flat, kind), read) for kind, read in window.kinds.items()]
-        parts = [(tensor.part(window.start, window.numel), read, True) for tensor, read in tensors]
-        return Request(window.numel, parts, window)
-
-    # -------------------------------------------------------------------- work
-
-    def _step(self, window: _Window, buffers: Sequence[Tensor]) -> _InWindow:
-        """Step on what takes part of one window, in the memory of the window."""
-        master, *state = buffers
-        with untracked():
-            if window.flat.shown is not None:
-                master.copy_(window.flat.shown.narrow(0, window.start, window.numel))
-            for read, memory in zip(window.kinds.values(), state, strict=True):
-                if not read:
-                    memory.zero_()
-        place = _InWindow(self._optimizer, window, master, dict(zip(window.kinds, state, strict=True)), self._homes)
-        # One at a time where each operation goes over all that it is given before the next one begins.
-        foreach = any(group.get("foreach") for group in self._optimizer.param_groups)
-        for ranges in [[part] for part in window.ranges] if foreach else [window.ranges]:
-            self._segments.run(ranges, place)
-        return place
 
 
 class _InWindow(Memory):
@@ -259,9 +110,11 @@ class OffloadedUpdate:
     """Updates all parameters of one optimizer, elementwise and adapted to shards, that have a gradient."""
 
     def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, homes: StateHomes) -> None:
+        self._optimizer = optimizer
         self._steps = steps
+        self._homes = homes
         self._memory = SegmentStepper(optimizer, steps.range_numel)
-        self._windows = None if homes.store is None else WindowedStep(optimizer, steps, homes.store, homes)
+        self._segments = SegmentStep(optimizer)  # in files
         self._groups: Sequence[Sequence[OwnedParameter]] | None = None
         self._units: list[tuple[int, list[Member]]] = []  # what is in memory of each unit with trainable parameters
         self._left: deque[tuple[int, list[Member]]] = deque()  # of one step
@@ -286,8 +139,8 @@ class OffloadedUpdate:
         failure: Exception | None = None
         try:
             with threads(self._steps.threads):
-                if self._windows is not None:
-                    self._windows.run(groups, self._finish)
+                if self._homes.store is not None:
+                    self._step_on_files(self._homes.store, groups)
                 self._finish(math.inf)
         except Exception as error:
             if self._publishing:  # then the other ranks cannot be reached
@@ -309,3 +162,136 @@ class OffloadedUpdate:
         self._publishing = True
         self._steps.unit_stepped(unit)
         self._publishing = False
+
+    # ------------------------------------------------------------------- files
+
+    def _step_on_files(self, store: NvmeStore, groups: Sequence[Sequence[OwnedParameter]]) -> None:
+        """Step on everything that rests in files, and finish units in between. A unit's last window may not be in the
+        file yet when it is finished: all files are up to date when this returns. If something could not be read or
+        written, masters and state are useless."""
+        self._segments.begin()
+        found = [m for m in members_of(groups) if m.entry.flat.rest.master is Tier.DISK]
+        members = [member for member in found if member.parameter.grad is not None]
+        self._settle(found)
+        # Parameters of which nothing lies on this rank, so that their counters go on as on every rank.
+        nothing = Memory(self._optimizer)
+        self._segments.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
+        self._segments.commit(nothing)
+        windows = self._plan([member for member in members if member.numel], groups, store)
+        last = {window.unit: window for window in windows}
+
+        def work(request: Request, buffers: list[Tensor]) -> None:
+            window: _Window = request.tag
+            self._finish(window.unit)
+            memory = self._step(window, buffers)
+            window.flat.refresh_part(window.start, buffers[0])
+            if window is last[window.unit]:
+                self._segments.commit(memory)
+                self._finish(window.unit + 1)
+
+        if windows:
+            store.pipeline().run(map(self._request, windows), work)
+
+    def _settle(self, members: Sequence[Member]) -> None:
+        """Bring state that somebody has put into the optimizer, as its ``load_state_dict`` does, to the files.
+
+        That may be the state of another parameter, also of one without a gradient now: everything that is elsewhere in
+        files is read before anything is written. Two tensors of state that are one in the files are refused: they would
+        part with the first step.
+        """
+        moved: list[tuple[nn.Parameter, str, FileTensor, Tensor]] = []
+        seen: dict[tuple[Any, ...], str] = {}
+        for member in members:
+            for key, value in self._optimizer.state.get(member.parameter, {}).items():
+                if not member.numel or not covers(value, member.numel):
+                    continue
+                part = self._homes.part(member.entry, Kind(key, value.dtype))
+                if not isinstance(value, FileTensor):
+                    moved.append((member.parameter, key, part, value))
+                    continue
+                name = f"'{key}' of '{member.entry.name}'"
+                if seen.setdefault(value.identity, name) != name:
+                    raise ValueError(
+                        f"{seen[value.identity]} and {name} are one tensor in the optimizer's state. State in files is "
+                        "a tensor of its own for each: put a `.clone()` there."
+                    )
+                if value.identity != part.identity:
+                    moved.append((member.parameter, key, part, value.read()))
+        for parameter, key, part, value in moved:
+            part.write(value)
+            self._optimizer.state[parameter][key] = part
+
+    def _plan(
+        self, members: Sequence[Member], groups: Sequence[Sequence[OwnedParameter]], store: NvmeStore
+    ) -> list[_Window]:
+        """The windows of all units in order, none where no parameter takes part."""
+        by_flat: dict[FlatParameters, list[Member]] = {}
+        for member in sorted(members, key=lambda member: (member.entry.unit, member.start)):
+            by_flat.setdefault(member.entry.flat, []).append(member)
+        holders: dict[FlatParameters, list[OwnedParameter]] = {flat: [] for flat in by_flat}
+        for entry in chain.from_iterable(groups):
+            if entry.flat in holders and entry.slice.numel:
+                holders[entry.flat].append(entry)
+        windows: list[_Window] = []
+        for flat, found in by_flat.items():
+            windows += self._plan_flat(flat, found, holders[flat], store)
+        return windows
+
+    def _plan_flat(
+        self, flat: FlatParameters, members: Sequence[Member], holders: Sequence[OwnedParameter], store: NvmeStore
+    ) -> Iterator[_Window]:
+        kinds = {member: self._kinds(member) for member in members}
+        needed = list(dict.fromkeys(chain.from_iterable(kinds.values())))
+        stored = {kind: [entry.slice for entry in holders if kind in self._stored(entry)] for kind in needed}
+        most = store.window_numel([dtype.itemsize for dtype in (flat.layout.dtype, *(k.dtype for k in needed))])
+        for start, end in _cut(members, flat.layout.shard_numel, most):
+            inside = [member for member in members if member.start < end and start < member.end]
+            ranges = [
+                part
+                for member in inside
+                for part in member.ranges(
+                    self._steps.range_numel,
+                    max(start, member.start) - member.start,
+                    min(end, member.end) - member.start,
+                )
+            ]
+            reads = {
+                kind: any(part.shard_start < end and start < part.shard_start + part.numel for part in stored[kind])
+                for kind in dict.fromkeys(kind for member in inside for kind in kinds[member])
+            }
+            yield _Window(flat, members[0].entry.unit, start, end - start, ranges, reads)
+
+    def _stored(self, entry: OwnedParameter) -> set[Kind]:
+        """What of a parameter's state is in files."""
+        state = self._optimizer.state.get(entry.target, {})
+        return {Kind(key, value.dtype) for key, value in state.items() if isinstance(value, FileTensor)}
+
+    def _kinds(self, member: Member) -> list[Kind]:
+        """What of a parameter's state is in files, or will be after its first step."""
+        stored = self._stored(member.entry)
+        if stored:
+            return sorted(stored, key=str)
+        return self._homes.expected(self._optimizer, member.entry.flat, member.group)
+
+    def _request(self, window: _Window) -> Request:
+        master = cast(FileTensor, window.flat.master)
+        tensors = [(master, window.flat.shown is None)]
+        tensors += [(self._homes.region(window.flat, kind), read) for kind, read in window.kinds.items()]
+        parts = [(tensor.part(window.start, window.numel), read, True) for tensor, read in tensors]
+        return Request(window.numel, parts, window)
+
+    def _step(self, window: _Window, buffers: Sequence[Tensor]) -> _InWindow:
+        """Step on what takes part of one window, in the memory of the window."""
+        master, *state = buffers
+        with untracked():
+            if window.flat.shown is not None:
+                master.copy_(window.flat.shown.narrow(0, window.start, window.numel))
+            for read, memory in zip(window.kinds.values(), state, strict=True):
+                if not read:
+                    memory.zero_()
+        place = _InWindow(self._optimizer, window, master, dict(zip(window.kinds, state, strict=True)), self._homes)
+        # One at a time where each operation goes over all that it is given before the next one begins.
+        foreach = any(group.get("foreach") for group in self._optimizer.param_groups)
+        for ranges in [[part] for part in window.ranges] if foreach else [window.ranges]:
+            self._segments.run(ranges, place)
+        return place
