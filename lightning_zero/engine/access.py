@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 from weakref import proxy
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import no_subclasses, untracked
+from lightning_zero._torch import untracked
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine.agreement import ExternalWrites
+from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import copy_slice
-from lightning_zero.engine.gradients import UserGradients
+from lightning_zero.engine.gradients import GradientPlace, UserGradients
 from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import Plan
 from lightning_zero.shards.binding import Binding, get_data, is_absent
-from lightning_zero.shards.flat import FlatParameters, ParameterShard
+from lightning_zero.shards.flat import ParameterShard
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import values_of
 from lightning_zero.storage.tiers import MemoryTiers
 
-__all__ = ["ParameterAccess", "ParameterWatch"]
+__all__ = ["ParameterAccess"]
 
 
 class RunsUnits(Protocol):
-    """What the access to parameters asks of its engine."""
+    """What the access to parameters asks of its engine: see ``Passes``."""
 
     units: list[Unit]
     shards: dict[str, ParameterShard]
@@ -41,29 +42,17 @@ class RunsUnits(Protocol):
     weights: PublishedWeights
     in_backward: bool
     updating: bool
-    forwards: int
 
     @property
-    def computes(self) -> bool:
-        """Whether a forward or a backward runs."""
-
+    def computes(self) -> bool: ...
     @property
-    def gathered(self) -> bool:
-        """Whether units beside the root were gathered in the running phase."""
-
-    def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
-        """Meet the other ranks. Collective: every rank."""
-
-    def masters_were_written(self, units: Sequence[int] = ()) -> None:
-        """Note that masters were written past the optimizer."""
+    def gathered(self) -> bool: ...
+    def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]: ...
+    def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None: ...
 
 
 class ParameterAccess:
-    """All of an engine's parameters as user code sees them.
-
-    Args:
-        engine: who asked for it; its units are built.
-    """
+    """All of an engine's parameters as user code sees them."""
 
     def __init__(self, engine: RunsUnits) -> None:
         self._engine: RunsUnits = proxy(engine)
@@ -73,18 +62,22 @@ class ParameterAccess:
         self.check_trainer: Callable[[nn.Module], object] = lambda module: None
         """Raises if somebody else trains the module now."""
         self.gradients = UserGradients(self.writes, self._engine)
-        self._edited: dict[Unit, None] = {}  # absent, and written to in slices
-        self._replaced: tuple[int, str] = (0, "")  # what got other values last, and after how many forwards
+        self._edited: dict[Unit, str] = {}  # absent, and written to in slices: of which parameter, at last
         self._assigned: dict[Binding, None] = {}  # in the order of their first assignment
         self._taken: list[tuple[int, int, str]] = []  # memory of these, sorted: first address, the one behind it, name
-        self._units: dict[nn.Parameter, Unit] = {}
+        self._units = {parameter: unit for unit in engine.units for parameter in unit.parameters}
         self.bindings: dict[nn.Parameter, Binding] = {}
-        for unit in engine.units:
-            for flat in unit.flats:
-                for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                    self._units[parameter] = unit
-                    self.bindings[parameter] = Binding(parameter, shard.spec.name, placeholder, self)
+        for flat in (flat for unit in engine.units for flat in unit.flats):
+            for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
+                self.bindings[parameter] = Binding(parameter, shard.spec.name, placeholder, self)
         self._plain = [u for u in engine.units if isinstance(u, ReplicatedUnit) and u.always_bound]
+
+    def watch_gradients(self, buckets: Iterable[GradientBucket]) -> None:
+        """Show what is collected and averaged in these from now on."""
+        for bucket in buckets:
+            for position, parameter in enumerate(bucket.flat.parameters):
+                binding = self.bindings[parameter]
+                binding.place, binding.let_go = GradientPlace(bucket, position), self.gradients.let_go
 
     def release(self) -> None:
         """Make the parameters ordinary ones again."""
@@ -102,11 +95,7 @@ class ParameterAccess:
         return not is_absent(binding.parameter)
 
     def assigned(self, binding: Binding, value: Tensor | None) -> bool:
-        """Note that a parameter is about to be ``value``. Returns whether the values have to be copied instead.
-
-        Raises:
-            ParameterAccessError: if it cannot be taken over.
-        """
+        """Note that a parameter is about to be ``value``. Returns whether the values have to be copied instead."""
         unit, parameter = self._units[binding.parameter], binding.parameter
         self._check_not_stepping(binding)
         if value is not None:
@@ -139,11 +128,7 @@ class ParameterAccess:
         return self.gradients.read(binding, local)
 
     def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
-        """``parameter.data = ...``, if this rank has a slice of the value, which the parameter's own is made.
-
-        Raises:
-            ParameterAccessError: if that is not possible.
-        """
+        """``parameter.data = ...``, if this rank has a slice of the value, which the parameter's own is made."""
         if not isinstance(value, SlicedTensor):
             return False
         target = self.sliced(binding) if is_absent(binding.parameter) and not binding.held else None
@@ -184,16 +169,19 @@ class ParameterAccess:
         def edited(digest: int) -> None:
             self.writes.note(f"'{binding.name}'", digest)
             sharded.void(parameter)
-            self._edited[sharded] = None
-            self.note_replaced(f"'{binding.name}'")
+            self._edited[sharded] = f"'{binding.name}'"
             if engine.computes:
                 self._bring_edits_home()
 
-        start = shard.start if shard.data.numel() else 0
+        start, shape = shard.start if shard.data.numel() else 0, parameter.shape
+        cut = next(
+            flat.layout.cut_of(position)
+            for flat in unit.flats
+            for position, known in enumerate(flat.parameters)
+            if known is parameter
+        )
         meaning = values_of(binding.name)
-        cut = unit.cut_of(parameter)
-        shape, device = parameter.shape, engine.device
-        return SlicedTensor(shard.data, start, shape, binding.name, editable, edited, device, meaning, cut)
+        return SlicedTensor(shard.data, start, shape, binding.name, editable, edited, engine.device, meaning, cut)
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""
@@ -202,21 +190,16 @@ class ParameterAccess:
     # ---------------------------------------------------------- what the engine asks
 
     def note_written(self) -> None:
-        """Look for writes to parameters that show their values all the time. Local.
-
-        Raises:
-            ValueError: if a parameter has another shape or dtype now.
-        """
+        """Look for writes to parameters that show their values all the time. Local."""
         for unit in self._plain:
             if unit.written and not unit.held:
                 unit.bring_home()
                 unit.note_written(self.writes)
 
     def end_step(self) -> None:
-        """Note that an optimizer step is over, and see that it has not written to what parameters show. Local.
+        """Note that an optimizer step is over, and raise if it has written to what parameters show. Local.
 
-        Raises:
-            ParameterAccessError: if it has: it was taken on shards, which are about to take the place of what is shown.
+        It was taken on shards, which are about to take the place of what is shown.
         """
         stepped, self.stepping = self.stepping is not None, None
         for unit in self._plain if stepped else ():
@@ -225,28 +208,6 @@ class ParameterAccess:
                 if unit.note_written(writes):
                     raise _in_step(writes.first)
 
-    def note_replaced(self, what: str) -> None:
-        """Note that parameters have other values than their units have gathered."""
-        self._replaced = self._engine.forwards, what
-
-    def note_units_replaced(self, units: Sequence[int]) -> None:
-        """The same of whole units."""
-        flats = [flat for index in units for flat in self._engine.units[index].flats[:1]]
-        self.note_replaced(", ".join(f"unit of '{spec.name}'" for flat in flats for spec in flat.layout.parameters[:1]))
-
-    def explain(self, error: BaseException) -> None:
-        """Say of which parameter torch complains in a backward.
-
-        Raises:
-            ParameterAccessError: if a parameter was written to after the forward.
-        """
-        forwards, what = self._replaced
-        if forwards == self._engine.forwards and isinstance(error, RuntimeError) and "inplace operation" in str(error):
-            raise ParameterAccessError(
-                f"{what}: other values were written between a forward and its backward, which needs those of the "
-                "forward. Write to parameters before the forward, or after the backward (`on_after_backward`)."
-            ) from error
-
     def _check_not_stepping(self, binding: Binding) -> None:
         if self.stepping is not None and self.stepping():
             raise _in_step(f"'{binding.name}'")
@@ -254,15 +215,9 @@ class ParameterAccess:
     def take_over(self, plain: bool = True) -> None:
         """Take values over that were assigned since the last time. Local: the ranks compare at their next agreement.
 
-        Every rank has assigned the whole value, so what other ranks would have to send is here already.
-
-        Args:
-            plain: also to parameters that show their values all the time. Not between a forward and its backward, which
-                still needs the old ones.
-
-        Raises:
-            ParameterAccessError: if a parameter has another shape or dtype now.
-            OffloadError: if a disk failed.
+        Every rank has assigned the whole value, so what other ranks would have to send is here already. ``plain``: also
+        to parameters that show their values all the time. Not between a forward and its backward, which still needs the
+        old ones. Raises ``OffloadError`` if a disk failed.
         """
         engine = self._engine
         self._bring_edits_home()
@@ -277,6 +232,7 @@ class ParameterAccess:
             value = get_data(binding.parameter)
             self._check_kind(binding, value)
             self.writes.note(f"'{binding.name}'", value)
+        replaced = ""
         for binding in mine:
             binding.external = False
             unit = self._units[binding.parameter]
@@ -289,18 +245,15 @@ class ParameterAccess:
             value, shard = get_data(binding.parameter), engine.shards[binding.name]
             copy_slice(value, shard.start, shard.data)
             binding.hide()
-            self.note_replaced(f"'{binding.name}'")
+            replaced = f"'{binding.name}'"
             unit.overwrite(binding.parameter, value)
         if mine:
-            engine.masters_were_written()
+            engine.masters_were_written(replaced)
 
     def compare(self, place: str) -> None:
         """Meet the other ranks, outside of a phase, and see that all have written the same since they last did.
 
-        Raises:
-            DivergenceError: on every rank, if not, or if the others are at another place.
-
-        Collective: every rank.
+        Collective. Raises ``DivergenceError`` on every rank if not, or if the others are at another place.
         """
         self.take_over()
         self.note_written()
@@ -310,11 +263,11 @@ class ParameterAccess:
 
     def _bring_edits_home(self) -> None:
         if self._edited:
-            units, self._edited = list(self._edited), {}
-            for unit in units:
+            edited, self._edited = self._edited, {}
+            for unit in edited:
                 for flat in unit.flats:
                     flat.refresh()
-            self._engine.masters_were_written([unit.index for unit in units])
+            self._engine.masters_were_written([*edited.values()][-1], [unit.index for unit in edited])
 
     def _check_kind(self, binding: Binding, value: Tensor) -> None:
         parameter = binding.placeholder
@@ -373,61 +326,3 @@ def _range(value: Tensor) -> tuple[int, int]:
     with untracked():
         steps = ((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
         return value.data_ptr(), value.data_ptr() + (1 + sum(steps)) * value.element_size()
-
-
-class ParameterWatch:
-    """Checks that the user's parameters are used as the plan says.
-
-    Args:
-        module: the user's module.
-        names: name of each parameter of the engine.
-        flats: all of the engine.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        names: Mapping[nn.Parameter, str],
-        flats: Sequence[FlatParameters],
-    ) -> None:
-        self._module = module
-        self._names = names
-        self._frozen = [p for flat in flats if not flat.layout.trainable for p in flat.parameters]
-
-    def find_holders(self, units: Sequence[Unit]) -> None:
-        """Note where every parameter of sharded units is an attribute, under all its names."""
-        for unit in units:
-            if isinstance(unit, ShardedUnit):
-                unit.holders = [
-                    (vars(self._module.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2], parameter)
-                    for flat in unit.flats
-                    for spec, parameter in zip(flat.layout.parameters, flat.parameters, strict=True)
-                    for name in (spec.name, *spec.aliases)
-                ]
-
-    def refuse_replaced(self, unit: Unit, key: str, parameter: nn.Parameter) -> NoReturn:
-        """Raise because a parameter object of a unit was replaced since set-up.
-
-        Raises:
-            ParameterAccessError: naming the parameter.
-        """
-        raise ParameterAccessError(
-            f"Parameter '{self._names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
-            "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "
-            "weight). Change its values inside `with lightning_zero.full_parameters(module):` instead."
-        )
-
-    def check_trainable(self) -> None:
-        """Raise if a parameter was thawed since set-up: its gradients would stay local and never be used.
-
-        Raises:
-            ParameterAccessError: naming the parameter.
-        """
-        with no_subclasses():  # absent parameters would be asked one by one
-            thawed = next((parameter for parameter in self._frozen if parameter.requires_grad), None)
-        if thawed is not None:
-            raise ParameterAccessError(
-                f"Parameter '{self._names[thawed]}' was frozen at set-up and is trainable now. Gradient memory "
-                "is laid out at set-up: leave it trainable from the start (keep it out of the optimizer, or set "
-                "its learning rate to 0 until it is to move), or start a new fit after unfreezing."
-            )

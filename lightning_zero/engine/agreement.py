@@ -23,39 +23,21 @@ from lightning_zero.shards.elements import checksum
 
 __all__ = ["Agreement", "ExternalWrites"]
 
+_REMEMBERED = 4096
+
 
 class Agreement:
-    """Fixed-length agreement rounds over the control group.
-
-    Args:
-        control: the control plane.
-        width: numbers a message can hold besides its place.
-        spans: told how long the others are waited for.
-    """
+    """Rounds over the control group, of messages with ``width`` numbers besides their place."""
 
     def __init__(self, control: ControlGroup, width: int, spans: Spans | None = None) -> None:
         self.control = control
         self.width = width
         self._spans = spans or Spans()
 
-    @property
-    def world_size(self) -> int:
-        return self.control.world_size
-
     def round(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
-        """Exchange numbers with all ranks that must be at the same place.
+        """Exchange 64-bit integers with all ranks; missing ones count as 0. Returns a list of ``width`` per rank.
 
-        Args:
-            place: what this rank is doing, in words that mean the same on every rank.
-            values: at most ``width`` 64-bit integers; missing ones count as 0.
-
-        Returns:
-            One list of ``width`` integers per rank.
-
-        Raises:
-            DivergenceError: on every rank, naming what each of them was doing, if the places differ.
-
-        Collective: every rank.
+        Collective. Raises ``DivergenceError`` on every rank if ``place``, what a rank is doing, differs between them.
         """
         message = [zlib.crc32(place.encode()), *values]
         message += [0] * (self.width + 1 - len(message))
@@ -73,11 +55,8 @@ class Agreement:
         return [row[1:] for row in rows]
 
 
-_REMEMBERED = 4096
-
-
 class ExternalWrites:
-    """The writes of one rank since the ranks last compared."""
+    """The writes of one rank since the ranks last compared: see [Note: external writes]."""
 
     def __init__(self) -> None:
         self._digest = 0
@@ -91,15 +70,10 @@ class ExternalWrites:
         return zlib.crc32(f"{self._digest} {self.cleared}".encode()) or 1 if self._digest or self.cleared else 0
 
     def note(self, what: str, value: Tensor | int) -> None:
-        """Note one write.
-
-        Args:
-            what: to which parameter or gradient, in words that mean the same on every rank.
-            value: all of what is there now, or a number that tells it from others.
-        """
+        """Note one write, of ``value`` or of what a number stands for, to what is called ``what`` on every rank."""
         number = checksum(value) if isinstance(value, Tensor) else value
         self._digest = zlib.crc32(f"{self._digest} {what} {number}".encode()) or 1
-        if len(self._notes) < _REMEMBERED:
+        if len(self._notes) < _REMEMBERED:  # enough for a message
             self._notes.append((what, number))
 
     @property
@@ -113,16 +87,9 @@ class ExternalWrites:
         self._notes.clear()
 
     def compare(self, digests: list[int], control: ControlGroup) -> None:
-        """Go on if all ranks wrote the same.
+        """Go on if all ranks wrote the same, as the ``digests`` of all ranks tell. Collective.
 
-        Args:
-            digests: of every rank, by rank; the same list on every rank.
-            control: the ranks.
-
-        Raises:
-            DivergenceError: on every rank, naming the first difference.
-
-        Collective: every rank.
+        Raises ``DivergenceError`` on every rank, naming the first difference, if they did not.
         """
         if not any(digests):
             return

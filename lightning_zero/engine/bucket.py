@@ -12,63 +12,18 @@ backward). The bucket then starts another *round*; rounds of one backward add up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-from weakref import ref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import foreach_zero, untracked, watched
+from lightning_zero._torch import foreach_zero, untracked
 from lightning_zero.comm import Collectives, Pending
 from lightning_zero.engine.unit import Unit
-from lightning_zero.plan import FlatLayout
 from lightning_zero.shards.flat import FlatParameters, cut, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
-__all__ = ["GradientBucket", "collector"]
-
-_STRIDED = torch.strided
-_get_gradient: Any = getattr(Tensor.grad, "__get__")  # noqa: B009 - past what user code sees: ``shards/binding.py``
-_set_gradient: Any = getattr(Tensor.grad, "__set__")  # noqa: B009
-
-
-class Reduces(Protocol):
-    """What looks after gradients that are more than one of several to be copied."""
-
-    def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None:
-        """Take one finished gradient over from autograd."""
-
-    def bucket_filled(self, bucket: GradientBucket) -> None:
-        """The last gradient of a bucket was copied."""
-
-
-def collector(bucket: GradientBucket, position: int, owner: Reduces) -> Callable[[Tensor], None]:
-    """What autograd calls with a parameter whose gradient is finished.
-
-    Nearly all gradients only have to be copied into a buffer that is there: this is the whole way of theirs.
-    """
-    # Weak: Python's collector does not see through this kind of hook, so what it held would never be freed.
-    weak_owner, weak_bucket = ref(owner), ref(bucket)
-
-    def arrived(parameter: Tensor) -> None:
-        bucket, owner = weak_bucket(), weak_owner()
-        if bucket is None or owner is None:
-            return
-        views = bucket.views
-        if bucket.plain and views and not bucket.arrived[position] and not torch.is_grad_enabled() and not watched():
-            gradient = _get_gradient(parameter)
-            if gradient is not None and gradient.layout is _STRIDED:
-                views[position].copy_(gradient)
-                _set_gradient(parameter, None)
-                bucket.arrived[position] = True
-                bucket.missing -= 1
-                if not bucket.missing:
-                    owner.bucket_filled(bucket)
-                return
-        owner.gradient_arrived(bucket, position, parameter)
-
-    return arrived
+__all__ = ["GradientBucket"]
 
 
 class GradientBucket:
@@ -78,9 +33,8 @@ class GradientBucket:
         index: place among all buckets of the engine, the same on every rank.
         unit: the unit the layout belongs to.
         flat: its parameters and shard parameters.
-        shard: 1-D, ``layout.shard_numel`` elements of the master dtype; what the optimizer's ``.grad`` are views of.
-        resident: the full buffer, where full gradients stay between micro-steps; ``None`` where one is claimed per
-            backward.
+        shard: 1-D, of the master dtype; what the optimizer's ``.grad`` are views of.
+        resident: the full buffer, where full gradients stay between micro-steps; ``None``: one is claimed per backward.
         collectives: the wire.
         transfers: what brings reduced gradients to ``shard`` where that is on the host; ``None`` where it is not.
 
@@ -103,15 +57,13 @@ class GradientBucket:
         self.flat = flat
         self.shard = shard
         self.resident = resident
-        self.layout: FlatLayout = flat.layout
-        self.nbytes = flat.layout.numel * flat.layout.reduce_dtype.itemsize
-        self.in_place = resident is not None and transfers is None and flat.layout.reduce_dtype == flat.layout.dtype
+        self.layout = layout = flat.layout
+        self.nbytes = layout.numel * layout.reduce_dtype.itemsize
+        self._in_place = resident is not None and transfers is None and layout.reduce_dtype == layout.dtype
         """Whether the shard is this rank's range of the resident buffer."""
         self.shard_views = cut(shard, flat.slices)
         self._collectives = collectives
-        self._transfers = transfers
-        self.leaves = transfers is not None
-        """Whether reduced gradients go to the host."""
+        self.transfers = transfers
         self._leaving: Transfer | None = None  # brings the reduced gradients to the host, out of the full buffer
         count = len(flat.parameters)
         self.numbers = [0] * count
@@ -120,11 +72,11 @@ class GradientBucket:
         self.arrived = [False] * count  # in the running round
         self.local = [False] * count  # holds unreduced gradients of earlier micro-steps
         self.used = [False] * count  # had a gradient in an earlier round of the running backward
-        self.full: Tensor | None = resident
+        self.full: Tensor | None = None
         self.launched = False  # a reduction was started in the running backward
         self.dirty = False  # gradients arrived that no reduction has taken yet
-        self.views = views_of(resident, flat.layout) if resident is not None else None
-        self._gaps = _gaps_of(resident, flat.layout) if resident is not None else []
+        self.views: list[Tensor] | None = None
+        self._gaps: list[Tensor] = []
         # The buffer that is given again, and views of it.
         self._known: tuple[Tensor, list[Tensor], list[Tensor]] | None = None
         self.plain = False  # in this round gradients only have to be copied: nothing is added to anything
@@ -135,11 +87,13 @@ class GradientBucket:
         self._direct = False  # the reduction under way writes the shard itself
         # Where nothing has to be added to the shard, a reduction's result can be the shard as it is: it lies elsewhere
         # than the full buffer, and no one has to convert it.
-        self._is_apart = not self.in_place and transfers is None and flat.layout.reduce_dtype == shard.dtype
+        self._is_apart = not self._in_place and transfers is None and layout.reduce_dtype == shard.dtype
         self.is_alone = self._is_apart and resident is None and collectives.world_size == 1
         # In place, new gradients overwrite the reduced ones of earlier backwards; those wait here to be added again.
         self._carry: Tensor | None = None
         self._carried = [False] * count
+        if resident is not None:
+            self.give_buffer(resident)
 
     @property
     def touched(self) -> bool:
@@ -160,24 +114,20 @@ class GradientBucket:
         return False not in self.arrived or all(map(self.has_gradient, range(len(self.arrived))))
 
     def give_buffer(self, full: Tensor | None, lasting: bool = False) -> None:
-        """Collect into ``full`` from now on.
-
-        Args:
-            full: 1-D, ``layout.numel`` elements of the reduce dtype, any content.
-            lasting: whether it may be kept alive, because it will be given again.
-        """
+        """Collect into ``full``, 1-D of the reduce dtype, from now on. ``lasting``: it will be given again."""
         if self._leaving is not None:
-            self._empty_buffer()
+            self._leaving.order()
         self.full, self.plain = full, False
         if full is None:
             self.views, self._gaps = None, []
-            return
-        if self._known is not None and self._known[0] is full:
+        elif self._known is not None and self._known[0] is full:
             _, self.views, self._gaps = self._known
-            return
-        self.views, self._gaps = views_of(full, self.layout), _gaps_of(full, self.layout)
-        if lasting:
-            self._known = (full, self.views, self._gaps)
+        else:
+            with untracked():
+                gaps = [full.narrow(0, start, end - start) for start, end in self.layout.gaps()]
+            self.views, self._gaps = views_of(full, self.layout), gaps
+            if lasting:
+                self._known = (full, self.views, gaps)
 
     def collect_in_shard(self) -> bool:
         """Collect where the averages are to be, if no other rank adds to them and nothing is there. Returns whether."""
@@ -187,27 +137,20 @@ class GradientBucket:
         return True
 
     def add(self, position: int, gradient: Tensor) -> None:
-        """Take over one parameter's gradient.
-
-        Args:
-            position: which parameter of the layout.
-            gradient: full shape, any floating dtype. Read once.
-        """
+        """Take over a parameter's gradient, of full shape and any floating dtype. Read once."""
         if self.views is None:
             raise RuntimeError(f"A gradient of unit '{self.unit.name}' arrived before memory for it was claimed.")
-        if not self.dirty and self.in_place:
+        if not self.dirty and self._in_place:
             self._save_reduced()
         again = self.arrived[position] or (self.local[position] and self._has_grad(position))
         if not again and not self.used[position] and not self._has_grad(position):
             self._carried[position] = False
         with untracked():
-            if gradient.layout is not _STRIDED:
+            if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
-            if position in self.merged:
-                self.views[position].copy_(gradient)  # of itself, if the hooks left it where it was
-            elif again:
+            if again and position not in self.merged:
                 self.views[position].add_(gradient)
-            else:
+            else:  # of itself, if it was merged and the hooks left it where it was
                 self.views[position].copy_(gradient)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
@@ -217,7 +160,8 @@ class GradientBucket:
     def start_round(self) -> None:
         """Make room for gradients that arrive after this backward's reduction was launched."""
         self.drain()
-        self._empty_buffer()
+        if self._leaving is not None:
+            self._leaving.order()
         self.plain = False
         self.used = [a or b or c for a, b, c in zip(self.used, self.arrived, self.local, strict=True)]
         self.arrived = [False] * len(self.arrived)
@@ -226,10 +170,7 @@ class GradientBucket:
     def launch(self, patience: float) -> None:
         """Start averaging over the ranks. Everything that did not arrive here counts as zero.
 
-        Args:
-            patience: seconds to wait for memory of the wire.
-
-        Collective: every rank, in the agreed order of buckets.
+        ``patience``: seconds to wait for memory of the wire. Collective: every rank, in the agreed order of buckets.
         """
         full, views = self.full, self.views
         if full is None or views is None:
@@ -237,7 +178,7 @@ class GradientBucket:
         if full is self.shard and self.plain and not self.missing:  # all of it is there, and nobody else's is to come
             self._direct, self.launched, self.dirty, self.plain = True, True, False, False
             return
-        if not self.dirty and self.in_place and True not in self.local:
+        if not self.dirty and self._in_place and True not in self.local:
             self._save_reduced()
         # What was cleared by zero_grad since it was put aside does not come back.
         if self._carry is not None:
@@ -257,13 +198,13 @@ class GradientBucket:
     def drain(self) -> None:
         """Wait for the reduction and add its result to the shard.
 
-        On the host it is added in the background, until ``settle``; the full buffer is in use as long.
+        On the host it is added in the background, until ``publish``; the full buffer is in use as long.
         """
         if self.pending is None or self.full is None:
             return
-        if self._transfers is not None:
+        if self.transfers is not None:
             copies = self._additions(self._collectives.own_range(self.full))
-            self._leaving = self._transfers.out(copies, self.pending)
+            self._leaving = self.transfers.out(copies, self.pending)
             self.pending = None
             return
         self.pending.wait()
@@ -271,7 +212,7 @@ class GradientBucket:
         if self._direct:
             return
         with untracked():
-            if self.in_place:
+            if self._in_place:
                 self._restore_reduced()
             else:
                 for source, target, add in self._additions(self._collectives.own_range(self.full)):
@@ -280,27 +221,13 @@ class GradientBucket:
                     else:
                         target.copy_(source)
 
-    def drain_if_ready(self) -> bool:
-        """``drain`` if that would not wait. Returns whether nothing is left to be drained."""
-        if not self.drainable(0.0):
-            return False
-        self.drain()
-        return True
-
-    def settle(self) -> None:
-        """Wait on the host until the shard holds what was reduced."""
-        if self._leaving is not None:
-            self._leaving.wait()
-            self._leaving = None
-
     def publish(self, used: Sequence[bool]) -> None:
         """Show the reduced gradients to the optimizer, and forget the backward.
 
-        Args:
-            used: for each parameter, whether any rank had a gradient for it. The others keep what ``.grad`` they had,
-                so that the optimizer skips a parameter that nobody used.
+        Parameters that no rank has ``used`` keep what ``.grad`` they had, so that the optimizer skips them.
         """
-        self.settle()
+        if self._leaving is not None:
+            self._leaving.wait()
         shown = zip(self._shard_parameters, self.shard_views, used, strict=True)
         for position, (parameter, view, had) in enumerate(shown):
             if had and parameter is not None and parameter.grad is not view:
@@ -315,13 +242,12 @@ class GradientBucket:
         self.plain = False
         with untracked():
             own = cut(self._collectives.own_range(self.full), self.flat.slices)
-        if self._transfers is not None:
+        if self.transfers is not None:
             arrived = [Copy(part, view) for part, view, a in zip(own, self.shard_views, self.arrived, strict=True) if a]
-            self._leaving = self._transfers.out(arrived)
-            self.settle()
+            self.transfers.out(arrived).wait()
         for position, (shard, view) in enumerate(zip(self.flat.shards, self.shard_views, strict=True)):
             if self.arrived[position] and shard.parameter is not None:
-                if not self.in_place and self._transfers is None:
+                if not self._in_place and self.transfers is None:
                     with untracked():
                         view.copy_(own[position])
                 shard.parameter.grad = view
@@ -336,8 +262,8 @@ class GradientBucket:
         self.missing = count
         self.merged.clear()
         self.pending, self._carry, self._leaving = None, None, None
-        if self.resident is None and self.full is not None:
-            self.give_buffer(None)
+        if self.resident is None:
+            self.full, self.views, self._gaps = None, None, []
 
     def _has_grad(self, position: int) -> bool:
         parameter = self._shard_parameters[position]
@@ -363,11 +289,6 @@ class GradientBucket:
                 view.add_(saved)
         self._carry = None
 
-    def _empty_buffer(self) -> None:
-        """Order everything from now on behind what still reads the full buffer."""
-        if self._leaving is not None:
-            self._leaving.order()
-
     def _keeps(self) -> list[bool]:
         """For each parameter, whether the shard holds something that a reduction's result is added to."""
         return [
@@ -382,8 +303,3 @@ class GradientBucket:
             return [Copy(result, self.shard, all(keeps))]
         pieces = cut(result, self.flat.slices)
         return [Copy(piece, view, kept) for kept, view, piece in zip(keeps, self.shard_views, pieces, strict=True)]
-
-
-def _gaps_of(buffer: Tensor, layout: FlatLayout) -> list[Tensor]:
-    with untracked():
-        return [buffer.narrow(0, start, end - start) for start, end in layout.gaps()]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.events import Spans
 from lightning_zero.engine.reducer import GradientReducer
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit, Slot
@@ -21,6 +22,7 @@ from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.init import InitRecord
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
+from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.elements import flat_range
 from lightning_zero.shards.flat import FlatParameters, ParameterShard, views_of
 from lightning_zero.shards.placeholder import Placeholders
@@ -36,21 +38,10 @@ _UNRECORDED = (
 
 
 class UnitBuilder:
-    """Builds the units of one engine.
+    """Builds the units of one engine. The module's parameters keep identity, only what they show changes. Collective.
 
-    Args:
-        module: the user's module; its parameters keep identity, only their ``data`` changes.
-        plan: what to build.
-        collectives: the wire, for rank 0's values.
-        control: the ranks' hosts, for what goes wrong on one of them.
-        tiers: memory by tier, and where the engine computes.
-        placeholders: what sharded parameters show.
-        record: the recorded initialisation of a module on the meta device, if it was built under our eyes.
-
-    Raises:
-        ValueError: if the plan's shard groups are smaller than the world.
-
-    Collective: every rank, with equal plans.
+    ``record`` is the recorded initialisation of a module on the meta device, if it was built under our eyes. Raises
+    ``ValueError`` if the plan's shard groups are smaller than the world.
     """
 
     def __init__(
@@ -68,6 +59,7 @@ class UnitBuilder:
                 f"The plan has shard groups of {plan.group_size} of {plan.world_size} ranks (Placement.span), but the "
                 "engine shares every flat buffer among all ranks. Leave `span` out."
             )
+        self._module = module
         self._parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         self._plan = plan
         self._collectives = collectives
@@ -82,8 +74,7 @@ class UnitBuilder:
     def build(self) -> list[Unit]:
         """All units, by index.
 
-        Raises:
-            OffloadError: on every rank, if one has no room for what is offloaded, or could not put it there.
+        Raises ``OffloadError`` on every rank if one has no room for what is offloaded, or could not put it there.
         """
         if self._plan.offload is not None:
             try:
@@ -132,25 +123,20 @@ class UnitBuilder:
         for layout in plan.layouts:
             full = self._collectives.allocate(layout.numel, layout.compute_dtype, self._device)
             own = self._collectives.own_range(full)
-            rest = self._plan.rest_of(layout)
-            shared = layout.dtype == layout.compute_dtype and not rest.offloaded
-            if shared:
-                flat = self._flat(layout, own)
-            else:
-                flat = self._flat(layout, self._room(layout)[0], own)
-            for value, view, shard in zip(self._values(layout), views_of(full, layout), flat.shards, strict=True):
+            shared = layout.dtype == layout.compute_dtype and not self._plan.rest_of(layout).offloaded
+            flat = self._flat(layout, own) if shared else self._flat(layout, self._room(layout)[0], own)
+            for view, shard in zip(views_of(full, layout), flat.shards, strict=True):
+                value = self._value(shard.spec.name)
                 with untracked():
                     view.copy_(value)
-                    if not shared:
-                        self._put(value, shard)
+                if not shared:
+                    self._put(value, shard)
             buffers.append(full)
             flats.append(flat)
         unit = ReplicatedUnit(plan, flats, buffers)
-        for flat in unit.flats:
-            for spec, parameter, placeholder in zip(
-                flat.layout.parameters, flat.parameters, flat.placeholders, strict=True
-            ):
-                _point(spec.name, parameter, placeholder)
+        for flat in flats:
+            for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
+                _point(shard.spec.name, parameter, placeholder)
         if unit.always_bound:
             unit.bind()
         return unit
@@ -159,9 +145,8 @@ class UnitBuilder:
         flats = []
         for layout in plan.layouts:
             flat = self._flat(layout, *self._room(layout))
-            values = self._values(layout)
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                self._put(next(values), shard)
+                self._put(self._value(shard.spec.name), shard)
                 _point(shard.spec.name, parameter, placeholder)
             try:
                 flat.refresh()
@@ -170,7 +155,12 @@ class UnitBuilder:
             flats.append(flat)
         if plan.slot is None:
             raise RuntimeError(f"The plan gives unit '{plan.name}' no slot. This is an error in lightning_zero itself.")
-        return ShardedUnit(plan, flats, slots[plan.slot])
+        unit = ShardedUnit(plan, flats, slots[plan.slot])
+        for spec in plan.parameters:
+            for name in (spec.name, *spec.aliases):
+                owner, _, key = name.rpartition(".")
+                unit.holders.append((vars(self._module.get_submodule(owner)), key, self._parameters[spec.name]))
+        return unit
 
     def _flat(self, layout: FlatLayout, master: Tensor, weights: Tensor | None = None) -> FlatParameters:
         parameters = [self._parameters[spec.name] for spec in layout.parameters]
@@ -178,32 +168,8 @@ class UnitBuilder:
         rest = self._plan.rest_of(layout)
         return FlatParameters(layout, parameters, self._collectives.rank, master, placeholders, rest, weights)
 
-    def _values(self, layout: FlatLayout) -> _Values:
-        return _Values(layout, self._parameters, self._collectives, self._device, self._record)
-
-
-class _Values:
-    """Rank 0's full values of a layout's parameters, one after the other."""
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        parameters: Mapping[str, nn.Parameter],
-        collectives: Collectives,
-        device: torch.device,
-        record: InitRecord | None,
-    ) -> None:
-        self._names = iter([spec.name for spec in layout.parameters])
-        self._parameters = parameters
-        self._collectives = collectives
-        self._device = device
-        self._record = record
-
-    def __iter__(self) -> _Values:
-        return self
-
-    def __next__(self) -> Tensor:
-        name = next(self._names)
+    def _value(self, name: str) -> Tensor:
+        """Rank 0's full value of a parameter. Collective."""
         value = materialise(name, self._parameters[name], self._device, self._record)
         if value.numel():
             with untracked():
@@ -213,11 +179,7 @@ class _Values:
 
 
 def materialise(name: str, tensor: Tensor, device: torch.device, record: InitRecord | None) -> Tensor:
-    """A real tensor for a parameter or buffer: itself, moved to ``device``, or its replayed initialisation.
-
-    Raises:
-        MaterialiseError: if it is on the meta device and nobody recorded its initialisation.
-    """
+    """A real tensor for a parameter or buffer: itself, moved to ``device``, or its replayed initialisation."""
     with untracked():
         if not tensor.is_meta:
             return tensor.detach().to(device)
@@ -227,13 +189,7 @@ def materialise(name: str, tensor: Tensor, device: torch.device, record: InitRec
 
 
 def check_materialisable(module: nn.Module, record: InitRecord | None, control: ControlGroup) -> None:
-    """Raise on every rank if some rank has a tensor on the meta device whose values nobody knows.
-
-    Raises:
-        MaterialiseError: naming the first rank and its tensor.
-
-    Collective: every rank.
-    """
+    """Raise ``MaterialiseError`` on every rank if one has a tensor on the meta device that nobody knows. Collective."""
     named = [*module.named_parameters(), *module.named_buffers()]
     meta = [(name, tensor) for name, tensor in named if tensor.is_meta]
     problem = ""
@@ -263,7 +219,12 @@ def place_buffers(module: nn.Module, device: torch.device, record: InitRecord | 
 
 
 def build_reducer(
-    plan: Plan, units: Sequence[Unit], collectives: Collectives, control: ControlGroup, tiers: MemoryTiers
+    plan: Plan,
+    units: Sequence[Unit],
+    collectives: Collectives,
+    control: ControlGroup,
+    tiers: MemoryTiers,
+    spans: Spans,
 ) -> GradientReducer:
     """Memory for gradients, as the plan says where they rest, and the reducer over it."""
     device = tiers.device
@@ -288,17 +249,13 @@ def build_reducer(
             buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers))
             ring = unit.plan.gradient_slot
             slots.append(rings[ring] if ring is not None and resident is None else None)
-    return GradientReducer(buckets, slots, control, forwards=plan.placement.shards_parameters)
+    return GradientReducer(buckets, slots, control, spans, forwards=plan.placement.shards_parameters)
 
 
 def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:
-    """Let a parameter show ``data``. It stays the same object, also where it has to leave the meta device.
-
-    Raises:
-        MaterialiseError: if something else holds on to the meta tensor.
-    """
+    """Let a parameter show ``data``. It stays the same object, also where it has to leave the meta device."""
     if not parameter.is_meta or data.is_meta:
-        parameter.data = data
+        set_data(parameter, data)
         return
     kind, attributes = type(parameter), dict(vars(parameter))
     try:

@@ -5,10 +5,10 @@ Nobody listens by default, and then a span costs a fraction of a microsecond and
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
 from typing import Protocol
 
 from torch.autograd.profiler import record_function
@@ -54,11 +54,6 @@ class Span:
     unit: str = ""
     nbytes: int = 0
 
-    @property
-    def title(self) -> str:
-        """Its name in a profiler's trace."""
-        return f"zero: {self.phase.value} {self.unit}".rstrip()
-
 
 class SpanObserver(Protocol):
     """Is told of every span of an engine, on the thread that runs it: backward is autograd's own on a device.
@@ -74,33 +69,7 @@ class SpanObserver(Protocol):
         """It is over."""
 
 
-class _Nothing:
-    """The context of a span that nobody listens to."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
-
-
-class _Telling:
-    """The context of a span that somebody listens to."""
-
-    def __init__(self, spans: Spans, span: Span) -> None:
-        self._spans = spans
-        self._span = span
-
-    def __enter__(self) -> None:
-        self._spans.tell(self._span)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._spans.end(self._span)
+_NOTHING = nullcontext()
 
 
 class Spans:
@@ -120,30 +89,22 @@ class Spans:
     def of(self, phase: Phase, unit: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
         """A span around a block of code. Arguments as for ``Span``."""
         if self.observers or profiler_runs():
-            return _Telling(self, Span(phase, unit, nbytes))
+            return self._around(phase, unit, nbytes)
         return _NOTHING
 
     def begin(self, phase: Phase, unit: str = "", nbytes: int = 0) -> Span | None:
-        """Begin a span that ends in another call.
-
-        Returns:
-            What ``end`` needs; ``None`` if nobody listens.
-        """
-        if self.observers or profiler_runs():
-            span = Span(phase, unit, nbytes)
-            self.tell(span)
-            return span
-        return None
-
-    def tell(self, span: Span) -> None:
-        """Begin this very span."""
-        recorded = record_function(span.title) if profiler_runs() else None
+        """Begin a span that ends in another call: what ``end`` needs, ``None`` if nobody listens."""
+        if not self.observers and not profiler_runs():
+            return None
+        span = Span(phase, unit, nbytes)
+        recorded = record_function(f"zero: {phase.value} {unit}".rstrip()) if profiler_runs() else None
         observers = tuple(self.observers)
         self._open[span] = (observers, recorded)
         if recorded is not None:
             recorded.__enter__()
         for observer in observers:
             observer.begin(span)
+        return span
 
     def end(self, span: Span | None) -> None:
         """End a span; nothing if nobody listened when it began, or if it has ended."""
@@ -158,4 +119,12 @@ class Spans:
     def abandon(self) -> None:
         """End what an error left open, the innermost first."""
         for span in reversed(list(self._open)):
+            self.end(span)
+
+    @contextmanager
+    def _around(self, phase: Phase, unit: str, nbytes: int) -> Iterator[None]:
+        span = self.begin(phase, unit, nbytes)
+        try:
+            yield
+        finally:
             self.end(span)

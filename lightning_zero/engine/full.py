@@ -15,7 +15,7 @@ from lightning_zero.engine.hooks import unhooked
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import DivergenceError, OffloadError
-from lightning_zero.shards.binding import Binding, get_data, is_absent
+from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
 from lightning_zero.shards.elements import checksum, fingerprint
 from lightning_zero.shards.flat import FlatParameters, views_of
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
@@ -123,7 +123,7 @@ def give_back(engine: ZeroEngine) -> None:
         full = [(parameter, get_data(parameter).clone()) for parameter in engine.names]
     engine.detach()
     for parameter, data in full:
-        parameter.data = data
+        set_data(parameter, data)
         parameter.grad = None
     engine.tiers.close()
 

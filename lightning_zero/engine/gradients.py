@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,7 +23,7 @@ from lightning_zero.shards.binding import Binding, set_gradient
 from lightning_zero.shards.elements import flat_range
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 
-__all__ = ["UserGradients"]
+__all__ = ["GradientPlace", "UserGradients"]
 
 
 class RunsBackward(Protocol):
@@ -33,7 +32,9 @@ class RunsBackward(Protocol):
     in_backward: bool
 
 
-class _Place(NamedTuple):
+class GradientPlace(NamedTuple):
+    """Where a parameter's gradient is collected."""
+
     bucket: GradientBucket
     position: int
 
@@ -52,12 +53,7 @@ class _Place(NamedTuple):
 
 
 class UserGradients:
-    """``.grad`` of all trainable parameters of an engine.
-
-    Args:
-        writes: told of edits.
-        engine: knows whether a backward runs.
-    """
+    """``.grad`` of all trainable parameters of an engine. ``writes`` is told of edits."""
 
     def __init__(self, writes: ExternalWrites, engine: RunsBackward) -> None:
         self.whole: dict[nn.Parameter, Tensor | None] = {}
@@ -66,36 +62,23 @@ class UserGradients:
         self._engine = engine
         self._shown: dict[nn.Parameter, tuple[int, SlicedTensor]] = {}  # by the number of the gradient it is of
 
-    def watch(self, buckets: Iterable[GradientBucket], bindings: Mapping[nn.Parameter, Binding]) -> None:
-        """Show what is collected and averaged in these from now on."""
-        for bucket in buckets:
-            for position, parameter in enumerate(bucket.flat.parameters):
-                binding = bindings[parameter]
-                binding.place, binding.let_go = _Place(bucket, position), self.let_go
-
     def read(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
         parameter = binding.parameter
         if parameter in self.whole:
             return self.whole[parameter]
-        place: _Place | None = binding.place
+        place: GradientPlace | None = binding.place
         if place is None:
             return local
         if local is not None:
             return self._accumulated(binding, place, local)
-        whole = place.whole
-        if whole is not None:
+        whole, shard = place.whole, place.shard
+        if whole is not None or shard is None or shard.grad is None:
             return whole
-        return (
-            None if place.shard is None or place.shard.grad is None else self._sliced(binding, place, place.shard.grad)
-        )
+        return self._sliced(binding, place, shard.grad)
 
     def write(self, binding: Binding, value: Tensor | None) -> None:
-        """``.grad = value``, of which everything but this rank's slice is dropped, outside of a backward.
-
-        Raises:
-            ParameterAccessError: for a tensor that is not of the parameter's shape and dtype.
-        """
+        """``.grad = value``, of which everything but this rank's slice is dropped, outside of a backward."""
         parameter = binding.parameter
         if parameter in self.whole:
             self.whole[parameter] = value
@@ -111,7 +94,9 @@ class UserGradients:
                 self._writes.note(f"{what} (None)", 0)
             place.shard.grad = None
             return
-        if value is whole or (place.shard.grad is not None and value is self._current(parameter, place)):
+        number, shown = self._shown.get(parameter, (-1, None))
+        current = shown if number == place.bucket.numbers[place.position] else None
+        if value is whole or (place.shard.grad is not None and value is current):
             return  # what ``p.grad += x`` assigns
         if value.shape != parameter.shape or value.dtype != parameter.dtype:
             raise ParameterAccessError(
@@ -152,7 +137,7 @@ class UserGradients:
         with untracked():
             self._replace(place, flat_range(whole.detach(), shard.start, shard.data.numel()))
 
-    def _replace(self, place: _Place, own: Tensor) -> None:
+    def _replace(self, place: GradientPlace, own: Tensor) -> None:
         """Let this rank's slice of a parameter's averaged gradient be ``own``: 1-D. Read once."""
         bucket, position = place
         view = bucket.shard_views[position]
@@ -161,24 +146,18 @@ class UserGradients:
         if place.shard is not None:
             place.shard.grad = view
 
-    def _accumulated(self, binding: Binding, place: _Place, local: Tensor) -> Tensor:
-        """A gradient on its way through the user's hooks, with what was accumulated before, as autograd would show it.
-
-        Raises:
-            ParameterAccessError: if what was accumulated before is averaged already.
-        """
+    def _accumulated(self, binding: Binding, place: GradientPlace, local: Tensor) -> Tensor:
+        """A gradient on its way through the user's hooks, with what was accumulated before, as autograd shows it."""
         bucket, position = place
-        if not self._engine.in_backward:
-            return local
         whole = place.whole
-        if whole is not None:
-            if position not in bucket.merged:
-                with untracked():
-                    whole.add_(local.to_dense() if local.layout is not torch.strided else local)
-                bucket.merged.add(position)
-                set_gradient(binding.parameter, whole)
-                return whole
+        if not self._engine.in_backward or position in bucket.merged:
             return local
+        if whole is not None:
+            with untracked():
+                whole.add_(local.to_dense() if local.layout is not torch.strided else local)
+            bucket.merged.add(position)
+            set_gradient(binding.parameter, whole)
+            return whole
         if place.shard is not None and place.shard.grad is not None:
             raise ParameterAccessError(
                 f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody clears "
@@ -188,11 +167,7 @@ class UserGradients:
             )
         return local
 
-    def _current(self, parameter: nn.Parameter, place: _Place) -> Tensor | None:
-        number, shown = self._shown.get(parameter, (-1, None))
-        return shown if number == place.bucket.numbers[place.position] else None
-
-    def _sliced(self, binding: Binding, place: _Place, own: Tensor) -> SlicedTensor:
+    def _sliced(self, binding: Binding, place: GradientPlace, own: Tensor) -> SlicedTensor:
         parameter, (bucket, position) = binding.parameter, place
         number = bucket.numbers[position]
         known = self._shown.get(parameter)

@@ -15,7 +15,6 @@ the innermost pair of hooks is applied, so it hands everything else to the pair 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from lightning_zero._torch import (
 from lightning_zero.activations.offload import check_version
 from lightning_zero.engine.sharded import ShardedUnit, Slot
 
-__all__ = ["SavedTensorGuard"]
+__all__ = ["SavedTensorGuard", "check_weights", "refuse_double_backward"]
 
 _new = tuple.__new__
 _detach = Tensor.detach  # of any class
@@ -43,27 +42,36 @@ _makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with cr
 
 
 class _SlotView(NamedTuple):
-    """A saved view of a unit's weights.
-
-    Args:
-        unit: whose.
-        version: the weights it showed.
-        view: of ``slot``, without a graph. Its values are the unit's whenever that is there.
-        slot: the unit's home, or its own shard.
-        writes: how often user code had written to the parameter; -1 where the view cannot tell.
-    """
+    """A saved view of a unit's weights."""
 
     unit: ShardedUnit
-    version: int
-    view: Tensor
-    slot: Slot
-    writes: int
+    version: int  # the weights it showed
+    view: Tensor  # of ``slot``, without a graph. Its values are the unit's whenever that is there
+    slot: Slot  # the unit's home, or its own shard
+    writes: int  # how often user code had written to the parameter; -1 where the view cannot tell
 
 
-@dataclass(frozen=True)
-class _Handed:
+class _Handed(NamedTuple):
     packed: Any
     unpack: Unpack
+
+
+def check_weights(unit: ShardedUnit, version: int) -> None:
+    """Raise ``RuntimeError`` if a unit's weights are others than the forward of a backward that runs has used."""
+    if unit.version != version:
+        raise RuntimeError(
+            f"The weights of unit '{unit.name}' were changed (by an optimizer step) between this forward and its "
+            "backward, so the gradients would be wrong. Run forward again after the step, or step later."
+        )
+
+
+def refuse_double_backward() -> None:
+    """Raise in the hooks of a backward that makes a graph of its own; only there gradients are enabled."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True) is not supported: the second backward would need weights that are gone by "
+            "then. Compute the penalty from a finite difference, or keep that part of the model in plain DDP."
+        )
 
 
 class SavedTensorGuard:
@@ -133,11 +141,10 @@ class SavedTensorGuard:
                 slot = slots.get(tensor.untyped_storage()._cdata)
             except NotImplementedError:  # it has no memory of its own: see ``storage_key``
                 return pack_otherwise(tensor)
-            if slot is None:
-                if outer and outer[-1] is None:
-                    version = tensor._version
-                    return (tensor, version) if version else tensor  # no tuple: less for the collector
-            elif type(unit := slot.owner) is ShardedUnit and (slot is unit.home or slot is unit.own):
+            if slot is None and outer and outer[-1] is None:
+                version = tensor._version
+                return (tensor, version) if version else tensor  # no tuple: less for the collector
+            if slot is not None and type(unit := slot.owner) is ShardedUnit and (slot is unit.home or slot is unit.own):
                 return _new(_SlotView, (unit, unit.version, _detach(tensor), slot, tensor._version))
             return pack_otherwise(tensor)
 
@@ -177,11 +184,6 @@ class SavedTensorGuard:
         kind = type(packed)
         tensor: Tensor
         if kind is _SlotView:
-            unit, version, tensor, slot, writes = packed
-            if unit.version == version and tensor._version != writes and writes >= 0:
-                check_version(tensor, writes, tensor.dtype, tensor.shape)
-            if unit.in_backward and unit.storage is slot and unit.version == version and not _makes_graph():
-                return tensor  # its backward is running, as nearly always
             return self._unpack_view(packed)
         if kind is _Handed:
             tensor = packed.unpack(packed.packed)
@@ -191,21 +193,21 @@ class SavedTensorGuard:
             check_version(tensor, version, tensor.dtype, tensor.shape)
         return tensor
 
-    def _unpack_view(self, view: _SlotView) -> Tensor:
-        if view.unit.version != view.version:
-            raise RuntimeError(
-                f"The weights of unit '{view.unit.name}' were changed (by an optimizer step) between this forward and "
-                "its backward, so the gradients would be wrong. Run forward again after the step, or step later."
-            )
-        buffer, stays = self._restore(view.unit)
-        if stays and buffer is view.slot.buffer:
-            return view.view
+    def _unpack_view(self, packed: _SlotView) -> Tensor:
+        unit, version, view, slot, writes = packed
+        check_weights(unit, version)
+        if writes >= 0 and view._version != writes:
+            check_version(view, writes, view.dtype, view.shape)
+        if unit.in_backward and unit.storage is slot and not _makes_graph():
+            return view
+        buffer, stays = self._restore(unit)
+        if stays and buffer is slot.buffer:
+            return view
         with torch.no_grad():
-            shown = view.view
-            weights = buffer.view(shown.dtype).as_strided(shown.shape, shown.stride(), shown.storage_offset())
+            weights = buffer.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
             if stays:
                 return weights
             copy = weights.clone()
         if self._was_read is not None:
-            self._was_read(view.unit)
+            self._was_read(unit)
         return copy

@@ -24,43 +24,35 @@ from lightning_zero._torch import (
     opaque_to_dynamo,
     sequence_number,
     tree_leaves,
+    watched,
 )
-from lightning_zero.engine.bucket import GradientBucket, Reduces, collector
+from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
-from lightning_zero.shards.binding import binding_of, is_absent
+from lightning_zero.shards.binding import binding_of, get_gradient, is_absent, set_gradient
 
-__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "refuse_double_backward", "unhooked"]
+__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "unhooked"]
 
 
-class Verbs(Reduces, Protocol):
-    """What hooks call."""
+class Verbs(Protocol):
+    """What hooks call: see ``Passes``."""
 
     module: nn.Module
     weights: PublishedWeights
 
-    def enter(self, name: str, called: bool = False) -> None:
-        """Begin a scope in which units may be needed."""
-
-    def leave(self, failed: bool) -> None:
-        """End it."""
-
-    def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None:
-        """Make a unit's full parameters available for its forward."""
-
-    def after_unit_forward(self, unit: ShardedUnit, output: Any, failed: bool) -> None:
-        """Let it go after that."""
+    def enter(self, name: str, called: bool = False) -> None: ...
+    def leave(self, failed: bool) -> None: ...
+    def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None: ...
+    def after_unit_forward(self, unit: ShardedUnit, output: Any, failed: bool) -> None: ...
+    def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None: ...
+    def bucket_filled(self, bucket: GradientBucket) -> None: ...
 
 
 class EngineHooks:
-    """Hooks of one engine on one module tree.
-
-    Args:
-        engine: whose verbs they call.
-    """
+    """Hooks of one engine on one module tree."""
 
     def __init__(self, engine: Verbs) -> None:
         self._engine = engine
@@ -69,15 +61,13 @@ class EngineHooks:
     def watch_forwards(self, module: nn.Module, units: Sequence[ShardedUnit], scoped: Sequence[Unit]) -> None:
         """Watch every unit's module, and every module around units or with parameters that no unit's forward brings.
 
-        Args:
-            module: the root.
-            units: sharded units.
-            scoped: units whose parameters are in place in a scope: the root, or replicated units of 16-bit copies.
+        Those of ``scoped`` units are in place in a scope: of the root, or replicated ones of 16-bit copies.
         """
         by_module = {unit.plan.module: unit for unit in units if unit.plan.module}
         scopes = {""}
         for name in by_module:
-            scopes.update(_enclosing(name))
+            parts = name.split(".")
+            scopes.update(".".join(parts[:count]) for count in range(1, len(parts)))
         brought: dict[str, dict[ReplicatedUnit, None]] = {}
         for owner in scoped:
             for spec in owner.plan.parameters:
@@ -89,11 +79,11 @@ class EngineHooks:
         for name, child in module.named_modules():
             unit = by_module.get(name)
             if unit is not None:
-                self.watch_unit(child, unit)
+                self._watch_unit(child, unit)
             elif name in scopes:
-                self.watch_scope(child, name or type(child).__name__, tuple(brought.get(name, ())))
+                self._watch_scope(child, name or type(child).__name__, tuple(brought.get(name, ())))
 
-    def watch_unit(self, module: nn.Module, unit: ShardedUnit) -> None:
+    def _watch_unit(self, module: nn.Module, unit: ShardedUnit) -> None:
         """Gather ``unit`` around every forward of ``module``, before the user's own hooks see it."""
         engine = self._engine
 
@@ -102,13 +92,10 @@ class EngineHooks:
 
         self._around(module, partial(engine.before_unit_forward, unit), after)
 
-    def watch_scope(self, module: nn.Module, name: str, units: Sequence[ReplicatedUnit] = ()) -> None:
+    def _watch_scope(self, module: nn.Module, name: str, units: Sequence[ReplicatedUnit]) -> None:
         """Keep the root's parameters in place around every forward of a module that is not a unit itself.
 
-        Args:
-            module: which.
-            name: what to call it.
-            units: replicated ones that own parameters of it; their new weights are there when it begins.
+        New weights of the replicated ``units`` that own parameters of it are there when it begins.
         """
         engine = self._engine
         scope = f"forward of '{name}'"
@@ -130,9 +117,14 @@ class EngineHooks:
         """
         module = self._engine.module
         self._handles.append(module.register_state_dict_pre_hook(_Attached(partial(_keep, self._engine), module)))
+        register: Any = Tensor.register_post_accumulate_grad_hook
         for bucket in buckets:
             for position, parameter in enumerate(bucket.flat.parameters):
-                self._watch_gradient(parameter, bucket, position)
+                handle = register(parameter, _collector(bucket, position, self._engine))
+                self._handles.append(handle)
+                binding = binding_of(parameter)
+                if binding is not None:
+                    binding.last_hook = handle.id
 
     def remove(self) -> None:
         """Take all hooks off the module again."""
@@ -140,18 +132,38 @@ class EngineHooks:
             handle.remove()
         self._handles.clear()
 
-    def _watch_gradient(self, parameter: nn.Parameter, bucket: GradientBucket, position: int) -> None:
-        register: Any = Tensor.register_post_accumulate_grad_hook
-        handle = register(parameter, collector(bucket, position, self._engine))
-        self._handles.append(handle)
-        binding = binding_of(parameter)
-        if binding is not None:
-            binding.last_hook = handle.id
-
     def _around(self, module: nn.Module, before: Any, after: Any) -> None:
         first, last = (_Attached(hook, module) for hook in (before, after))
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
+
+
+def _collector(bucket: GradientBucket, position: int, engine: Verbs) -> Callable[[Tensor], None]:
+    """What autograd calls with a parameter whose gradient is finished.
+
+    Nearly all gradients only have to be copied into a buffer that is there: this is the whole way of theirs.
+    """
+    # Weak: Python's collector does not see through this kind of hook, so what it held would never be freed.
+    weak_engine, weak_bucket = ref(engine), ref(bucket)
+
+    def arrived(parameter: Tensor) -> None:
+        bucket, engine = weak_bucket(), weak_engine()
+        if bucket is None or engine is None:
+            return
+        views = bucket.views
+        if bucket.plain and views and not bucket.arrived[position] and not torch.is_grad_enabled() and not watched():
+            gradient = get_gradient(parameter)  # past what user code sees
+            if gradient is not None and gradient.layout is torch.strided:
+                views[position].copy_(gradient)
+                set_gradient(parameter, None)
+                bucket.arrived[position] = True
+                bucket.missing -= 1
+                if not bucket.missing:
+                    engine.bucket_filled(bucket)
+                return
+        engine.gradient_arrived(bucket, position, parameter)
+
+    return arrived
 
 
 class _Attached:
@@ -159,10 +171,6 @@ class _Attached:
 
     Made while parameters are placeholders, that would be a dense model of NaN. Where values are there, nothing is left
     of the hook: a call of the standard library that returns ``None``, so that the copy needs nothing of this package.
-
-    Args:
-        function: the hook.
-        module: where it is registered.
     """
 
     __slots__ = ("_disabled", "_function", "_module")
@@ -221,10 +229,6 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
     """While active, modules all of whose parameters are ``whole`` have no hooks of an engine.
 
     They can be called by one rank alone then, and copied, pickled, scripted or traced like any others.
-
-    Args:
-        root: the module tree.
-        whole: parameters that show their values until the end.
     """
     taken: list[tuple[OrderedDict[int, Any], list[int], int, Any]] = []
     seen: dict[nn.Module, bool] = {}
@@ -256,44 +260,25 @@ def _keep(engine: Verbs, *args: Any) -> None:
     """A hook that does nothing but hold the engine."""
 
 
-def _enclosing(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
-
-
 @dataclass(eq=False, slots=True)
 class ForwardCall:
-    """One forward of a unit.
-
-    Args:
-        unit: whose forward.
-        version: the weights it computes with.
-        first_node: autograd's next sequence number when it began: nodes from here on are its own.
-        guarded: whether the saved-tensor guard was pushed for it.
-        implicit: whether it opened a scope of its own, being called outside of any.
-        recomputed: whether it runs inside a backward (activation checkpointing).
-        counted: whether its backward is still to come and its unit waits for it.
-        span: what listeners were told of it.
-    """
+    """One forward of a unit."""
 
     unit: ShardedUnit
-    version: int
-    first_node: int
-    guarded: bool
-    implicit: bool
-    recomputed: bool
-    counted: bool = False
-    span: Span | None = None
+    version: int  # the weights it computes with
+    first_node: int  # autograd's next sequence number when it began: nodes from here on are its own
+    guarded: bool  # whether the saved-tensor guard was pushed for it
+    implicit: bool  # whether it opened a scope of its own, being called outside of any
+    recomputed: bool  # whether it runs inside a backward (activation checkpointing)
+    counted: bool = False  # whether its backward is still to come and its unit waits for it
+    span: Span | None = None  # what listeners were told of it
 
 
 def hook_outputs(output: Any, call: ForwardCall, before_backward: Callable[[ForwardCall], None]) -> bool:
-    """Arrange that ``before_backward(call)`` runs before the first backward node of this forward.
+    """Have ``before_backward(call)`` run before the first backward node of this forward. Returns whether it will.
 
     A tensor hook on each output, and a prehook on the node behind an output that is a view: autograd drops the tensor
     hooks of a view that is changed in place later (``y = block(x); y += x``), but the node stays.
-
-    Returns:
-        Whether anything could be hooked.
     """
 
     def hook(*_: Any) -> None:
@@ -313,16 +298,3 @@ def hook_outputs(output: Any, call: ForwardCall, before_backward: Callable[[Forw
             base.grad_fn.register_prehook(hook)
             hooked = True
     return hooked
-
-
-def refuse_double_backward() -> None:
-    """Raise in the hooks of a backward that makes a graph of its own; only there gradients are enabled.
-
-    Raises:
-        RuntimeError: saying what to do instead.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "backward(create_graph=True) is not supported: the second backward would need weights that are gone by "
-            "then. Compute the penalty from a finite difference, or keep that part of the model in plain DDP."
-        )

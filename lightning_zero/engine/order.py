@@ -25,7 +25,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from lightning_zero.engine.agreement import Agreement
 
@@ -34,13 +34,7 @@ __all__ = ["OrderChange", "UnitOrder"]
 
 @dataclass(frozen=True)
 class OrderChange:
-    """A unit was needed that the recorded order did not offer.
-
-    Args:
-        phase: where.
-        expected: the unit the order named next, ``None`` at its end.
-        got: the unit that was needed instead.
-    """
+    """In ``phase`` the order named the unit ``expected`` next (``None``: its end), and ``got`` was needed instead."""
 
     phase: str
     expected: int | None
@@ -48,20 +42,18 @@ class OrderChange:
 
 
 class _Order(NamedTuple):
-    uses: tuple[int, ...]
-    beside: frozenset[int]
-    held: frozenset[int]
-    prefetch: int
+    uses: tuple[int, ...] = ()
+    beside: frozenset[int] = frozenset()  # which of the uses do not get the slot
+    held: frozenset[int] = frozenset()  # which find their unit beside its slot already, in use
+    prefetch: int = 0
 
 
 @dataclass
 class _Phase:
     name: str
     place: str
-    uses: tuple[int, ...] | None  # the order to replay; None: record
-    beside: frozenset[int] = frozenset()  # which of its uses do not get the slot
-    held: frozenset[int] = frozenset()  # which find their unit beside its slot already, in use
-    prefetch: int = 0
+    order: _Order  # the order to replay
+    recording: bool  # whether there is none yet
     cursor: int = 0  # next expected use
     issued: int = 0  # uses[:issued] have been gathered or were resident
     seen: list[int] = field(default_factory=list)
@@ -115,15 +107,10 @@ class UnitOrder:
         return self._phase is not None
 
     def open(self, name: str, place: str) -> None:
-        """Begin a phase.
-
-        Args:
-            name: phases of one name share an order.
-            place: this very occurrence, in words, for agreement and messages.
-        """
+        """Begin a phase. Those of one ``name`` share an order; ``place`` is this very occurrence, for agreement."""
         order = self._recorded.get(name)
-        self._phase = _Phase(name, place, None) if order is None else _Phase(name, place, *order)
         self.recording = order is None
+        self._phase = _Phase(name, place, order or _Order(), self.recording)
 
     def need(self, unit: int) -> None:
         """Make sure a unit's gather has been issued, and look ahead.
@@ -132,31 +119,33 @@ class UnitOrder:
         """
         phase = self._phase or self._require_phase()
         phase.seen.append(unit)
-        uses = phase.uses
-        if uses is None:
+        if phase.recording:
             if not self._resident(unit):
                 phase.apart.discard(unit)
                 if not self._may_take(unit):
                     phase.aside.add(len(phase.seen) - 1)
                     phase.apart.add(unit)
-                self._ask(unit, None)
+                self._ask(phase, unit, None)
             elif unit in phase.apart:
                 phase.again.add(len(phase.seen) - 1)
             return
-        cursor = phase.cursor
-        position = cursor if cursor < len(uses) and uses[cursor] == unit else self._find(phase, unit)
-        if position is None or (position != phase.cursor and self._resident(unit)):
+        uses, cursor = phase.order.uses, phase.cursor
+        if cursor < len(uses) and uses[cursor] == unit:
+            position = cursor
+        else:
+            position = uses.index(unit, cursor) if unit in uses[cursor:] else -1
+        if position < 0 or (position != cursor and self._resident(unit)):
             # Not offered (any more), or offered later but still here: a use the order does not know.
             if not self._resident(unit):
-                self._leave_order(unit)
+                self._leave_order(phase, unit)
             return
         while phase.issued <= position:
             self._issue_next(phase)
         if not self._resident(unit):
-            self._leave_order(unit)
+            self._leave_order(phase, unit)
             return
         phase.cursor = position + 1
-        if phase.prefetch:
+        if phase.order.prefetch:
             self._look_ahead(phase)
         if self._announce is not None:
             left = uses[phase.issued :]
@@ -165,22 +154,13 @@ class UnitOrder:
                 self._announce(coming)
 
     def close(self, values: Sequence[int] = ()) -> tuple[list[list[int]], OrderChange | None, bool]:
-        """End the phase together with the other ranks.
+        """End the phase together with the other ranks, and tell them ``values`` on this occasion. Collective.
 
-        Args:
-            values: numbers to tell the others on this occasion.
-
-        Returns:
-            Every rank's ``values``; the change of order that some rank ran into, if any; and whether all ranks used the
-            same units in the same order.
-
-        Raises:
-            DivergenceError: on every rank, if the others are not at the end of the same phase.
-
-        Collective: every rank.
+        Returns every rank's ``values``; the change of order that some rank ran into, if any; and whether all ranks used
+        the same units in the same order. Raises ``DivergenceError`` on every rank if the others are elsewhere.
         """
-        phase = self._require_phase()
-        if self._agreement.world_size > 1:
+        phase = self._phase or self._require_phase()
+        if self._agreement.control.world_size > 1:
             self._issue_rest(phase)
         signature = _signature(phase)
         while True:
@@ -207,47 +187,36 @@ class UnitOrder:
         self._phase, self.recording = None, False
         self._ledger.clear()
 
-    def _require_phase(self) -> _Phase:
-        if self._phase is None:
-            raise RuntimeError(
-                "A unit was needed outside of a forward or backward the engine knows of. This is an error in "
-                "lightning_zero itself; please report it with the model that shows it."
-            )
-        return self._phase
+    def first_change(self, change: OrderChange) -> bool:
+        """Whether this is the first change of order in its phase, hence worth a warning."""
+        return self._changes.get(change.phase, 0) == 1
 
-    def _find(self, phase: _Phase, unit: int) -> int | None:
-        uses = phase.uses or ()
-        if phase.cursor < len(uses) and uses[phase.cursor] == unit:
-            return phase.cursor
-        try:
-            return uses.index(unit, phase.cursor)
-        except ValueError:
-            return None
+    def _require_phase(self) -> NoReturn:
+        raise RuntimeError(
+            "A unit was needed outside of a forward or backward the engine knows of. This is an error in "
+            "lightning_zero itself; please report it with the model that shows it."
+        )
 
     def _issue_next(self, phase: _Phase) -> None:
         position = phase.issued
-        unit = (phase.uses or ())[position]
+        unit = phase.order.uses[position]
         phase.issued += 1
-        if position in phase.held:
+        if position in phase.order.held:
             return
         slot = self._slots[unit]
         if self._ledger.get(slot) != unit:
-            if position not in phase.beside:
+            if position not in phase.order.beside:
                 self._ledger[slot] = unit
             self._issue_gather(unit)
 
-    def _issue(self, unit: int) -> None:
-        self._ledger[self._slots[unit]] = unit
-        self._issue_gather(unit)
-
     def _issue_rest(self, phase: _Phase) -> None:
-        while phase.issued < len(phase.uses or ()):
+        while phase.issued < len(phase.order.uses):
             self._issue_next(phase)
 
     def _look_ahead(self, phase: _Phase) -> None:
-        uses = phase.uses or ()
-        while phase.issued < len(uses) and phase.issued - phase.cursor < phase.prefetch:
-            if phase.issued in phase.beside:  # ahead of its use it might find the slot free, and take it
+        uses = phase.order.uses
+        while phase.issued < len(uses) and phase.issued - phase.cursor < phase.order.prefetch:
+            if phase.issued in phase.order.beside:  # ahead of its use it might find the slot free, and take it
                 return
             unit = uses[phase.issued]
             slot = self._slots[unit]
@@ -260,47 +229,40 @@ class UnitOrder:
                 return
             self._issue_next(phase)
 
-    def _leave_order(self, unit: int) -> None:
-        phase = self._require_phase()
-        uses = phase.uses or ()
+    def _leave_order(self, phase: _Phase, unit: int) -> None:
+        uses = phase.order.uses
         expected = uses[phase.cursor] if phase.cursor < len(uses) else None
         self._issue_rest(phase)
         phase.cursor = len(uses)
-        if not self._resident(unit):
-            self._ask(unit, expected)
+        self._ask(phase, unit, expected)
 
-    def _ask(self, unit: int, expected: int | None) -> None:
-        phase = self._require_phase()
+    def _ask(self, phase: _Phase, unit: int, expected: int | None) -> None:
         while not self._resident(unit):
             rows = self._agreement.round(phase.place, [unit + 1, 0 if expected is None else expected + 1])
             self._serve(phase, rows)
 
     def _serve(self, phase: _Phase, rows: list[list[int]]) -> bool:
         wanted = list(dict.fromkeys(row[0] - 1 for row in rows if row[0]))
-        if wanted and phase.uses is not None and phase.change is None:
+        if wanted and not phase.recording and phase.change is None:
             row = next(row for row in rows if row[0])
             phase.change = OrderChange(phase.name, row[1] - 1 if row[1] else None, row[0] - 1)
         for unit in wanted:
             phase.served.append(unit)
-            self._issue(unit)
+            self._ledger[self._slots[unit]] = unit
+            self._issue_gather(unit)
         return bool(wanted)
 
     def _remember(self, phase: _Phase, agreed: bool) -> None:
         """Keep the order for the next phase of this name. Uses only what is equal on all ranks."""
-        if phase.uses is None:
+        if phase.recording:
             # Ranks that took different units agree on what was gathered, in which order; looking ahead in it would
             # throw out units that a rank still needs.
             own = _Order(tuple(phase.seen), frozenset(phase.aside), frozenset(phase.again), self._prefetch)
-            served = _Order(tuple(phase.served), frozenset(), frozenset(), 0)
-            self._recorded[phase.name] = own if agreed else served
+            self._recorded[phase.name] = own if agreed else _Order(tuple(phase.served))
         elif phase.change is not None:
             self._changes[phase.name] = self._changes.get(phase.name, 0) + 1
             if self._changes[phase.name] == 1:
                 del self._recorded[phase.name]
-
-    def first_change(self, change: OrderChange) -> bool:
-        """Whether this is the first change of order in its phase, hence worth a warning."""
-        return self._changes.get(change.phase, 0) == 1
 
 
 def _signature(phase: _Phase) -> int:

@@ -12,11 +12,11 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import untracked
 from lightning_zero.comm import PATIENCE_SECONDS, ControlGroup, Pending
 from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.events import Phase, Spans
@@ -25,6 +25,7 @@ from lightning_zero.engine.sharded import Slot, carve
 __all__ = ["GradientReducer", "report_width"]
 
 _BITS = 62
+_NOTHING = nullcontext()
 
 
 def report_width(buckets: int) -> int:
@@ -37,9 +38,9 @@ class GradientReducer:
 
     Args:
         buckets: all buckets, by index.
-        slots: for each bucket's unit, the slot its full gradients are collected in; ``None`` where they have memory of
-            their own.
+        slots: for each bucket's unit, the slot its full gradients are collected in; ``None``: in memory of their own.
         control: the control plane.
+        spans: told of reductions, and of waiting for them.
         forwards: whether buckets are in the order of the forward. Until the order of the backward has been seen, the
             opposite one is taken for it: in a wrong one, full gradients of the whole model would pile up.
     """
@@ -49,10 +50,11 @@ class GradientReducer:
         buckets: Sequence[GradientBucket],
         slots: Sequence[Slot | None],
         control: ControlGroup,
+        spans: Spans,
         forwards: bool = False,
     ) -> None:
         self.buckets = tuple(buckets)
-        self.spans = Spans()  # told of reductions, and of waiting for them
+        self._spans = spans
         self._slots = tuple(slots)
         self._control = control
         self._order: dict[str, tuple[int, ...]] = {}
@@ -68,20 +70,14 @@ class GradientReducer:
             self._siblings.setdefault(bucket.unit.index, []).append(bucket)
         self._carved: dict[int, list[Tensor]] = {}  # by unit: its part of its slot, which never changes
         self._reducing: list[GradientBucket] = []  # launched, and to be brought to the host as soon as they are reduced
-        self._local = False  # some micro-step ended without a reduction
-
-    @property
-    def holds_local(self) -> bool:
-        """Whether there are gradients that were never reduced."""
-        return self._local
+        self.holds_local = False
+        """Whether there are gradients that were never reduced: some micro-step ended without a reduction."""
 
     def open(self, name: str, uniform: bool = True) -> None:
-        """Begin a backward.
+        """Begin a backward. Those of one ``name`` share an order of buckets.
 
-        Args:
-            name: backwards of one name share an order of buckets.
-            uniform: whether all ranks used the same units in the forward. If not, a rank may join a reduction only at
-                the very end, so nobody waits for one before.
+        Unless all ranks used the same units in the forward (``uniform``), a rank may join a reduction only at the very
+        end, so nobody waits for one before.
         """
         self._patience = PATIENCE_SECONDS if uniform else 0.0
         self._phase = name
@@ -92,18 +88,14 @@ class GradientReducer:
         self._reducing.clear()
 
     def arrive(self, bucket: GradientBucket, position: int, gradient: Tensor, reduce: bool) -> None:
-        """Take over one parameter's gradient, and reduce its bucket if that was the last one.
+        """Take over a gradient of full shape, and launch its bucket if this micro-step does and that was the last one.
 
-        Args:
-            bucket: the parameter's bucket.
-            position: which parameter of the bucket.
-            gradient: full shape. Read once.
-            reduce: whether this micro-step reduces at all.
+        Read once.
         """
-        if bucket.launched and not bucket.dirty:
+        again = bucket.launched and not bucket.dirty
+        if again:
             bucket.start_round()
-        homeless = bucket.full is None or (bucket.resident is None and bucket.launched and not bucket.dirty)
-        if homeless and not (bucket.is_alone and bucket.collect_in_shard()):
+        if bucket.full is None or (again and bucket.resident is None):
             self._claim(bucket)
         bucket.add(position, gradient)
         if reduce and not bucket.missing and bucket.unit.outstanding == 0:
@@ -122,10 +114,12 @@ class GradientReducer:
             bucket = self.buckets[order[self._next]]
             self._launch(bucket)
             self._next += 1
-            if bucket.leaves:
+            if bucket.transfers is not None:
                 self._reducing.append(bucket)
-        if self._reducing:
-            self._reducing = [bucket for bucket in self._reducing if not bucket.drain_if_ready()]
+        for bucket in self._reducing[:]:
+            if bucket.drainable(0.0):
+                bucket.drain()
+                self._reducing.remove(bucket)
 
     def report(self) -> list[int]:
         """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits."""
@@ -167,21 +161,20 @@ class GradientReducer:
             else:
                 bucket.reset()
         self._release_slots()
-        self._local = False
+        self.holds_local = False
 
     def keep_local(self) -> None:
         """End a backward without reducing; gradients stay where they are."""
         for bucket in self.buckets:
             if bucket.touched:
                 bucket.keep_local()
-                self._local = True
+                self.holds_local = True
             bucket.dirty = False
 
     def abandon(self) -> list[Pending]:
         """Drop the running backward and all accumulated gradients after an error.
 
-        Returns:
-            Reductions still under way; their memory must not be used again before they are done.
+        Returns reductions still under way; their memory must not be used again before they are done.
         """
         orphans = [bucket.pending for bucket in self.buckets if bucket.pending is not None]
         for bucket in self.buckets:
@@ -191,33 +184,26 @@ class GradientReducer:
                     shard.parameter.grad = None
         self._reducing.clear()
         self._release_slots()
-        self._local = False
+        self.holds_local = False
         return orphans
 
     def _launch_now(self, bucket: GradientBucket) -> None:
-        if bucket.full is None and not bucket.collect_in_shard():
+        if bucket.full is None:
             self._claim(bucket)
         self._launch(bucket)
 
     def _launch(self, bucket: GradientBucket) -> None:
-        if not self.spans.heard:
-            bucket.launch(self._patience)
-            return
-        with self.spans.of(Phase.REDUCE, bucket.unit.name, bucket.nbytes):
+        with self._spans.of(Phase.REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
             bucket.launch(self._patience)
 
     def _drain(self, bucket: GradientBucket) -> None:
-        if bucket.pending is None:
-            return
-        if not self.spans.heard:
-            bucket.drain()
-            return
-        with self.spans.of(Phase.WAIT_REDUCE, bucket.unit.name, bucket.nbytes):
-            bucket.drain()
+        if bucket.pending is not None:
+            with self._spans.of(Phase.WAIT_REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
+                bucket.drain()
 
     def _claim(self, bucket: GradientBucket) -> None:
         """Give a unit's buckets memory: their slot, or fresh memory while another unit still collects there."""
-        if bucket.resident is not None:
+        if bucket.resident is not None or (bucket.is_alone and bucket.collect_in_shard()):
             return
         group = self._siblings[bucket.unit.index]
         slot = self._slots[bucket.index]
@@ -231,28 +217,25 @@ class GradientReducer:
                     self._drain(holder)
                     holder.give_buffer(None)
                 slot.owner = None
-        if slot.owner is None or slot.owner == bucket.unit.index:
+        own = slot.owner is None or slot.owner == bucket.unit.index
+        if own:
             slot.owner = bucket.unit.index
-            buffer = slot.buffer
-        else:
-            buffer = Slot.allocate(slot.buffer.numel(), slot.buffer.device).buffer
-        if buffer is slot.buffer:
             if bucket.unit.index not in self._carved:
-                self._carved[bucket.unit.index] = _carve(buffer, group)
+                self._carved[bucket.unit.index] = _carve(slot.buffer, group)
             parts = self._carved[bucket.unit.index]
         else:
-            parts = _carve(buffer, group)
+            parts = _carve(Slot.allocate(slot.buffer.numel(), slot.buffer.device).buffer, group)
         for member, full in zip(group, parts, strict=True):
             if member.full is None or not member.dirty:
                 if member.pending is not None:
                     member.drain()
-                member.give_buffer(full, lasting=buffer is slot.buffer)
+                member.give_buffer(full, lasting=own)
 
     def _drainable(self, holders: Sequence[GradientBucket]) -> bool:
         """Whether reductions are done soon. If not, other ranks may be waiting for this one: then take other memory."""
         if False not in [holder.drainable(0.0) for holder in holders]:
             return True
-        with self.spans.of(Phase.WAIT_REDUCE, holders[0].unit.name, sum(holder.nbytes for holder in holders)):
+        with self._spans.of(Phase.WAIT_REDUCE, holders[0].unit.name, sum(holder.nbytes for holder in holders)):
             if all(holder.drainable(self._patience) for holder in holders):
                 return True
         self._patience = 0.0
@@ -288,8 +271,7 @@ class GradientReducer:
 def _carve(buffer: Tensor, group: Sequence[GradientBucket]) -> list[Tensor]:
     """The full buffers of a unit's buckets in a slot's memory."""
     layouts = [bucket.layout for bucket in group]
-    with untracked():
-        return carve(buffer, layouts, [layout.reduce_dtype for layout in layouts])
+    return carve(buffer, layouts, [layout.reduce_dtype for layout in layouts])
 
 
 def _pack(flags: Sequence[bool]) -> list[int]:

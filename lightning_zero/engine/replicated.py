@@ -32,19 +32,16 @@ from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.unit import Unit
 from lightning_zero.plan import UnitPlan
-from lightning_zero.shards.binding import binding_of, get_data, set_data
+from lightning_zero.shards.binding import binding_of, get_data, set_data, show
 from lightning_zero.shards.flat import FlatParameters
 
 __all__ = ["PublishedWeights", "ReplicatedUnit"]
 
 
 class ReplicatedUnit(Unit):
-    """A bucket whose full parameters stay in memory.
+    """A bucket whose full parameters stay in memory, in ``buffers`` of the compute dtype, one for each layout.
 
-    Args:
-        plan: the bucket.
-        flats: its flat parameters; masters are views of ``buffers`` where the dtypes agree.
-        buffers: full flat buffer of each layout, in the compute dtype.
+    Masters are views of these where the dtypes agree.
     """
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], buffers: Sequence[Tensor]) -> None:
@@ -60,11 +57,13 @@ class ReplicatedUnit(Unit):
 
     def bind(self) -> None:
         """Let the user's parameters be the full values."""
-        if self.held:
-            return
-        for parameter, view, kind in self._views:
-            parameter.__class__ = kind
-            set_data(parameter, view)
+        if not self.held:
+            show(self._views)
+
+    def unbind(self) -> None:
+        """Let the user's parameters show placeholders, unless they can always show the truth."""
+        if not self.always_bound and not self.held:
+            self.show_placeholders()
 
     @property
     def memory(self) -> Sequence[Tensor]:
@@ -76,8 +75,7 @@ class ReplicatedUnit(Unit):
     def bring_home(self) -> None:
         """Take values over from tensors that user code made parameters of (``set_``, ``parameter.data = ...``).
 
-        Raises:
-            ValueError: if one has another shape or dtype.
+        Raises ``ValueError`` if one has another shape or dtype.
         """
         for parameter, view, _ in self._views:
             data = get_data(parameter)
@@ -94,16 +92,6 @@ class ReplicatedUnit(Unit):
                     view.copy_(value)
                 set_data(parameter, view)
                 self.void(parameter)
-
-    def unbind(self) -> None:
-        """Let the user's parameters show placeholders, unless they can always show the truth."""
-        if not self.always_bound and not self.held:
-            self.show_placeholders()
-
-    def publish(self, collectives: Collectives) -> list[Pending]:
-        """Bring every rank's weights, which are up to date, into the full buffers. Collective: every rank."""
-        with untracked():
-            return [collectives.all_gather(buffer, f"parameters of '{self.name}'") for buffer in self.buffers]
 
 
 class PublishedWeights:
@@ -138,15 +126,12 @@ class PublishedWeights:
     def publish(self, unit: ReplicatedUnit) -> None:
         """Start to bring a unit's new weights to all ranks. Collective: every rank, in the same order."""
         self.settle([unit])
-        with self._spans.of(Phase.PUBLISH, unit.name, unit.nbytes):
-            self._arriving[unit] = unit.publish(self._collectives)
+        with self._spans.of(Phase.PUBLISH, unit.name, unit.nbytes), untracked():
+            what = f"parameters of '{unit.name}'"
+            self._arriving[unit] = [self._collectives.all_gather(buffer, what) for buffer in unit.buffers]
 
     def after_step(self, inside: bool) -> None:
-        """Wait for what cannot be waited for later.
-
-        Args:
-            inside: whether the step was taken inside of a scope, where parameters are in use.
-        """
+        """Wait for what cannot be waited for later. ``inside``: of a scope, where parameters are in use."""
         if inside or self._open or self._collectives.world_size == 1:
             self.settle()
         else:
@@ -155,18 +140,16 @@ class PublishedWeights:
     def settle(self, units: Iterable[ReplicatedUnit] | None = None) -> None:
         """Wait until nothing is on its way any more, in either direction, of some units or of all.
 
-        Raises:
-            CommunicationError: if a peer died.
+        Raises ``CommunicationError`` if a peer died.
         """
-        self._receive(list(self._arriving) if units is None else [unit for unit in units if unit in self._arriving])
+        self._receive(list(self._arriving) if units is None else units)
         while self._lent:
             self._lent.pop(0).wait()
 
     def bind(self, scope: str | None = None) -> None:
         """Let parameters show their values.
 
-        Args:
-            scope: what begins; what its modules bring themselves is left for them. ``None``: everything is needed.
+        Of a ``scope`` that begins, what its modules bring themselves is left for them. ``None``: everything is needed.
         """
         if self._arriving and (scope is None or self._is_compiled(scope)):
             self._receive(list(self._arriving))
@@ -176,11 +159,7 @@ class PublishedWeights:
                 unit.bind()
 
     def unbind(self) -> None:
-        """Let parameters show placeholders again.
-
-        Raises:
-            ParameterAccessError: if user code wrote to one.
-        """
+        """Let parameters show placeholders again. Raises ``ParameterAccessError`` if user code wrote to one."""
         self._open = False
         try:
             for unit in self._scoped:
@@ -193,7 +172,7 @@ class PublishedWeights:
     def bring(self, units: Iterable[ReplicatedUnit]) -> None:
         """Parameters of these units are about to be computed with; not between scopes."""
         if self._arriving and self._open:
-            self._receive([unit for unit in units if unit in self._arriving])
+            self._receive(units)
 
     def abandon(self) -> None:
         """Leave what is under way to the wire, after an error."""
@@ -207,8 +186,10 @@ class PublishedWeights:
             self._compiled[scope] = any(is_compiled_module(module) for module in self._module.modules())
         return self._compiled[scope]
 
-    def _receive(self, units: Sequence[ReplicatedUnit]) -> None:
+    def _receive(self, units: Iterable[ReplicatedUnit]) -> None:
         for unit in units:
+            if unit not in self._arriving:
+                continue
             with self._spans.of(Phase.WAIT_PUBLISH, unit.name, unit.nbytes):
                 for handle in self._arriving[unit]:
                     handle.receive()

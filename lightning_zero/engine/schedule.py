@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from lightning_zero.plan import Plan
 from lightning_zero.storage.transfers import Fetcher
 
 __all__ = ["UnitSchedule"]
+
+_NOTHING = nullcontext()
 
 
 class UnitSchedule:
@@ -68,7 +71,6 @@ class UnitSchedule:
         self._units = units
         self._writes = writes
         self._wrote = wrote
-        self._kept: list[ShardedUnit] = []
         self._spans = spans
         self._agreement = agreement
         self._fetcher = fetcher
@@ -113,29 +115,26 @@ class UnitSchedule:
         return self._order.is_open
 
     def open(self, name: str, place: str, amid: bool = False) -> None:
-        """Begin a phase (a stretch of forward, or a backward) and make the root whole for all of it.
+        """Begin a phase (a stretch of forward, or a backward) and make the root whole for all of it. Collective.
 
-        Args:
-            name: phases of one name share an order of units.
-            place: this very occurrence, in words that mean the same on every rank.
-            amid: whether code of the user's goes on at once, which may write to its shards (weight clipping behind a
-                step of manual optimization) before a slower rank has read what belongs to the root.
-
-        Collective: every rank.
+        Phases of one ``name`` share an order of units; ``place`` is this very occurrence. ``amid``: code of the user's
+        goes on at once, which may write to its shards (weight clipping behind a step of manual optimization) before a
+        slower rank has read what belongs to the root.
         """
-        if self.sharded:
-            self._order.open(name, place)
-            self.gathered, self._amid = False, amid
-            if self._whole and self._order.recording:
-                for unit in self._whole:
-                    if not unit.pins:
-                        unit.release()
-                self._order.forget([unit.index for unit in self._whole])
-                if name.startswith("forward"):  # its backward has to find the slots filled again: that is all new, too
-                    self._order.record_anew("backward")
-            self._changed()
-            if self.root is not None:
-                self.unshard(self.root)
+        if not self.sharded:
+            return
+        self._order.open(name, place)
+        self.gathered, self._amid = False, amid
+        if self._whole and self._order.recording:
+            for unit in self._whole:
+                if not unit.pins:
+                    unit.release()
+            self._order.forget([unit.index for unit in self._whole])
+            if name.startswith("forward"):  # its backward has to find the slots filled again: that is all new, too
+                self._order.record_anew("backward")
+        self._changed()
+        if self.root is not None:
+            self.unshard(self.root)
 
     def guard_root(self) -> None:
         """Have what is saved of the root gathered again, where no step method tells when its backward comes. Local."""
@@ -150,18 +149,9 @@ class UnitSchedule:
             self._root_is_guarded = False
 
     def close(self, values: Sequence[int] = ()) -> list[list[int]]:
-        """End the phase.
+        """End the phase, and tell the other ranks ``values`` on this occasion. Returns those of all ranks. Collective.
 
-        Args:
-            values: numbers to tell the other ranks on this occasion.
-
-        Returns:
-            Every rank's ``values``.
-
-        Raises:
-            OffloadError: on every rank, if one could not fetch a shard in this phase.
-
-        Collective: every rank.
+        Raises ``OffloadError`` on every rank if one could not fetch a shard in this phase.
         """
         if self.root is not None and self.root.pins:
             self.reshard(self.root)
@@ -196,15 +186,7 @@ class UnitSchedule:
 
     def reshard(self, unit: ShardedUnit) -> None:
         """Take back one ``unshard``; the last one lets the memory be used by another unit."""
-        unit.unpin()
-        if unit.pins > unit.kept:
-            return
-        if unit.written and not unit.held:
-            unit.keep(self._writes)
-            if unit.kept:
-                self._kept.append(unit)
-        unit.unbind(self._streams)
-        if unit.kept:
+        if not unit.unbind(self._streams, self._writes):
             return
         if self._order.recording:
             unit.poison(self._streams)
@@ -215,10 +197,8 @@ class UnitSchedule:
         """The bytes a unit's full parameters lie in, gathered if need be, and whether they stay until it is let go."""
         if not unit.resident:
             self._order.need(unit.index)
-        if unit.pending:
-            with self._spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes):
-                unit.wait()
-        unit.wait()
+        with self._spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes) if unit.pending else _NOTHING:
+            unit.wait()
         if unit.storage is None:
             raise RuntimeError(
                 f"Unit '{unit.name}' did not become resident. This is an error in lightning_zero itself."
@@ -251,14 +231,13 @@ class UnitSchedule:
             self._collectives.abandon(unit.pending)
             unit.abandon()
         self._failure = None
-        self._kept.clear()
         self._order.abandon()
 
     def _take_over(self) -> None:
         """Bring home what user code wrote to gathered units: nobody gathers any more, and all wrote the same."""
-        if not self._kept:
+        kept = [unit for unit in self.sharded if unit.kept]
+        if not kept:
             return
-        kept, self._kept = list(dict.fromkeys(self._kept)), []
         failure: OffloadError | None = None
         for unit in kept:
             try:
@@ -286,10 +265,7 @@ class UnitSchedule:
             self._version |= 1
         version = None if self._amid and unit is self.root else self._version
         in_place = not self._order.recording
-        if self._spans.heard:
-            with self._spans.of(Phase.GATHER, unit.name, unit.nbytes):
-                failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place, version)
-        else:
+        with self._spans.of(Phase.GATHER, unit.name, unit.nbytes) if self._spans.heard else _NOTHING:
             failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place, version)
         self._failure = self._failure or failure
         if unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
@@ -297,7 +273,7 @@ class UnitSchedule:
 
     def _resident(self, index: int) -> bool:
         unit = self._at[index]
-        return unit.machine.state is not UnitState.SHARDED and unit.filled_at == unit.version
+        return unit.state is not UnitState.SHARDED and unit.filled_at == unit.version
 
     def _changed(self) -> None:
         """Note that masters may have other values now: where a phase begins too, because users write to their shards.

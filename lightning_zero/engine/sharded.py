@@ -1,15 +1,12 @@
-"""A unit whose full parameters exist only while it computes: its slot, its states, and parameters bound to views.
-
-States change in one place: an illegal move raises and names the unit, where it was and where it was to go. A checked
-move costs about 0.2 microseconds, so the check is always on.
-"""
+"""A unit whose full parameters exist only while it computes: its slot, its states, and parameters bound to views."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +19,18 @@ from lightning_zero.engine.events import Span
 from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError
 from lightning_zero.plan import FlatLayout, UnitPlan, pack
-from lightning_zero.shards.binding import set_data
+from lightning_zero.shards.binding import Bound, hide, show
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.transfers import Fetcher
 
-__all__ = ["ShardedUnit", "Slot", "UnitState", "UnitStateMachine", "carve"]
+__all__ = ["ShardedUnit", "Slot", "UnitState", "carve"]
+
+_NOTHING = nullcontext()
 
 
 class UnitState(Enum):
-    """What of a unit's full parameters is in memory."""
+    """What of a unit's full parameters is in memory. The verbs of ``ShardedUnit`` go through them in this order."""
 
     SHARDED = "nothing but this rank's shard"
     GATHERING = "its slot, being filled by a gather"
@@ -39,69 +38,24 @@ class UnitState(Enum):
     BOUND = "its slot, full and valid, parameters are views of it"
 
 
-# Tuples: they compare by identity first, while an enum's hash is computed in Python.
-_LEGAL = {
-    "SHARDED": (UnitState.GATHERING,),
-    "GATHERING": (UnitState.UNSHARDED,),
-    "UNSHARDED": (UnitState.BOUND, UnitState.SHARDED),
-    "BOUND": (UnitState.UNSHARDED,),
-}
-
-
-class UnitStateMachine:
-    """Holds one unit's state and refuses moves the life cycle does not know.
-
-    Args:
-        name: the unit, for messages.
-    """
-
-    __slots__ = ("_name", "state")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.state = UnitState.SHARDED
-
-    def move(self, target: UnitState) -> None:
-        """Change the state.
-
-        Raises:
-            RuntimeError: if the life cycle has no such move.
-        """
-        if target not in _LEGAL[self.state._name_]:
-            legal = ", ".join(sorted(state.name for state in _LEGAL[self.state._name_]))
-            raise RuntimeError(
-                f"Unit '{self._name}' cannot go from {self.state.name} to {target.name}; legal from here: {legal}. "
-                "This is an error in lightning_zero itself; please report it with the model that shows it."
-            )
-        self.state = target
-
-
 def carve(buffer: Tensor, layouts: Sequence[FlatLayout], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Flat buffers of several layouts, one after the other in a byte buffer.
-
-    Args:
-        buffer: 1-D uint8, at least as large as all layouts together.
-        layouts: what to place, in order. Their sizes are multiples of ``ALIGNMENT`` elements.
-        dtypes: element type of each.
-
-    Returns:
-        1-D views of ``buffer``, ``layout.numel`` elements each.
-    """
+    """Flat buffers of several layouts, each of its dtype, one after the other in a 1-D byte buffer."""
     parts = [(layout.numel, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
     starts, _ = pack(parts)
-    return [
-        buffer.narrow(0, start, numel * dtype.itemsize).view(dtype)
-        for start, (numel, dtype) in zip(starts, parts, strict=True)
-    ]
+    with untracked():
+        return [
+            buffer.narrow(0, start, numel * dtype.itemsize).view(dtype)
+            for start, (numel, dtype) in zip(starts, parts, strict=True)
+        ]
 
 
 @dataclass(eq=False)
 class Slot:
-    """A byte buffer that holds one unit at a time.
+    """A byte buffer that holds one unit at a time, and is kept for the life of the engine.
 
     Args:
-        buffer: 1-D uint8, owned by the slot for the life of the engine.
-        owner: what is in it now (a unit), or ``None``.
+        buffer: 1-D uint8.
+        owner: what is in it now (a unit, or the index of one), or ``None``.
         pins: how many users forbid that another unit takes it.
         free: device-side event after which the memory may be overwritten.
     """
@@ -117,19 +71,13 @@ class Slot:
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> Slot:
-        """A slot with fresh memory of ``nbytes`` bytes on ``device``."""
+        """A slot with fresh memory."""
         with untracked():
             return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
 
 class ShardedUnit(Unit):
-    """A unit whose full parameters exist only while it computes.
-
-    Args:
-        plan: the unit.
-        flats: its flat parameters with their master shards.
-        slot: where it always computes.
-    """
+    """A unit whose full parameters exist only while it computes, always in the same ``slot`` if that is free."""
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], slot: Slot) -> None:
         super().__init__(plan, flats)
@@ -139,8 +87,8 @@ class ShardedUnit(Unit):
         self.span: Span | None = None  # of that, if somebody listens
         self.holders: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         """Where each parameter is an attribute: the module's ``vars``, and its name there."""
-        self.machine = UnitStateMachine(self.name)
-        self.storage: Slot | None = None  # where the full parameters are: home, or memory for this once
+        self.state = UnitState.SHARDED
+        self.storage: Slot | None = None  # where the full parameters are: home, own, or memory for this once
         self.pins = 0
         self.kept = False
         """Whether it holds on to its storage until the phase ends, because user code wrote there."""
@@ -150,16 +98,14 @@ class ShardedUnit(Unit):
         """Transfers that still write into the storage."""
         self.sources = [flat.master if flat.weights is None else flat.weights for flat in flats]
         """What the full parameters are gathered from, of each layout: 1-D, wherever it rests."""
-        self._home_buffers = self._carve(slot)
-        self.home_views = self._bindings(self._home_buffers)
-        self._moves = list(zip(self.sources, self._home_buffers, strict=True))
-        self._views = self.home_views
         self._what = f"parameters of unit '{self.name}'"
+        self._home_buffers = self._carve(slot)
+        self.home_views = self._views = self._bindings(self._home_buffers)
         self.filled_at = -1  # version of the weights in storage
         self._scratch: Slot | None = None
         self.own: Slot | None = None
         """This rank's shard, where it is the whole unit and can be computed with as it lies."""
-        self._own_views: list[tuple[nn.Parameter, Tensor, type[nn.Parameter]]] = []
+        self._own_views: list[Bound] = []
 
     @property
     def memory(self) -> Sequence[Tensor]:
@@ -188,19 +134,10 @@ class ShardedUnit(Unit):
             self.own = Slot(self.sources[0].view(torch.uint8))
         self._own_views = self._bindings([self.sources[0]])
 
-    def _carve(self, slot: Slot) -> list[Tensor]:
-        layouts = [flat.layout for flat in self.flats]
-        with untracked():
-            return carve(slot.buffer, layouts, [layout.compute_dtype for layout in layouts])
-
-    @property
-    def state(self) -> UnitState:
-        return self.machine.state
-
     @property
     def resident(self) -> bool:
         """Whether the full, current weights are here or on their way."""
-        return self.machine.state is not UnitState.SHARDED and self.filled_at == self.version
+        return self.state is not UnitState.SHARDED and self.filled_at == self.version
 
     def launch(
         self,
@@ -214,6 +151,8 @@ class ShardedUnit(Unit):
         """Start gathering the full parameters, into the slot unless somebody still computes there.
 
         Args:
+            collectives: the wire.
+            streams: where device work is ordered.
             masters: event after which the shards hold the current weights.
             fetcher: brings shards from where they rest; ``None``: all rest on the device.
             in_place: compute in the shard if it is the whole unit, and gather nothing.
@@ -223,35 +162,28 @@ class ShardedUnit(Unit):
         Collective: every rank, in the agreed order of units.
         """
         failure: OffloadError | None = None
-        if in_place and self.own is not None and not self.pins:
+        home, pending = self.home, []
+        if not self.pins and self.state is not UnitState.SHARDED:
             self.release()
+        if in_place and self.own is not None and not self.pins:
             streams.wait(masters)
-            self._is_filled(self.own, self._own_views, [])
+            self._fill(self.own, self._own_views, [])
             return None
-        home = self.home
-        if self.pins or home.pins:
-            target = self._take_storage()
-        else:
-            target = home
-            if self.machine.state is not UnitState.SHARDED:
-                self.release()
-            if home.owner is not None and home.owner is not self:
+        if not self.pins and not home.pins:
+            if home.owner is not None:
                 home.owner.release()
-        at_home = target is self.home
-        if at_home and fetcher is None and not streams.beside:  # once or twice for every unit: nothing to be ordered
-            pending = []
-            with untracked():
-                for source, buffer in self._moves:
-                    pending.append(collectives.all_gather(buffer, self._what, None, source, version))
-            self._is_filled(target, self.home_views, pending)
-            return None
-        buffers = self._home_buffers if at_home else self._carve(target)
-        pending = []
-        with untracked(), streams.gathering(target.free):
-            streams.wait(masters)
+            target, buffers = home, self._home_buffers
+        else:
+            target = Slot.allocate(home.buffer.numel(), home.buffer.device)
+            buffers = self._carve(target)
+            if self.pins:
+                self._scratch = target
+        with untracked(), streams.gathering(target.free) if streams.beside else _NOTHING:
+            if streams.beside:
+                streams.wait(masters)
             for flat, source, buffer in zip(self.flats, self.sources, buffers, strict=True):
                 if fetcher is None or not flat.rest.offloaded:
-                    pending.append(collectives.all_gather(buffer, self._what, source=source, version=version))
+                    pending.append(collectives.all_gather(buffer, self._what, None, source, version))
                 else:  # this rank's part of the gather must come, whatever happens
                     failure = _fetch(fetcher, source, collectives.own_range(buffer)) or failure
                     pending.append(collectives.all_gather(buffer, self._what))
@@ -259,98 +191,68 @@ class ShardedUnit(Unit):
             for handle in pending:
                 handle.wait()
             self._scratch = None
-            return failure
-        self._is_filled(target, self.home_views if at_home else self._bindings(buffers), pending)
+        else:
+            self._fill(target, self.home_views if target is home else self._bindings(buffers), pending)
         return failure
-
-    def _is_filled(
-        self,
-        storage: Slot,
-        views: list[tuple[nn.Parameter, Tensor, type[nn.Parameter]]],
-        pending: list[Pending],
-    ) -> None:
-        """Note where the current weights are, or will be when what is ``pending`` has come."""
-        self.storage, self._views, self.filled_at = storage, views, self.version
-        self.pending = pending
-        storage.owner = self
-        self.machine.move(UnitState.GATHERING)
-
-    def _take_storage(self) -> Slot:
-        """Fresh memory, where the slot, or the unit itself, is in use."""
-        if not self.pins and self.machine.state is not UnitState.SHARDED:
-            self.release()
-        memory = Slot.allocate(self.home.buffer.numel(), self.home.buffer.device)
-        if self.pins:
-            self._scratch = memory
-        return memory
 
     def wait(self) -> None:
         """Order everything from now on behind the gather."""
-        if self.machine.state is UnitState.GATHERING:
+        if self.state is UnitState.GATHERING:
             for handle in self.pending:
                 handle.wait()
             self.pending = []
-            self.machine.move(UnitState.UNSHARDED)
+            self.state = UnitState.UNSHARDED
 
     def bind(self) -> None:
         """Let the user's parameters be views of the full values, and pin these."""
-        machine = self.machine
-        if machine.state is UnitState.GATHERING:
+        if self.state is UnitState.GATHERING:
             self.wait()
+        if self.state is UnitState.SHARDED or self.storage is None:
+            self._refuse("be bound")
         self.pins += 1
-        if self.storage is not None:
-            self.storage.pins += 1
-        if machine.state is UnitState.BOUND:
-            return
-        machine.move(UnitState.BOUND)
-        if not self.held:
-            for parameter, view, kind in self._views:
-                parameter.__class__ = kind
-                set_data(parameter, view)
+        self.storage.pins += 1
+        if self.state is not UnitState.BOUND:
+            self.state = UnitState.BOUND
+            if not self.held:
+                show(self._views)
 
-    def unbind(self, streams: Streams) -> None:
-        """Let the user's parameters show placeholders again; the slot keeps the values until another unit needs it."""
-        if self.machine.state is not UnitState.BOUND:
-            return
-        self.machine.move(UnitState.UNSHARDED)
-        if not self.held:
-            for parameter, placeholder, kind in self._placeholders:  # as ``show_placeholders`` does
-                set_data(parameter, placeholder)
-                parameter.__class__ = kind
-        if streams.beside and self.storage is not None:
-            self.storage.free = streams.mark()
+    def unbind(self, streams: Streams, writes: ExternalWrites) -> bool:
+        """Take back one ``bind``. After the last one parameters show placeholders, and the slot keeps the values.
 
-    def pin(self) -> None:
-        """Forbid that another unit takes the memory."""
-        self.pins += 1
-        if self.storage is not None:
-            self.storage.pins += 1
+        If user code wrote to them, ``writes`` is told, and the unit holds on to its storage until ``write_back``.
 
-    def unpin(self) -> None:
-        """Take back one ``pin``."""
+        Returns whether another unit may have the memory. Raises ``ParameterAccessError`` if what was written cannot be
+        taken over.
+        """
         self.pins -= 1
         if self.storage is not None:
             self.storage.pins -= 1
-
-    def keep(self, writes: ExternalWrites) -> None:
-        """Hold on to the storage, where user code wrote, until ``write_back``.
-
-        Raises:
-            ParameterAccessError: if it cannot be taken over.
-        """
-        if self.note_written(writes) and not self.kept:
+        if self.pins > self.kept:
+            return False
+        if not self.held and self.written and self.note_written(writes) and not self.kept:
             self.kept = True
-            self.pin()
+            self.pins += 1
+            if self.storage is not None:
+                self.storage.pins += 1
+        if self.state is UnitState.BOUND:
+            self.state = UnitState.UNSHARDED
+            if not self.held:
+                hide(self._absent)
+            if streams.beside and self.storage is not None:
+                self.storage.free = streams.mark()
+        return not self.kept
 
     def write_back(self, collectives: Collectives) -> None:
         """Take this rank's slice of what was written over, when no rank gathers from the masters any more.
 
-        Raises:
-            OffloadError: if a disk failed.
+        Raises ``OffloadError`` if a disk failed.
         """
         self.kept = False
-        self.unpin()
-        if self.storage is None or self.storage is self.own:
+        self.pins -= 1
+        if self.storage is None:
+            return
+        self.storage.pins -= 1
+        if self.storage is self.own:
             return
         with untracked():
             for flat, buffer in zip(self.flats, self._carve(self.storage), strict=True):
@@ -361,25 +263,18 @@ class ShardedUnit(Unit):
             self.release()
 
     def release(self) -> None:
-        """Give the slot up: only this rank's shard stays.
-
-        Raises:
-            RuntimeError: if somebody still computes with it.
-        """
-        if self.machine.state is UnitState.SHARDED:
+        """Give the slot up: only this rank's shard stays. Raises ``RuntimeError`` if somebody computes with it."""
+        if self.state is UnitState.SHARDED:
             return
-        if self.pins:
-            raise RuntimeError(
-                f"Unit '{self.name}' is still computing and cannot give its slot up ({self.pins} pins). This is an "
-                "error in lightning_zero itself; please report it with the model that shows it."
-            )
-        if self.machine.state is UnitState.GATHERING:
+        if self.pins or self.state is UnitState.BOUND:
+            self._refuse(f"give its slot up ({self.pins} pins)")
+        if self.state is UnitState.GATHERING:
             self.wait()
         if self.storage is not None and self.storage.owner is self:
             self.storage.owner = None
         self.storage = None
         self._views = self.home_views
-        self.machine.move(UnitState.SHARDED)
+        self.state = UnitState.SHARDED
 
     def poison(self, streams: Streams) -> None:
         """Fill the memory with NaN and give it up, so that whoever kept a stale view computes NaN, not nonsense."""
@@ -399,9 +294,26 @@ class ShardedUnit(Unit):
         if self.storage is not None:
             self.storage.pins = 0
             self.storage.owner = None
-        self.storage, self.pending, self._views = None, [], self.home_views
+        self.storage, self.pending, self._views, self.state = None, [], self.home_views, UnitState.SHARDED
         self.pins, self.outstanding, self.in_backward, self.kept = 0, 0, False, False
-        self.machine = UnitStateMachine(self.name)
+
+    def _carve(self, slot: Slot) -> list[Tensor]:
+        layouts = [flat.layout for flat in self.flats]
+        return carve(slot.buffer, layouts, [layout.compute_dtype for layout in layouts])
+
+    def _fill(self, storage: Slot, views: list[Bound], pending: list[Pending]) -> None:
+        """Note where the current weights are, or will be when what is ``pending`` has come."""
+        if self.state is not UnitState.SHARDED:
+            self._refuse("be gathered")
+        self.storage, self._views, self.filled_at, self.pending = storage, views, self.version, pending
+        storage.owner = self
+        self.state = UnitState.GATHERING
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"Unit '{self.name}' is {self.state.name} and cannot {what}. This is an error in lightning_zero itself; "
+            "please report it with the model that shows it."
+        )
 
 
 def _fetch(fetcher: Fetcher, source: Tensor, own: Tensor) -> OffloadError | None:

@@ -12,7 +12,7 @@ from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import UnitPlan
-from lightning_zero.shards.binding import absent_kind, get_data, original_kind, set_data, shown_kind
+from lightning_zero.shards.binding import Bound, absent_kind, get_data, hide, original_kind, shown_kind
 from lightning_zero.shards.elements import checksum
 from lightning_zero.shards.flat import FlatParameters, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
@@ -28,15 +28,14 @@ class Unit:
         self.index = plan.index
         self.name = plan.name or "(root)"
         self.flats = tuple(flats)
-        self._placeholders = [
+        self.parameters = [parameter for flat in flats for parameter in flat.parameters]
+        placeholders = [placeholder for flat in flats for placeholder in flat.placeholders]
+        self._absent: list[Bound] = [
             (parameter, placeholder, absent_kind(original_kind(parameter)))
-            for flat in flats
-            for parameter, placeholder in zip(flat.parameters, flat.placeholders, strict=True)
+            for parameter, placeholder in zip(self.parameters, placeholders, strict=True)
         ]
-        self._parameters = [parameter for parameter, _, _ in self._placeholders]
-        self._versions = [parameter._version for parameter in self._parameters]
-        self._cuts = [flat.layout.cut_of(place) for flat in flats for place in range(len(flat.parameters))]
-        self._positions = {id(parameter): position for position, parameter in enumerate(self._parameters)}
+        self._positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+        self._versions = [parameter._version for parameter in self.parameters]
         # Parameters of whose memory an alias is out, through which it may be written to unseen: what was there before.
         self._handed: dict[int, int] = {}
         self.version = 0
@@ -48,11 +47,9 @@ class Unit:
 
     def show_placeholders(self) -> None:
         """Let the user's parameters stand for values that are not there."""
-        for parameter, placeholder, kind in self._placeholders:
-            set_data(parameter, placeholder)
-            parameter.__class__ = kind
+        hide(self._absent)
 
-    def _bindings(self, buffers: Sequence[Tensor]) -> list[tuple[nn.Parameter, Tensor, type[nn.Parameter]]]:
+    def _bindings(self, buffers: Sequence[Tensor]) -> list[Bound]:
         """Each of the user's parameters, the view of ``buffers`` that holds its full value, and its class then."""
         return [
             (parameter, view, shown_kind(original_kind(parameter)))
@@ -61,12 +58,7 @@ class Unit:
         ]
 
     def overwrite(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Make everything that was made of a parameter's master, part of which has just been written, the new value.
-
-        Args:
-            parameter: which.
-            value: all of it.
-        """
+        """Make all that was made of a parameter's master, part of which has just been written, the whole ``value``."""
         with untracked():
             for flat in self.flats:
                 if any(known is parameter for known in flat.parameters):
@@ -75,10 +67,6 @@ class Unit:
                 if known is parameter:
                     view.copy_(value)
         self.void(parameter)
-
-    def cut_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See ``FlatLayout.cut_of``."""
-        return self._cuts[self._positions[id(parameter)]]
 
     def void(self, parameter: nn.Parameter) -> None:
         """Let a graph that has saved the parameter notice that it was changed."""
@@ -97,7 +85,7 @@ class Unit:
     @property
     def written(self) -> bool:
         """Whether user code may have written to parameters since ``note_written``. Only while they show values."""
-        return bool(self._handed) or list(map(version_of, self._parameters)) != self._versions
+        return bool(self._handed) or list(map(version_of, self.parameters)) != self._versions
 
     def note_handed_out(self, parameter: nn.Parameter) -> None:
         """Note that an alias of the memory of a parameter that shows its values is out."""
@@ -108,35 +96,28 @@ class Unit:
         self._versions[self._positions[id(parameter)]] -= 1
 
     def note_written(self, writes: ExternalWrites | None = None) -> bool:
-        """Tell what was written, and begin anew.
+        """Tell ``writes`` (``None``: nobody has to know) what was written, and begin anew. Returns whether they were.
 
-        Args:
-            writes: told of it; ``None``: nobody has to know.
-
-        Returns:
-            Whether anything was.
-
-        Raises:
-            ParameterAccessError: if masters are of another dtype than what was written to: naming the parameter.
+        Raises ``ParameterAccessError`` if masters are of another dtype than what was written to.
         """
-        versions, before, handed = [p._version for p in self._parameters], self._versions, self._handed
-        self._versions, self._handed = versions, {}
+        before, handed = self._versions, self._handed
+        self._versions, self._handed = [parameter._version for parameter in self.parameters], {}
         found = False
-        if writes is not None:
-            specs = [(spec, flat) for flat in self.flats for spec in flat.layout.parameters]
-            for position, ((spec, flat), parameter) in enumerate(zip(specs, self._parameters, strict=True)):
-                if versions[position] == before[position] and (
-                    position not in handed or handed[position] == checksum(get_data(parameter))
-                ):
-                    continue
-                found = True
-                if flat.layout.compute_dtype != flat.layout.dtype:
-                    raise ParameterAccessError(
-                        f"'{spec.name}' was written to while it computes in {flat.layout.compute_dtype}; its values "
-                        f"are kept in {flat.layout.dtype}, so what was written would be lost or rounded. Write to it "
-                        "inside `with lightning_zero.full_parameters(module):`, on every rank."
-                    )
-                writes.note(f"'{spec.name}'", get_data(parameter))
+        if writes is None:
+            return found
+        specs = [(spec, flat.layout) for flat in self.flats for spec in flat.layout.parameters]
+        for position, ((spec, layout), parameter) in enumerate(zip(specs, self.parameters, strict=True)):
+            changed = self._versions[position] != before[position]
+            if not changed and (position not in handed or handed[position] == checksum(get_data(parameter))):
+                continue
+            found = True
+            if layout.compute_dtype != layout.dtype:
+                raise ParameterAccessError(
+                    f"'{spec.name}' was written to while it computes in {layout.compute_dtype}; its values are kept in "
+                    f"{layout.dtype}, so what was written would be lost or rounded. Write to it inside `with "
+                    "lightning_zero.full_parameters(module):`, on every rank."
+                )
+            writes.note(f"'{spec.name}'", get_data(parameter))
         return found
 
     def send_back(self, transfers: Transfers) -> None:
@@ -155,12 +136,13 @@ class Unit:
             self._returning.order()
             self._returning = None
 
-    def forget_sent(self) -> None:
-        """Drop what ``send_back`` started, after an error; it is over by now."""
+    def forget_written(self) -> None:
+        """Forget, after an error, what was written, and what ``send_back`` started, which is over by now."""
         self._returning = None
+        self.note_written()
 
     def parameters_changed(self) -> None:
         """Note that weights changed, so that a graph of the old weights is refused as plain torch refuses it."""
         self.version += 1
-        torch.autograd.graph.increment_version(self._parameters)
+        torch.autograd.graph.increment_version(self.parameters)
         self._versions = [version + 1 for version in self._versions]

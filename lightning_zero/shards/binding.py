@@ -26,7 +26,7 @@ to where the parameter is at home, so what was handed out gets memory of its own
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -40,15 +40,18 @@ from lightning_zero.shards.functions import CASTS, FREE, MODELS, OVERWRITES, SHA
 
 __all__ = [
     "Binding",
+    "Bound",
     "HandedOut",
     "Owner",
     "absent_kind",
     "binding_of",
     "get_data",
+    "hide",
     "is_absent",
     "original_kind",
     "placeholders_allowed",
     "set_data",
+    "show",
     "shown_kind",
 ]
 
@@ -58,6 +61,24 @@ get_data: Callable[[Tensor], Tensor] = getattr(Tensor.data, "__get__")  # noqa: 
 set_data: Callable[[Tensor, Tensor], None] = getattr(Tensor.data, "__set__")  # noqa: B009
 get_gradient: Callable[[Tensor], Tensor | None] = getattr(Tensor.grad, "__get__")  # noqa: B009
 set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "__set__")  # noqa: B009
+
+Bound = tuple[nn.Parameter, Tensor, type[nn.Parameter]]
+"""A parameter, what it is to show, and its class then."""
+
+
+def show(bound: Iterable[Bound]) -> None:
+    """Let parameters be tensors that hold their values."""
+    for parameter, value, kind in bound:
+        parameter.__class__ = kind
+        set_data(parameter, value)
+
+
+def hide(bound: Iterable[Bound]) -> None:
+    """Let parameters stand for values that are not there. In this order: while absent they would ask about it."""
+    for parameter, placeholder, kind in bound:
+        set_data(parameter, placeholder)
+        parameter.__class__ = kind
+
 
 _BINDINGS: dict[int, ref[Binding]] = {}  # by id of the parameter, which its binding keeps alive
 _allowed = 0  # how many ``placeholders_allowed`` are active
@@ -93,13 +114,11 @@ class Binding:
 
     def show(self, value: Tensor) -> None:
         """Let the parameter be ``value``."""
-        self.parameter.__class__ = shown_kind(self.base)
-        set_data(self.parameter, value)
+        show([(self.parameter, value, shown_kind(self.base))])
 
     def hide(self) -> None:
         """Let the parameter stand for values that are not there."""
-        set_data(self.parameter, self.placeholder)
-        self.parameter.__class__ = absent_kind(self.base)
+        hide([(self.parameter, self.placeholder, absent_kind(self.base))])
 
     def release(self) -> None:
         """Make the parameter what it was before; it shows what it shows."""

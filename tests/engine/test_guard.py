@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from lightning_zero._torch import top_saved_tensor_hooks
 from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
+from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.sharded import ShardedUnit
@@ -61,8 +62,7 @@ class World:
         self.guard.push()
         yield self.module[index]
         self.guard.pop()
-        unit.unpin()
-        unit.unbind(Streams(CPU))
+        unit.unbind(Streams(CPU), ExternalWrites())
 
 
 def test_weights_that_were_overwritten_are_gathered_for_the_backward() -> None:

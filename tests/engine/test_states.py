@@ -1,35 +1,77 @@
-"""The life cycle of a unit's parameters, move by move."""
+"""The life cycle of a unit's parameters, verb by verb."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from lightning_zero.engine.sharded import UnitState, UnitStateMachine
+from lightning_zero import build_plan
+from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
+from lightning_zero.engine.agreement import ExternalWrites
+from lightning_zero.engine.build import UnitBuilder
+from lightning_zero.engine.sharded import ShardedUnit, UnitState
+from lightning_zero.shards.placeholder import Placeholders
+from lightning_zero.storage.tiers import MemoryTiers
 
+CPU = torch.device("cpu")
 SHARDED, GATHERING, UNSHARDED, BOUND = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED, UnitState.BOUND
-LEGAL = {(SHARDED, GATHERING), (GATHERING, UNSHARDED), (UNSHARDED, BOUND), (UNSHARDED, SHARDED), (BOUND, UNSHARDED)}
-ROADS = {SHARDED: (), GATHERING: (GATHERING,), UNSHARDED: (GATHERING, UNSHARDED), BOUND: (GATHERING, UNSHARDED, BOUND)}
+WIRE = LocalCollectives()
+
+VERBS: dict[str, Callable[[ShardedUnit], Any]] = {
+    "launch": lambda unit: unit.launch(WIRE, Streams(CPU), None, None),
+    "wait": lambda unit: unit.wait(),
+    "bind": lambda unit: unit.bind(),
+    "unbind": lambda unit: unit.unbind(Streams(CPU), ExternalWrites()),
+    "release": lambda unit: unit.release(),
+}
+ROADS = {
+    SHARDED: [],
+    GATHERING: ["launch"],
+    UNSHARDED: ["launch", "wait"],
+    BOUND: ["launch", "wait", "bind"],
+}
+# What a verb makes of each state; None: it is refused.
+MOVES: dict[str, dict[UnitState, UnitState | None]] = {
+    "launch": {SHARDED: GATHERING, GATHERING: GATHERING, UNSHARDED: GATHERING, BOUND: BOUND},
+    "wait": {SHARDED: SHARDED, GATHERING: UNSHARDED, UNSHARDED: UNSHARDED, BOUND: BOUND},
+    "bind": {SHARDED: None, GATHERING: BOUND, UNSHARDED: BOUND, BOUND: BOUND},
+    "release": {SHARDED: SHARDED, GATHERING: SHARDED, UNSHARDED: SHARDED, BOUND: None},
+}
 
 
-def machine_in(state: UnitState) -> UnitStateMachine:
-    machine = UnitStateMachine("layers.3")
-    assert machine.state is SHARDED
-    for step in ROADS[state]:
-        machine.move(step)
-    return machine
+def unit_in(state: UnitState) -> ShardedUnit:
+    module = nn.ModuleDict({"block": nn.Linear(4, 4)})
+    plan = build_plan(module, stage=3, world_size=1, units=["Linear"])
+    builder = UnitBuilder(module, plan, WIRE, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None)
+    unit = next(unit for unit in builder.build() if unit.name == "block")
+    assert isinstance(unit, ShardedUnit)
+    for verb in ROADS[state]:
+        VERBS[verb](unit)
+    assert unit.state is state
+    return unit
 
 
-@pytest.mark.parametrize(("start", "target"), list(itertools.product(UnitState, UnitState)))
-def test_every_move(start: UnitState, target: UnitState) -> None:
-    machine = machine_in(start)
-    if (start, target) in LEGAL:
-        machine.move(target)
-        assert machine.state is target
+@pytest.mark.parametrize("start", UnitState)
+@pytest.mark.parametrize("verb", MOVES)
+def test_every_verb_in_every_state(verb: str, start: UnitState) -> None:
+    unit, target = unit_in(start), MOVES[verb][start]
+    if target is not None:
+        VERBS[verb](unit)
+        assert unit.state is target
         return
-    legal = ", ".join(sorted(to.name for at, to in LEGAL if at is start))
-    with pytest.raises(RuntimeError) as caught:
-        machine.move(target)
-    assert f"'layers.3' cannot go from {start.name} to {target.name}; legal from here: {legal}." in str(caught.value)
-    assert machine.state is start, "a refused move changed the state"
+    with pytest.raises(RuntimeError, match=f"Unit 'block' is {start.name} and cannot"):
+        VERBS[verb](unit)
+    assert unit.state is start, "a refused verb changed the state"
+
+
+def test_the_last_unbind_lets_the_memory_go() -> None:
+    unit = unit_in(BOUND)
+    unit.bind()
+    assert not VERBS["unbind"](unit)
+    assert unit.state is BOUND
+    assert VERBS["unbind"](unit)
+    assert unit.state is UNSHARDED

@@ -1,0 +1,454 @@
+"""The verbs of forward and backward.
+
+Forward: ``enter`` (a Lightning step method, or any call of the model) -> for each unit ``before_unit_forward``,
+``after_unit_forward`` -> ``leave``. Backward: ``begin_backward`` -> for each unit ``before_unit_backward``, for each
+gradient ``gradient_arrived`` -> ``end_backward``.
+
+[Note: when a unit's backward is over]
+Autograd runs the nodes of one thread strictly from the last created to the first. So when the first node of unit j
+runs, all units that ran after j in the forward are finished, whatever gradients they got. A unit is let go then, never
+when its own gradients have arrived: a frozen or detached reader may still need its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._torch import (
+    current_graph_task,
+    next_sequence_number,
+    no_subclasses,
+    queue_backward_callback,
+    take_gradient,
+)
+from lightning_zero.comm import Collectives, ControlGroup
+from lightning_zero.engine.access import ParameterAccess
+from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.bucket import GradientBucket
+from lightning_zero.engine.build import UnitBuilder, check_materialisable, place_buffers
+from lightning_zero.engine.events import Phase, Span, Spans
+from lightning_zero.engine.guard import check_weights, refuse_double_backward
+from lightning_zero.engine.hooks import ForwardCall, hook_outputs
+from lightning_zero.engine.reducer import GradientReducer, report_width
+from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
+from lightning_zero.engine.schedule import UnitSchedule
+from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.unit import Unit
+from lightning_zero.errors import ParameterAccessError
+from lightning_zero.init import InitRecord
+from lightning_zero.plan import FETCH_UNITS, Plan
+from lightning_zero.shards.flat import ParameterShard
+from lightning_zero.shards.placeholder import Placeholders
+from lightning_zero.storage.tiers import MemoryTiers
+
+__all__ = ["Passes", "torn"]
+
+
+def torn(doing: str) -> RuntimeError:
+    """What is raised where weights are needed, or stepped on, after a step on them has failed."""
+    return RuntimeError(
+        f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old and partly new. "
+        "Resume from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module "
+        "anew."
+    )
+
+
+class Passes:
+    """Runs forward and backward of one module as its plan says.
+
+    Args:
+        module: the user's module. Its parameter objects stay; what they point to is the engine's from now on.
+        plan: who owns what.
+        collectives: the wire.
+        control: agreements between hosts.
+        tiers: where shards rest, by tier; and where the module computes.
+        record: how a module on the meta device was initialised.
+
+    Raises:
+        DivergenceError: on every rank, if the ranks' plans differ.
+
+    Collective: every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        collectives: Collectives,
+        control: ControlGroup,
+        tiers: MemoryTiers,
+        record: InitRecord | None = None,
+    ) -> None:
+        collectives.settle()  # what an engine before this one was doing when an error stopped it
+        control.agree_equal("model or plan", plan.summary_lines(), plan.fingerprint())
+        check_materialisable(module, record, control)
+        self.module = module
+        self.plan = plan
+        self.collectives = collectives
+        self.control = control
+        self.tiers = tiers
+        self.device = tiers.device
+        self.spans = Spans()
+        self.placeholders = Placeholders()
+        self.units: list[Unit] = UnitBuilder(
+            module, plan, collectives, control, tiers, self.placeholders, record
+        ).build()
+        place_buffers(module, tiers.device, record)
+        flats = [flat for unit in self.units for flat in unit.flats]
+        pairs = [pair for flat in flats for pair in zip(flat.parameters, flat.shards, strict=True)]
+        self.names: dict[nn.Parameter, str] = {parameter: shard.spec.name for parameter, shard in pairs}
+        self.shards: dict[str, ParameterShard] = {shard.spec.name: shard for _, shard in pairs}
+        self._frozen = [parameter for parameter, shard in pairs if shard.parameter is None]
+        self.reduce_gradients = True
+        self._reduces = True  # whether the running backward does
+        self.updating = False  # between the beginning and the end of an optimizer step: masters may be half updated
+        self._reducer: GradientReducer | None = None
+        width = 5 + report_width(sum(flat.layout.trainable for flat in flats))
+        self._agreement = Agreement(control, width, self.spans)
+        self.access = ParameterAccess(self)
+        tiers.fetcher.reserve(FETCH_UNITS, plan.fetch_nbytes)
+        self._schedule = UnitSchedule(
+            plan,
+            self.units,
+            collectives,
+            tiers.streams,
+            self._agreement,
+            self._memory_for_backward,
+            tiers.fetcher if plan.offload is not None else None,
+            self.spans,
+            self.access.writes,
+            self.masters_were_written,
+        )
+        self._sharded = self._schedule.sharded
+        self._replicated = [u for u in self.units if isinstance(u, ReplicatedUnit) and not u.always_bound]
+        self.weights = PublishedWeights(self._replicated, collectives, self.spans, self.access.writes, module)
+        self._running: dict[str, Span | None] = {}  # stretches of time that begin and end in different calls
+        self._depth, self._scope, self._segment = 0, "", 0
+        self.forwards, self._backwards = 0, 0
+        self.in_backward = False  # a backward runs
+        self._explicit = False
+        self._replaced = (0, "")  # what got other values last, and after how many forwards
+        self._active: list[ShardedUnit] = []
+        self._calls: list[ForwardCall] = []
+
+    # ----------------------------------------------------------------- forward
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Everything a Lightning step method does: root parameters are in place, units are gathered as they are called.
+
+        Collective: every rank, with the same names of methods in the same order. Calls of one name share an order.
+        """
+        if self._depth == 0:
+            if self.updating and self.plan.offload is not None:
+                raise torn(f"{name} cannot run")
+            self._check_trainable()
+            for unit in self._sharded:
+                unit.outstanding = 0
+        self.enter(name)
+        try:
+            yield
+            self.leave(failed=False)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def enter(self, name: str, called: bool = False) -> None:
+        """Begin a scope in which units may be needed; scopes nest. ``called``: by the call of a module."""
+        self._recover()
+        if self._depth == 0 and not self.in_backward:
+            self.access.take_over()
+        self._depth += 1
+        if self._depth > 1 or self.in_backward:
+            return
+        self.spans.listen()
+        self.collectives.settle()
+        self._scope, self._segment = name, 0
+        self.weights.bind(name)
+        self._open_forward()
+        if called:
+            self._schedule.guard_root()
+        if not self._sharded:
+            self._running["forward"] = self.spans.begin(Phase.FORWARD, name)
+
+    def leave(self, failed: bool) -> None:
+        """End a scope. ``failed``: by an exception; nothing is agreed then, because the others may not get here."""
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth > 0:
+            return  # an inner scope's exception may still be caught by the user's code
+        self._schedule.unguard_root()
+        if self.in_backward:
+            return
+        if failed:
+            self.abandon()
+            return
+        self._end_span("forward")
+        self._close_forward()
+        self.weights.unbind()
+
+    @contextmanager
+    def paused(self) -> Iterator[bool]:
+        """Interrupt a running forward, if there is one, so that other collectives can be issued on every rank alike.
+
+        Collective: every rank.
+        """
+        running = self._depth > 0 and not self.in_backward
+        if running:
+            self._close_forward()
+            depth, self._depth = self._depth, 0
+        yield running
+        if running:
+            self._depth = depth
+            self._segment += 1
+            self._open_forward()
+
+    def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
+        """Meet the other ranks outside of a phase and exchange a few numbers: see ``Agreement.round``."""
+        return self._agreement.round(place, values)
+
+    def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None:
+        """Make a unit's full parameters available for its forward. ``called``: what its module is called with."""
+        implicit = self._depth == 0 and not self.in_backward
+        if implicit:
+            self.enter(f"forward of '{unit.name}'")
+        for owner, key, parameter in unit.holders:
+            if owner["_parameters"].get(key) is not parameter:
+                raise ParameterAccessError(
+                    f"Parameter '{self.names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
+                    "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "
+                    "weight). Change its values inside `with lightning_zero.full_parameters(module):` instead."
+                )
+        self._schedule.unshard(unit)
+        guarded = torch.is_grad_enabled()
+        call = ForwardCall(unit, unit.version, next_sequence_number(), guarded, implicit, self.in_backward)
+        if self.spans.heard:
+            call.span = self.spans.begin(Phase.FORWARD, unit.name, unit.nbytes)
+        self._calls.append(call)
+        if guarded:
+            self._schedule.guard.push()
+
+    def after_unit_forward(self, unit: ShardedUnit, output: Any, failed: bool) -> None:
+        """Let a unit go after its forward, and arrange that its backward finds it again."""
+        if not self._calls or self._calls[-1].unit is not unit:
+            return  # abandoned in between
+        call = self._calls.pop()
+        if call.span is not None:
+            self.spans.end(call.span)
+        if call.guarded:
+            self._schedule.guard.pop()
+            if not failed and hook_outputs(output, call, self.before_unit_backward) and not call.recomputed:
+                call.counted = True
+                unit.outstanding += 1
+        self._schedule.reshard(unit)
+        if call.implicit:
+            self.leave(failed)
+
+    # ---------------------------------------------------------------- backward
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """One whole backward, whose end is known even if activation checkpointing runs others inside. Collective."""
+        self._recover()
+        self.begin_backward()
+        self._explicit = True
+        try:
+            yield
+        except BaseException as error:
+            self.abandon()
+            forwards, what = self._replaced
+            if forwards == self.forwards and isinstance(error, RuntimeError) and "inplace operation" in str(error):
+                raise ParameterAccessError(
+                    f"{what}: other values were written between a forward and its backward, which needs those of the "
+                    "forward. Write to parameters before the forward, or after the backward (`on_after_backward`)."
+                ) from error
+            raise
+        finally:
+            self._explicit = False
+        self.end_backward()
+
+    def begin_backward(self) -> None:
+        """Note that a backward runs. Called by whatever is seen of it first."""
+        if self.in_backward:
+            return
+        self.access.check_trainer(self.module)
+        if self._depth > 0:
+            self._close_forward()
+        else:
+            self.access.take_over(plain=False)
+            self._segment = 0
+        self.spans.listen()
+        self.weights.bind()
+        self.in_backward = True
+        self._reduces = self.reduce_gradients or self.plan.placement.shards_gradients
+        self._backwards += 1
+        place = f"backward {self._backwards} (of {self._scope})"
+        if self._reduces or self._sharded:
+            # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
+            self._agreement.round(f"begin of {place}")
+            self.collectives.settle()  # what a backward before this one was doing when an error stopped it
+        if not self._explicit and current_graph_task() != -1:
+            queue_backward_callback(self._end_implicit_backward)
+        name = f"backward {self._segment} of {self._scope}"
+        if not self._sharded:
+            self._running["backward"] = self.spans.begin(Phase.BACKWARD, self._scope)
+        self._schedule.open(name, place)
+        if self._reducer is not None:
+            self._reducer.open(name, self._schedule.uniform)
+
+    def before_unit_backward(self, call: ForwardCall) -> None:
+        """Make a unit available for its backward, and let those go whose backward is over."""
+        if torch.is_grad_enabled():
+            refuse_double_backward()
+        unit = call.unit
+        if unit.version != call.version:
+            check_weights(unit, call.version)
+        if not self.in_backward:
+            self.begin_backward()
+        if call.counted:
+            call.counted = False
+            unit.outstanding = max(0, unit.outstanding - 1)
+        for other in self._active[:]:
+            if other.index not in unit.kin:
+                self._finish(other)
+        if unit not in self._active:
+            self._schedule.unshard(unit)
+            self._active.append(unit)
+            unit.in_backward = True
+            if self.spans.heard:
+                unit.span = self.spans.begin(Phase.BACKWARD, unit.name, unit.nbytes)
+
+    def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None:
+        """Take one finished gradient over from autograd."""
+        gradient = take_gradient(parameter)
+        if gradient is None or self._reducer is None:
+            return
+        if torch.is_grad_enabled():
+            refuse_double_backward()
+        if not self.in_backward:
+            self.begin_backward()
+        self._reducer.arrive(bucket, position, gradient, self._reduces)
+
+    def bucket_filled(self, bucket: GradientBucket) -> None:
+        """Reduce a bucket whose last gradient has arrived, if no forward of its unit waits for its backward."""
+        if self._reduces and self._reducer is not None and bucket.unit.outstanding == 0:
+            self._reducer.finish(bucket.unit.index)
+
+    def end_backward(self) -> None:
+        """Reduce what is left, agree that the backward is over, and show gradients to optimizers. Collective."""
+        if not self.in_backward:
+            return
+        for unit in list(self._active):
+            self._finish(unit)
+        self._end_span("backward")
+        report = self._reducer.report() if self._reducer is not None and self._reduces else []
+        rows: list[list[int]] = [report]
+        if self._sharded:
+            rows = self._schedule.close(report)
+        elif self._reduces and self._reducer is not None:
+            rows = self._agreement.round(f"backward {self._backwards} (of {self._scope})", report)
+            rows = [row[: len(report)] for row in rows]
+        if self._reducer is not None:
+            if self._reduces:
+                self._reducer.close(rows)
+            else:
+                self._reducer.keep_local()
+        self.in_backward = False
+        self._segment += 1
+        if self._depth > 0:
+            self._open_forward()
+        else:
+            self.weights.unbind()
+
+    # ------------------------------------------------------------------- state
+
+    @property
+    def gathered(self) -> bool:
+        """Whether units beside the root were gathered in the running phase."""
+        return self._schedule.gathered
+
+    @property
+    def computes(self) -> bool:
+        """Whether a forward or a backward runs, in which units are gathered."""
+        return self._depth > 0 or self.in_backward
+
+    def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None:
+        """Note that masters got other values past the optimizer. Local.
+
+        ``what``: whose, if the user knows of it: a backward that needs the old ones will say so. ``units``: of which
+        nothing that was gathered is valid any more.
+        """
+        if what:
+            self._replaced = self.forwards, what
+        self._schedule.void(units)
+
+    def abandon(self) -> None:
+        """Forget the running step after an error: no collective, no gradients, nothing pinned or bound."""
+        self.spans.abandon()
+        self._calls.clear()
+        self._active.clear()
+        self._schedule.abandon()
+        self.tiers.abandon()
+        if self._reducer is not None:
+            self.collectives.abandon(self._reducer.abandon())
+        self.weights.abandon()
+        for unit in self.units:
+            unit.forget_written()
+        self.access.writes.forget()
+        self._depth, self.in_backward, self._segment = 0, False, 0
+        self.weights.unbind()
+
+    # ----------------------------------------------------------------- private
+
+    def _recover(self) -> None:
+        """Drop a backward that raised: its end callback never came, and gradients would never be reduced again."""
+        if self.in_backward and not self._explicit and current_graph_task() == -1:
+            self.abandon()
+
+    def _check_trainable(self) -> None:
+        """Raise if a parameter was thawed since set-up: its gradients would stay local and never be used."""
+        with no_subclasses():  # absent parameters would be asked one by one
+            thawed = next((parameter for parameter in self._frozen if parameter.requires_grad), None)
+        if thawed is not None:
+            raise ParameterAccessError(
+                f"Parameter '{self.names[thawed]}' was frozen at set-up and is trainable now. Gradient memory "
+                "is laid out at set-up: leave it trainable from the start (keep it out of the optimizer, or set "
+                "its learning rate to 0 until it is to move), or start a new fit after unfreezing."
+            )
+
+    def _end_span(self, name: str) -> None:
+        if self._running:
+            self.spans.end(self._running.pop(name, None))
+
+    def _open_forward(self) -> None:
+        self.forwards += 1
+        name, place = f"forward {self._segment} of {self._scope}", f"forward {self.forwards} ({self._scope})"
+        self._schedule.open(name, place, amid=self._segment > 0)
+
+    def _close_forward(self) -> None:
+        if self._schedule.is_open:
+            self._schedule.close()
+
+    def _finish(self, unit: ShardedUnit) -> None:
+        self._active.remove(unit)
+        unit.in_backward = False
+        if unit.span is not None:
+            self.spans.end(unit.span)
+        self._schedule.reshard(unit)
+        if self._reducer is not None and self._reduces and unit.outstanding == 0:
+            self._reducer.finish(unit.index)
+
+    def _end_implicit_backward(self) -> None:
+        if not self._explicit:
+            self.end_backward()
+
+    def _memory_for_backward(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
+        refuse_double_backward()
+        self.begin_backward()
+        return self._schedule.memory_of(unit)
