@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_zero._torch import untracked
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine.agreement import ExternalWrites
-from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import copy_slice
-from lightning_zero.engine.gradients import GradientPlace, UserGradients
+from lightning_zero.engine.gradients.bucket import GradientBucket
+from lightning_zero.engine.gradients.shown import GradientPlace, UserGradients
 from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, ControlGroup
-from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.events import Spans
-from lightning_zero.engine.reducer import GradientReducer
+from lightning_zero.engine.gradients.bucket import GradientBucket
+from lightning_zero.engine.gradients.reducer import GradientReducer
 from lightning_zero.engine.replicated import ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit, Slot
 from lightning_zero.engine.unit import Unit

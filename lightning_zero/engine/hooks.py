@@ -26,8 +26,8 @@ from lightning_zero._torch import (
     tree_leaves,
     watched,
 )
-from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.events import Span
+from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import Unit

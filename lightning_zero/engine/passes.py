@@ -29,12 +29,12 @@ from lightning_zero._torch import (
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.engine.access import ParameterAccess
 from lightning_zero.engine.agreement import Agreement
-from lightning_zero.engine.bucket import GradientBucket
 from lightning_zero.engine.build import UnitBuilder, check_materialisable, place_buffers
 from lightning_zero.engine.events import Phase, Span, Spans
+from lightning_zero.engine.gradients.bucket import GradientBucket
+from lightning_zero.engine.gradients.reducer import GradientReducer, report_width
 from lightning_zero.engine.guard import check_weights, refuse_double_backward
 from lightning_zero.engine.hooks import ForwardCall, hook_outputs
-from lightning_zero.engine.reducer import GradientReducer, report_width
 from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
 from lightning_zero.engine.schedule import UnitSchedule
 from lightning_zero.engine.sharded import ShardedUnit
@@ -52,9 +52,8 @@ __all__ = ["Passes", "torn"]
 def torn(doing: str) -> RuntimeError:
     """What is raised where weights are needed, or stepped on, after a step on them has failed."""
     return RuntimeError(
-        f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old and partly new. "
-        "Resume from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module "
-        "anew."
+        f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old and partly new. Resume "
+        "from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
     )
 
 
@@ -95,9 +94,8 @@ class Passes:
         self.device = tiers.device
         self.spans = Spans()
         self.placeholders = Placeholders()
-        self.units: list[Unit] = UnitBuilder(
-            module, plan, collectives, control, tiers, self.placeholders, record
-        ).build()
+        builder = UnitBuilder(module, plan, collectives, control, tiers, self.placeholders, record)
+        self.units: list[Unit] = builder.build()
         place_buffers(module, tiers.device, record)
         flats = [flat for unit in self.units for flat in unit.flats]
         pairs = [pair for flat in flats for pair in zip(flat.parameters, flat.shards, strict=True)]

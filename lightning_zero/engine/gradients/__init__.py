@@ -1,0 +1,1 @@
+"""Gradients: collected in buckets, reduced in one order, and shown to user code and optimizers."""
