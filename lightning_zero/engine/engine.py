@@ -100,7 +100,7 @@ class ZeroEngine(Passes):
         self.take_over_shown(on_disk=False)  # those are stepped on from what is shown
         self._steps += 1
         place = f"step {self._steps} of {label}, after {self.forwards} forwards and {self._backwards} backwards"
-        rows = self._agreement.round(place, [self.access.writes.digest, *values])
+        rows = self.agree(place, [self.access.writes.digest, *values])
         self.access.writes.compare([row[0] for row in rows], self.control)
         if differ is not None and any(row != rows[0] for row in rows):
             differ(self.control)

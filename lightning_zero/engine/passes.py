@@ -52,8 +52,8 @@ __all__ = ["Passes", "torn"]
 def torn(doing: str) -> RuntimeError:
     """What is raised where weights are needed, or stepped on, after a step on them has failed."""
     return RuntimeError(
-        f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old and partly new. Resume "
-        "from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
+        f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old and partly new. "
+        "Resume from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
     )
 
 
@@ -107,7 +107,9 @@ class Passes:
         self.updating = False  # between the beginning and the end of an optimizer step: masters may be half updated
         self._reducer: GradientReducer | None = None
         width = 5 + report_width(sum(flat.layout.trainable for flat in flats))
-        self._agreement = Agreement(control, width, self.spans)
+        agreement = Agreement(control, width, self.spans)
+        self.agree = agreement.round
+        """Meet the other ranks outside of a phase and exchange a few numbers."""
         self.access = ParameterAccess(self)
         tiers.fetcher.reserve(FETCH_UNITS, plan.fetch_nbytes)
         self._schedule = UnitSchedule(
@@ -115,7 +117,7 @@ class Passes:
             self.units,
             collectives,
             tiers.streams,
-            self._agreement,
+            agreement,
             self._memory_for_backward,
             tiers.fetcher if plan.offload is not None else None,
             self.spans,
@@ -176,11 +178,10 @@ class Passes:
 
     def leave(self, failed: bool) -> None:
         """End a scope. ``failed``: by an exception; nothing is agreed then, because the others may not get here."""
-        if self._depth == 0:
+        if self._depth != 1:  # an inner scope's exception may still be caught by the user's code
+            self._depth = max(0, self._depth - 1)
             return
-        self._depth -= 1
-        if self._depth > 0:
-            return  # an inner scope's exception may still be caught by the user's code
+        self._depth = 0
         self._schedule.unguard_root()
         if self.in_backward:
             return
@@ -206,10 +207,6 @@ class Passes:
             self._depth = depth
             self._segment += 1
             self._open_forward()
-
-    def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
-        """Meet the other ranks outside of a phase and exchange a few numbers: see ``Agreement.round``."""
-        return self._agreement.round(place, values)
 
     def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None:
         """Make a unit's full parameters available for its forward. ``called``: what its module is called with."""
@@ -289,7 +286,7 @@ class Passes:
         place = f"backward {self._backwards} (of {self._scope})"
         if self._reduces or self._sharded:
             # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
-            self._agreement.round(f"begin of {place}")
+            self.agree(f"begin of {place}")
             self.collectives.settle()  # what a backward before this one was doing when an error stopped it
         if not self._explicit and current_graph_task() != -1:
             queue_backward_callback(self._end_implicit_backward)
@@ -350,7 +347,7 @@ class Passes:
         if self._sharded:
             rows = self._schedule.close(report)
         elif self._reduces and self._reducer is not None:
-            rows = self._agreement.round(f"backward {self._backwards} (of {self._scope})", report)
+            rows = self.agree(f"backward {self._backwards} (of {self._scope})", report)
             rows = [row[: len(report)] for row in rows]
         if self._reducer is not None:
             if self._reduces:
