@@ -52,8 +52,8 @@ __all__ = ["Passes", "torn"]
 def torn(doing: str) -> RuntimeError:
     """What is raised where weights are needed, or stepped on, after a step on them has failed."""
     return RuntimeError(
-        f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old and partly new. "
-        "Resume from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
+        f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old, partly new. Resume "
+        "from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
     )
 
 
