@@ -86,12 +86,9 @@ class Passes:
         collectives.settle()  # what an engine before this one was doing when an error stopped it
         control.agree_equal("model or plan", plan.summary_lines(), plan.fingerprint())
         check_materialisable(module, record, control)
-        self.module = module
-        self.plan = plan
-        self.collectives = collectives
-        self.control = control
-        self.tiers = tiers
-        self.device = tiers.device
+        self.module, self.plan = module, plan
+        self.collectives, self.control = collectives, control
+        self.tiers, self.device = tiers, tiers.device
         self.spans = Spans()
         self.placeholders = Placeholders()
         builder = UnitBuilder(module, plan, collectives, control, tiers, self.placeholders, record)

@@ -91,7 +91,7 @@ class Binding:
         self.parameter = parameter
         self.name = name
         self.placeholder = placeholder
-        self._owner = ref(owner)
+        self.owner = ref(owner)  # the engine, as long as it lives
         self.base: type[nn.Parameter] = original_kind(parameter)
         self.external = False
         """Whether the parameter is an ordinary tensor at the moment, whose values are to be taken over."""
@@ -106,11 +106,6 @@ class Binding:
         _BINDINGS[key] = ref(self, lambda gone: _BINDINGS.pop(key) if _BINDINGS.get(key) is gone else None)
         shows_placeholder = storage_key(get_data(parameter)) == storage_key(placeholder)
         parameter.__class__ = (absent_kind if shows_placeholder else shown_kind)(self.base)
-
-    @property
-    def owner(self) -> Owner | None:
-        """The engine, as long as it lives."""
-        return self._owner()
 
     def show(self, value: Tensor) -> None:
         """Let the parameter be ``value``."""
@@ -127,7 +122,7 @@ class Binding:
 
     def assign(self, value: Tensor) -> None:
         """``parameter.data = value``."""
-        parameter, owner = self.parameter, self.owner
+        parameter, owner = self.parameter, self.owner()
         if owner is not None and owner.assigned_slice(self, value):
             return
         if owner is None or self.held or (self.external and not is_absent(parameter)):
@@ -145,13 +140,11 @@ class Binding:
 
     def make_room(self) -> None:
         """Let an absent parameter be a tensor that is about to be overwritten."""
-        owner = self.owner
-        if owner is not None:
+        if (owner := self.owner()) is not None:
             owner.assigned(self, None)  # raises, or lets it be any tensor: absent parameters are nowhere
-        with untracked():
-            memory = torch.empty(self.placeholder.shape, dtype=self.placeholder.dtype, device=self.placeholder.device)
         self.external = True
-        self.show(memory)
+        with untracked():
+            self.show(torch.empty_like(self.placeholder, memory_format=torch.contiguous_format))
 
 
 def binding_of(parameter: Tensor) -> Binding | None:
@@ -184,16 +177,6 @@ def original_kind(parameter: Tensor) -> type[nn.Parameter]:
     return original
 
 
-def shown_kind(base: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of parameters that were of class ``base``, while their values are there."""
-    return _kinds(base)[0]
-
-
-def absent_kind(base: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The same while they are not."""
-    return _kinds(base)[1]
-
-
 class _Shown:
     """Sees ``.data`` and ``.grad``; copies of it are ordinary parameters."""
 
@@ -205,15 +188,16 @@ class _Shown:
     @property
     def data(self: Any) -> Tensor:
         binding = binding_of(self)
-        if binding is not None and not _allowed:
-            if is_absent(self) and not _bring([binding]):
-                if (sliced := _sliced(binding)) is None:
-                    raise refusal([binding.name], "data")
-                return binding.handed.note(sliced)
-            if not binding.held and (owner := binding.owner) is not None:
-                owner.handed_out(binding)
-                return binding.handed.note(get_data(self))
-        return get_data(self)
+        if binding is None or _allowed:
+            return get_data(self)
+        if is_absent(self) and not _bring([binding]):
+            if (sliced := _sliced(binding)) is None:
+                raise refusal([binding.name], "data")
+            return binding.handed.note(sliced)
+        if binding.held or (owner := binding.owner()) is None:
+            return get_data(self)
+        owner.handed_out(binding)
+        return binding.handed.note(get_data(self))
 
     @data.setter
     def data(self: Any, value: Tensor) -> None:
@@ -227,22 +211,18 @@ class _Shown:
     def grad(self: Any) -> Tensor | None:
         caller, weak = sys._getframe(1), _BINDINGS.get(id(self))
         binding = None if weak is None else weak()  # ``binding_of``, without a call: every `zero_grad` is here
-        if binding is not None and binding.parameter is not self:
-            binding = None
-        let_go = None if binding is None else binding.let_go
-        if let_go is not None and id(caller.f_code) in ZERO_GRADS and caller.f_locals["set_to_none"]:
-            let_go(binding)  # it only asks whether there is one: none is made to be shown
+        if binding is None or binding.parameter is not self:
+            return get_gradient(self)
+        if binding.let_go is not None and id(caller.f_code) in ZERO_GRADS and caller.f_locals["set_to_none"]:
+            binding.let_go(binding)  # it only asks whether there is one: none is made to be shown
             return None
-        owner, local = None if binding is None else binding.owner, get_gradient(self)
-        if binding is None or owner is None or describes_tensors(caller):
-            return local
-        return owner.read_gradient(binding, local)
+        owner, local = binding.owner(), get_gradient(self)
+        return local if owner is None or describes_tensors(caller) else owner.read_gradient(binding, local)
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
         binding = binding_of(self)
-        owner = None if binding is None else binding.owner
-        if binding is None or owner is None:
+        if binding is None or (owner := binding.owner()) is None:
             set_gradient(self, value)
         else:
             owner.write_gradient(binding, value)
@@ -300,22 +280,30 @@ class _Absent(_Shown):
         return _called(func, args, kwargs or {})
 
     def __repr__(self: Any) -> str:
-        name = self.__class__.__name__
-        values = "values are not in memory, see lightning_zero.full_parameters"
-        return f"{name} of shape {tuple(self.shape)}, {self.dtype}, {self.device}: {values}"
+        what = f"{self.__class__.__name__} of shape {tuple(self.shape)}, {self.dtype}, {self.device}"
+        return f"{what}: values are not in memory, see lightning_zero.full_parameters"
 
     def __format__(self: Any, spec: str) -> str:
         return format(repr(self), spec)
 
 
 @cache
-def _kinds(base: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
-    kinds: list[type[nn.Parameter]] = []
+def shown_kind(base: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of parameters that were of class ``base``, while their values are there."""
+    return _subclass(base, _Shown)
+
+
+@cache
+def absent_kind(base: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The same while they are not."""
+    return _subclass(base, _Absent)
+
+
+def _subclass(base: type[nn.Parameter], own: type) -> type[nn.Parameter]:
     meta: Any = type(base)
-    for own in (_Shown, _Absent):
-        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__slots__": (), "_base": base}
-        kinds.append(meta(base.__name__, (own, base), namespace))
-    return kinds[0], kinds[1]
+    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__slots__": (), "_base": base}
+    kind: type[nn.Parameter] = meta(base.__name__, (own, base), namespace)
+    return kind
 
 
 @contextmanager
@@ -349,11 +337,8 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     bindings = [b for tensor in _absent([*args, *kwargs.values()]) if (b := binding_of(tensor)) is not None]
     if bindings and _bring(bindings):
         return func(*args, **kwargs)
-    if name in FREE:
-        with no_subclasses():
-            return func(*args, **kwargs)
     first: Any = args[0] if args else None
-    if name in MODELS or (name in SHAPES and not isinstance(first, _Absent)):
+    if name in FREE or name in MODELS or (name in SHAPES and not isinstance(first, _Absent)):
         with no_subclasses():
             return func(*args, **kwargs)
     if name == "__get__":
@@ -396,7 +381,7 @@ def _edit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _sliced(binding: Binding) -> Tensor | None:
-    return None if (owner := binding.owner) is None or binding.held else owner.sliced(binding)
+    return None if (owner := binding.owner()) is None or binding.held else owner.sliced(binding)
 
 
 def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -408,17 +393,16 @@ def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _bring(bindings: Sequence[Binding]) -> bool:
-    return all((owner := binding.owner) is not None and owner.bring(binding) for binding in bindings)
+    return all((owner := binding.owner()) is not None and owner.bring(binding) for binding in bindings)
 
 
 def _same_memory(value: Tensor, data: Tensor) -> bool:
-    if value.shape != data.shape or value.dtype != data.dtype or storage_key(value) != storage_key(data):
-        return False
-    return bool(value.storage_offset() == data.storage_offset()) and value.stride() == data.stride()
+    alike = value.shape == data.shape and value.dtype == data.dtype and storage_key(value) == storage_key(data)
+    return alike and value.storage_offset() == data.storage_offset() and value.stride() == data.stride()
 
 
 class HandedOut:
-    """Those of one parameter, as long as anybody holds them."""
+    """Aliases of one parameter's memory, as long as anybody holds them."""
 
     def __init__(self) -> None:
         self._known: list[ref[Tensor]] = []
@@ -451,17 +435,16 @@ class Owner(Protocol):
         Returns whether it has to stay where it is, so that the values have to be copied.
         """
 
+    def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
+        """Take over a value of which this rank has a slice. Returns whether it is one."""
+
     def handed_out(self, binding: Binding) -> None:
         """Note that an alias of the parameter's memory left, through which it may be written to unseen."""
+
+    def sliced(self, binding: Binding) -> Tensor | None:
+        """What stands for the values of an absent parameter where elements are enough; ``None`` if nothing does."""
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
 
-    def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
-        """``.grad = value``."""
-
-    def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
-        """Take over a value of which this rank has a slice. Returns whether it is one."""
-
-    def sliced(self, binding: Binding) -> Tensor | None:
-        """What stands for the values of an absent parameter where elements are enough; ``None`` if nothing does."""
+    def write_gradient(self, binding: Binding, value: Tensor | None) -> None: ...
