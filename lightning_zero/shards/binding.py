@@ -41,8 +41,6 @@ from lightning_zero.shards.functions import CASTS, FREE, MODELS, OVERWRITES, SHA
 __all__ = [
     "Binding",
     "Bound",
-    "HandedOut",
-    "Owner",
     "absent_kind",
     "binding_of",
     "get_data",
