@@ -30,7 +30,7 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError
 from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
 from lightning_zero.session.checkpoints import require_lightning
-from lightning_zero.session.names import under_own_names
+from lightning_zero.session.module_state import under_own_names
 from tests.checkpoint.samples import control
 from tests.helpers.script import run_script
 from tests.helpers.training import make_trainer

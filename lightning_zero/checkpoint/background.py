@@ -32,6 +32,7 @@ from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.destination import remove_at
 from lightning_zero.checkpoint.format.flat_shard import FlatShard
 from lightning_zero.checkpoint.format.typed_json import is_plain
+from lightning_zero.checkpoint.pieces import tensors_in
 from lightning_zero.checkpoint.save import no_garbage_collection
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect, failure_text
@@ -263,7 +264,6 @@ class Saver:
 
 _ALIGNMENT = 64  # bytes; of what is copied, so that every dtype may start where it started in its own storage
 _GAP_NBYTES = 1 << 16  # what lies between two slices of a storage is copied along if it is less: one copy, not two
-_MAX_DEPTH = 64
 
 
 class Snapshots:
@@ -354,17 +354,11 @@ class _Run(NamedTuple):
 
 def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Every tensor that is copied as bytes, by identity, and the contiguous tensor that holds its elements."""
-    pending: list[tuple[Any, int]] = [(checkpoint, 0)]
-    while pending:
-        value, depth = pending.pop()
-        if isinstance(value, FlatShard):
-            yield id(value), (value, value.local)
-        elif isinstance(value, Tensor):
-            if is_plain(value) and not value.is_meta:
-                yield id(value), (value, value.detach().resolve_conj().resolve_neg().contiguous())
-        elif isinstance(value, (Mapping, list, tuple)) and depth < _MAX_DEPTH:
-            items = value.values() if isinstance(value, Mapping) else value
-            pending += [(item, depth + 1) for item in items]
+    for tensor in tensors_in(checkpoint):
+        if isinstance(tensor, FlatShard):
+            yield id(tensor), (tensor, tensor.local)
+        elif is_plain(tensor) and not tensor.is_meta:
+            yield id(tensor), (tensor, tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def _runs(sources: Mapping[int, tuple[Tensor, Tensor]]) -> list[_Run]:

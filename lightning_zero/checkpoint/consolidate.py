@@ -7,13 +7,12 @@ import os
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY, by_parameter_index
 from lightning_zero.checkpoint.directories import Directory, read_directory
@@ -24,8 +23,8 @@ from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, is_plain
 from lightning_zero.checkpoint.fsdp import write_fsdp_directory
 from lightning_zero.checkpoint.load import open_checkpoint
-from lightning_zero.checkpoint.pieces import Pieces, write_bytes
-from lightning_zero.checkpoint.storage.files import Files, is_folder, is_remote, local_output, local_path, open_folder
+from lightning_zero.checkpoint.pieces import Pieces, progress_bar, write_bytes
+from lightning_zero.checkpoint.storage.files import is_folder, is_remote, local_output, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
@@ -87,13 +86,20 @@ def consolidate_checkpoint(
     kind = _kind(target, format)
     limit = parse_size(max_shard_size)
     cast = _floating(dtype)
-    _check_options(kind, dtype, weights_only, prefix)
+    if prefix is not None and kind == "ckpt" and not weights_only:
+        raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
+    if kind == "fsdp" and (dtype is not None or weights_only or prefix is not None):
+        raise ValueError("format='fsdp' takes over what is saved: dtype, weights_only and prefix do not go with it.")
     _check_target(source, target, kind)
-    if kind == "fsdp":
-        return [_write_fsdp(source, target, progress)]
-    checkpoint = _opened(source)
-    weights = _renamed(checkpoint["state_dict"], prefix)
+    own = Directory(open_folder(source)) if _is_own(source) else None
     try:
+        if kind == "fsdp":
+            if own is not None:
+                _warn_of_excluded(read_directory(own.files).checkpoint, source)
+            return [write_fsdp_directory(source, target, progress=progress)]
+        checkpoint = _opened(source, own)
+        _warn_of_excluded(checkpoint, source)
+        weights = _renamed(checkpoint["state_dict"], prefix)
         if kind == "ckpt":
             return [_write_torch(checkpoint, weights, target, cast, weights_only, progress)]
         return _write_safetensors(weights, target, cast, limit, progress)
@@ -114,9 +120,6 @@ def parse_size(size: str | int) -> int:
     return max(1, int(float(matched.group(1)) * _UNITS[unit]))
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
-
-
 def _kind(target: Path, given: str | None) -> FileFormat:
     by_suffix = {**dict.fromkeys(_TORCH_SUFFIXES, "ckpt"), ".safetensors": "safetensors"}.get(target.suffix.lower())
     if given not in (None, "ckpt", "safetensors", "fsdp"):
@@ -131,13 +134,6 @@ def _kind(target: Path, given: str | None) -> FileFormat:
     return "ckpt" if kind == "ckpt" else "safetensors"
 
 
-def _check_options(kind: FileFormat, dtype: str | None, weights_only: bool, prefix: str | None) -> None:
-    if prefix is not None and kind == "ckpt" and not weights_only:
-        raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
-    if kind == "fsdp" and (dtype is not None or weights_only or prefix is not None):
-        raise ValueError("format='fsdp' takes over what is saved: dtype, weights_only and prefix do not go with it.")
-
-
 def _floating(name: str | None) -> torch.dtype | None:
     dtype = None if name is None else DTYPES.get(name)
     if name is not None and (dtype is None or not dtype.is_floating_point):
@@ -146,20 +142,44 @@ def _floating(name: str | None) -> torch.dtype | None:
 
 
 def _check_target(source: str | os.PathLike[str], target: Path, kind: FileFormat) -> None:
-    refuse_overlap(source, target, lambda name: name == INDEX_FILE or _WEIGHTS.fullmatch(name) is not None)
-    if kind == "fsdp" and os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
+    if not is_remote(source):
+        _refuse_overlap(local_path(source), target)
+    exists, is_folder = os.path.lexists(target), target.is_dir()
+    if kind == "fsdp" and exists and not (is_folder and not os.listdir(target)):
         raise ValueError(f"'{target}' exists: write to another place, or delete it.")
-    if not target.is_dir():
-        if kind == "safetensors" and not _is_single(target) and os.path.lexists(target):
-            raise ValueError(
-                f"'{target}' is a file, and without a suffix OUT is a directory of safetensors: give another name, "
-                "one with a suffix such as '.ckpt' or '.safetensors' for a file, or delete it."
-            )
-        return
-    if kind == "ckpt" or _is_single(target):
+    if is_folder and (kind == "ckpt" or _is_single(target)):
         raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
-    if os.listdir(target) and is_checkpoint_directory(target):
+    if is_folder and os.listdir(target) and is_checkpoint_directory(target):
         raise ValueError(f"'{target}' is a sharded checkpoint: write to another directory.")
+    if kind == "safetensors" and not _is_single(target) and exists and not is_folder:
+        raise ValueError(
+            f"'{target}' is a file, and without a suffix OUT is a directory of safetensors: give another name, "
+            "one with a suffix such as '.ckpt' or '.safetensors' for a file, or delete it."
+        )
+
+
+def _refuse_overlap(source: Path, out: Path) -> None:
+    """Make sure that no file of a checkpoint is replaced by what is made of it, whatever links lead there.
+
+    Raises:
+        ValueError: if one would be, or ``out`` would lie within the checkpoint.
+    """
+    real, target = Path(os.path.realpath(source)), Path(os.path.realpath(out))
+    if target == real or (target.exists() and real.exists() and target.samefile(real)):
+        raise ValueError(f"'{out}' is the source itself: write to another place.")
+    names = _names_of(out)
+    if real.is_dir() and any(name.is_relative_to(real) for name in names):
+        raise ValueError(f"'{out}' is within the source: write to another place.")
+    parts = [real / name for name in os.listdir(real)] if real.is_dir() else [source]
+    for part in (name for given in parts for name in _names_of(given)):
+        replaced = part.name == INDEX_FILE or _WEIGHTS.fullmatch(part.name)
+        if part in names or (part.parent == target and replaced):
+            raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
+
+
+def _names_of(path: Path) -> set[Path]:
+    """Of a path, and of what it leads to if it is a link; without links before the last part."""
+    return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
 
 
 def _is_single(target: Path) -> bool:
@@ -167,23 +187,19 @@ def _is_single(target: Path) -> bool:
     return target.suffix.lower() == ".safetensors"
 
 
-def _opened(source: str | os.PathLike[str]) -> dict[str, Any]:
+def _is_own(source: str | os.PathLike[str]) -> bool:
+    return is_folder(source) and open_folder(source).has(RECORD_FILE)
+
+
+def _opened(source: str | os.PathLike[str], own: Directory | None) -> dict[str, Any]:
     """The checkpoint, with its partition if it is one of ours."""
     checkpoint = open_checkpoint(source, ControlGroup(None))
-    if (files := _own_files(source)) and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
-        plan = Decoder().decode(Directory(files).record.plan)
-        own = {key: value for key, value in checkpoint.get(SUMMARY_KEY, {}).items() if key != RANDOM_KEY}
-        checkpoint[SUMMARY_KEY] = {**own, "plan": plan}
+    if own is not None and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
+        summary = {key: value for key, value in checkpoint.get(SUMMARY_KEY, {}).items() if key != RANDOM_KEY}
+        checkpoint[SUMMARY_KEY] = {**summary, "plan": Decoder().decode(own.record.plan)}
     if not isinstance(checkpoint.get("state_dict"), Mapping):
         raise CheckpointError(f"'{os.fspath(source)}' holds no weights: there is no `state_dict` in it.")
-    _warn_of_excluded(checkpoint, os.fspath(source))
     return checkpoint
-
-
-def _own_files(source: str | os.PathLike[str]) -> Files | None:
-    """The files of a directory with our record, if it is one."""
-    files = open_folder(source) if is_folder(source) else None
-    return files if files is not None and files.has(RECORD_FILE) else None
 
 
 def _renamed(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
@@ -198,14 +214,14 @@ def _renamed(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
     return renamed
 
 
-def _warn_of_excluded(checkpoint: Mapping[str, Any], source: str) -> None:
+def _warn_of_excluded(checkpoint: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
     own = checkpoint.get(SUMMARY_KEY)
     excluded = own.get("excluded_frozen") if isinstance(own, Mapping) else None
     if excluded:
         warnings.warn(
-            f"'{source}' was saved without its {len(excluded)} frozen parameters ({excluded[0]}, ...), so they are not "
-            "in what is written either.",
-            stacklevel=4,
+            f"'{os.fspath(source)}' was saved without its {len(excluded)} frozen parameters ({excluded[0]}, ...), so "
+            "they are not in what is written either.",
+            stacklevel=3,
         )
 
 
@@ -217,21 +233,6 @@ def _warn_of_overflow(holes: Mapping[str, Any], pieces: Pieces) -> None:
             f"'{names[0]}'. `bfloat16` has the range of `float32`.",
             stacklevel=4,
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------- fsdp
-
-
-def _write_fsdp(source: str | os.PathLike[str], target: Path, progress: bool) -> Path:
-    if files := _own_files(source):
-        _warn_of_excluded(read_directory(files).checkpoint, os.fspath(source))
-    try:
-        return write_fsdp_directory(source, target, progress=progress)
-    except OSError as error:
-        raise CheckpointError(f"Could not write '{target}': {error}.") from error
-
-
-# ---------------------------------------------------------------------------------------------------------- torch file
 
 
 def _write_torch(
@@ -253,15 +254,15 @@ def _write_torch(
     layout = TorchFile(content)
     staged = StagedFile(target, layout.nbytes)
     try:
-        with _Bar(target.name, layout.nbytes, progress) as bar, open(staged.path, "r+b", buffering=0) as file:
+        with progress_bar(target.name, layout.nbytes, progress) as bar, open(staged.path, "r+b", buffering=0) as file:
             descriptor = file.fileno()
             crcs = [
-                pieces.write(place.key if place.tensor is None else place.tensor, descriptor, place.offset, bar)
+                pieces.write(place.key if place.tensor is None else place.tensor, descriptor, place.offset, bar.update)
                 for place in layout.places
             ]
             for offset, part in layout.frame(crcs):
                 write_bytes(descriptor, offset, part)
-                bar(len(part))
+                bar.update(len(part))
         staged.publish()
     finally:
         staged.discard()
@@ -279,9 +280,6 @@ def _with_holes(value: Any, pieces: Pieces, cast: torch.dtype | None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_with_holes(item, pieces, cast) for item in value)
     return value
-
-
-# --------------------------------------------------------------------------------------------------------- safetensors
 
 
 def _write_safetensors(
@@ -303,14 +301,14 @@ def _write_safetensors(
         layouts.append(SafetensorsFile({n: TensorSpec(h.dtype, tuple(h.shape)) for n, h in shard.items()}, metadata))
     staged: list[StagedFile] = []
     try:
-        with _Bar(target.name, sum(layout.nbytes for layout in layouts), progress) as bar:
+        with progress_bar(target.name, sum(layout.nbytes for layout in layouts), progress) as bar:
             for name, layout in zip(names, layouts, strict=True):
                 staged.append(StagedFile(folder / name, layout.nbytes))
                 with open(staged[-1].path, "r+b", buffering=0) as file:
                     write_bytes(file.fileno(), 0, layout.head)
-                    bar(len(layout.head))
+                    bar.update(len(layout.head))
                     for tensor, offset in layout.offsets.items():
-                        pieces.write(holes[tensor].key, file.fileno(), offset, bar)
+                        pieces.write(holes[tensor].key, file.fileno(), offset, bar.update)
         if single:
             staged[0].publish()
         else:
@@ -371,50 +369,3 @@ def _shards(holes: Mapping[str, Hole], limit: int | None) -> list[dict[str, Hole
 
 def _file_name(number: int, count: int) -> str:
     return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-class _Bar:
-    """A progress bar over bytes; a function that advances it."""
-
-    def __init__(self, name: str, nbytes: int, shown: bool) -> None:
-        self._bar = tqdm(
-            total=nbytes, desc=name, unit="B", unit_scale=True, leave=True, disable=None if shown else True
-        )
-
-    def __enter__(self) -> Callable[[int], Any]:
-        advance: Callable[[int], Any] = self._bar.update
-        return advance
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-
-def refuse_overlap(source: str | os.PathLike[str], out: Path, replaced: Callable[[str], bool]) -> None:
-    """Make sure that no file of a checkpoint is replaced by what is made of it, whatever links lead there.
-
-    Args:
-        source: path or URL of the checkpoint.
-        out: the file or the directory to write.
-        replaced: whether a file of that name in ``out`` would be replaced or deleted.
-
-    Raises:
-        ValueError: if one would be, or ``out`` would lie within the checkpoint.
-    """
-    if is_remote(source):
-        return
-    local = local_path(source)
-    real, target = Path(os.path.realpath(local)), Path(os.path.realpath(out))
-    if target == real or (target.exists() and real.exists() and target.samefile(real)):
-        raise ValueError(f"'{out}' is the source itself: write to another place.")
-    names = _names_of(out)
-    if real.is_dir() and any(name.is_relative_to(real) for name in names):
-        raise ValueError(f"'{out}' is within the source: write to another place.")
-    parts = [real / name for name in os.listdir(real)] if real.is_dir() else [local]
-    for part in (name for given in parts for name in _names_of(given)):
-        if part in names or (part.parent == target and replaced(part.name)):
-            raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
-
-
-def _names_of(path: Path) -> set[Path]:
-    """Of a path, and of what it leads to if it is a link; without links before the last part."""
-    return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}

@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identi
 from lightning_zero.checkpoint.format.items import Leaf, put_together
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import is_plain
-from lightning_zero.checkpoint.pieces import write_bytes, write_tensor
+from lightning_zero.checkpoint.pieces import Pieces, write_bytes
 from lightning_zero.checkpoint.save import Divided, divide
 from lightning_zero.checkpoint.storage.files import local_output
 from lightning_zero.checkpoint.storage.publish import StagedFile
@@ -134,12 +134,13 @@ class _Export:
                 f"'{Path(file).parent.parent}' is not the folder that rank 0 sees: use a shared file system"
             ) from None
         try:
+            write = Pieces().write
             parts = [
-                _Part(key, start, flat.nbytes, write_tensor(descriptor, offsets[key] + start, flat))
+                _Part(key, start, flat.nbytes, write(flat, descriptor, offsets[key] + start))
                 for key, start, flat in self._mine(offsets)
             ]
             places = self._layout.places if self._layout is not None else []
-            crcs = [write_tensor(descriptor, p.offset, p.tensor) for p in places if p.tensor is not None]
+            crcs = [write(p.tensor, descriptor, p.offset) for p in places if p.tensor is not None]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch import Tensor
@@ -14,16 +15,16 @@ from lightning_zero.checkpoint.directories import Directory
 from lightning_zero.checkpoint.format.record import RECORD_FILE
 from lightning_zero.checkpoint.format.typed_json import Decoder, Inexpressible, dtype_name
 from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, open_checkpoint
-from lightning_zero.checkpoint.pieces import stored_identity
+from lightning_zero.checkpoint.pieces import stored_identity, tensors_in
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
 from lightning_zero.errors import CheckpointError, some
 
-__all__ = ["Inspection", "TensorGroup", "inspect_checkpoint", "readable_size"]
+__all__ = ["Inspection", "inspect_checkpoint", "readable_size"]
 
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
-_MOMENT = {"epoch": "epoch", "global_step": "global step"}
+_RESIDENCES = ("parameters", "gradients", "optimizer")
 _KINDS = {
     Kind.OWN: "sharded directory of lightning_zero",
     Kind.FOREIGN: "sharded directory of torch.distributed.checkpoint",
@@ -33,24 +34,27 @@ _KINDS = {
 }
 
 
-@dataclass
 class TensorGroup:
     """Tensors counted together; those that share their elements once.
 
     Attributes:
         tensors: how many.
-        numel: their elements.
+        dtypes: their elements by short dtype name.
         nbytes: their size.
-        dtypes: the elements by short dtype name.
         shared: how many more names there are for the same elements.
     """
 
-    tensors: int = 0
-    numel: int = 0
-    nbytes: int = 0
-    dtypes: dict[str, int] = field(default_factory=dict)
-    shared: int = 0
-    _known: set[Hashable] = field(default_factory=set)
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self.tensors = self.nbytes = self.shared = 0
+        self.dtypes: Counter[str] = Counter()
+        self._known: set[Hashable] = set()
+        for tensor in tensors:
+            self.add(tensor)
+
+    @property
+    def numel(self) -> int:
+        """All elements."""
+        return self.dtypes.total()
 
     def add(self, tensor: Tensor) -> None:
         """Count one."""
@@ -60,19 +64,15 @@ class TensorGroup:
             return
         self._known.add(identity)
         self.tensors += 1
-        self.numel += tensor.numel()
         self.nbytes += tensor.numel() * tensor.dtype.itemsize
-        name = dtype_name(tensor.dtype)
-        self.dtypes[name] = self.dtypes.get(name, 0) + tensor.numel()
+        self.dtypes[dtype_name(tensor.dtype)] += tensor.numel()
 
     def __str__(self) -> str:
         """``1,234 elements in 5 tensors, 4.9 kB (float32)``."""
-        dtypes = ", ".join(
-            name if len(self.dtypes) == 1 else f"{name}: {numel:,}" for name, numel in self.dtypes.items()
-        )
+        each = [name if len(self.dtypes) == 1 else f"{name}: {numel:,}" for name, numel in self.dtypes.items()]
         count = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"
         shared = f", {self.shared} tied to others" if self.shared else ""
-        return f"{self.numel:,} elements in {count}, {readable_size(self.nbytes)} ({dtypes}){shared}"
+        return f"{self.numel:,} elements in {count}, {readable_size(self.nbytes)} ({', '.join(each)}){shared}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +81,13 @@ class Inspection:
 
     Attributes:
         path: of the checkpoint.
-        kind: what it is.
         checkpoint: Lightning's dictionary, tensors on disk.
-        facts: other information, by what it says.
+        facts: what else is known, by what it says.
         files: sizes by name.
         has_checksums: whether there are checksums to verify.
     """
 
     path: str
-    kind: str
     checkpoint: Mapping[str, Any]
     facts: Mapping[str, str]
     files: Mapping[str, int]
@@ -98,18 +96,11 @@ class Inspection:
     @property
     def weights(self) -> TensorGroup:
         """All tensors of the module's state dict."""
-        return _counted(self._state.values())
+        return TensorGroup(value for value in self._state.values() if isinstance(value, Tensor))
 
     @property
     def _state(self) -> Mapping[str, Any]:
-        state = self.checkpoint.get("state_dict")
-        return state if isinstance(state, Mapping) else {}
-
-    @property
-    def optimizers(self) -> Sequence[Mapping[str, Any]]:
-        """The optimizers' state dicts."""
-        found = self.checkpoint.get("optimizer_states")
-        return [state for state in found if isinstance(state, Mapping)] if isinstance(found, list) else []
+        return _mapping(self.checkpoint.get("state_dict"))
 
     @property
     def nbytes(self) -> int:
@@ -117,28 +108,22 @@ class Inspection:
         return sum(self.files.values())
 
     def describe(self, *, tensors: bool = False) -> str:
-        """The text that ``lightning-zero inspect`` prints.
-
-        Args:
-            tensors: also list every weight.
-        """
-        facts = {"format": self.kind, **self.facts, "weights": str(self.weights)}
-        rest = _counted(
-            value
-            for key, part in self.checkpoint.items()
-            if key not in ("state_dict", "optimizer_states", SUMMARY_KEY)
-            for value in _tensors(part)
-        )
+        """The text that ``lightning-zero inspect`` prints; with ``tensors``, every weight is listed."""
+        facts = {**self.facts, "weights": str(self.weights)}
+        known = ("state_dict", "optimizer_states", SUMMARY_KEY)
+        rest = TensorGroup(tensors_in({key: part for key, part in self.checkpoint.items() if key not in known}))
         if rest.tensors:
             facts["other tensors"] = str(rest)
         if self.files:
             count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
             facts["size"] = f"{readable_size(self.nbytes)} in {count}"
         lines = [f"Checkpoint {self.path}", *_columns([[f"  {name}", text] for name, text in facts.items()])]
-        for number, optimizer in enumerate(self.optimizers):
+        states = self.checkpoint.get("optimizer_states")
+        optimizers = [state for state in states if isinstance(state, Mapping)] if isinstance(states, list) else []
+        for number, optimizer in enumerate(optimizers):
             lines += ["", f"Optimizer {number}", *_optimizer_lines(optimizer)]
         if tensors:
-            lines += ["", "Weights", *_columns(_tensor_rows(self._state), right=(3,))]
+            lines += ["", "Weights", *_columns([_weight_row(*item) for item in self._state.items()], right=(3,))]
         if self.files:
             rows = [[f"  {name}", readable_size(nbytes)] for name, nbytes in self.files.items()]
             lines += ["", "Files", *_columns(rows, right=(1,))]
@@ -153,9 +138,9 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
     """
     found = find_checkpoint(path)
     checkpoint = open_checkpoint(path, ControlGroup(None))
-    facts: dict[str, str] = {}
+    own = _mapping(checkpoint.get(SUMMARY_KEY))
     writer: dict[str, str] = {}
-    plan = None
+    plan, world_size = own.get("plan"), ""
     if found.kind is Kind.OWN:
         record = Directory(found.files).record
         files = {RECORD_FILE: found.files.size(RECORD_FILE)} | {n: entry.nbytes for n, entry in record.files.items()}
@@ -164,28 +149,26 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
             plan = Decoder().decode(record.plan)
         except (ValueError, Inexpressible) as error:
             raise CheckpointError(f"'{os.fspath(path)}/{RECORD_FILE}' cannot be used: {error}.") from error
-        facts["world size"] = str(record.world_size)
+        world_size = str(record.world_size)
     else:
         files = _files(found, path)
     if isinstance(version := checkpoint.get("pytorch-lightning_version"), str):
         writer["lightning"] = version
-    own = checkpoint.get(SUMMARY_KEY)
-    own = own if isinstance(own, Mapping) else {}
-    plan = own.get("plan") if plan is None else plan
-    head = {"written by": ", ".join(f"{name} {version}" for name, version in writer.items())}
-    moment = [f"{name} {checkpoint[key]}" for key, name in _MOMENT.items() if key in checkpoint]
-    head["saved at"] = ", ".join(moment)
-    facts = {**head, **_plan_facts(plan), **facts}
+    moment = {"epoch": "epoch", "global_step": "global step"}
+    facts = {
+        "format": _KINDS[found.kind],
+        "written by": ", ".join(f"{name} {version}" for name, version in writer.items()),
+        "saved at": ", ".join(f"{name} {checkpoint[key]}" for key, name in moment.items() if key in checkpoint),
+        **_plan_facts(_mapping(plan), world_size),
+    }
     if isinstance(excluded := own.get("excluded_frozen"), list) and excluded:
         facts["left out"] = f"{len(excluded)} frozen parameters: {_some(excluded)}"
     if isinstance(random := own.get(RANDOM_KEY), Tensor) and random.dim():
         facts["random state"] = f"of {random.shape[0]} ranks"
     for key, name in (("callbacks", "callbacks"), ("hyper_parameters", "hyperparameters")):
-        if isinstance(checkpoint.get(key), Mapping) and checkpoint[key]:
-            facts[name] = _some(list(checkpoint[key]))
+        facts[name] = _some(list(_mapping(checkpoint.get(key))))
     return Inspection(
         path=os.fspath(path),
-        kind=_KINDS[found.kind],
         checkpoint=checkpoint,
         facts={name: value for name, value in facts.items() if value},
         files=files,
@@ -215,68 +198,48 @@ def _files(found: Found, path: str | os.PathLike[str]) -> dict[str, int]:
     return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
-def _plan_facts(plan: Any) -> dict[str, str]:
+def _plan_facts(plan: Mapping[str, Any], world_size: str) -> dict[str, str]:
     """How the run was partitioned, from what the strategy noted."""
-    if not isinstance(plan, Mapping):
-        return {}
-    placed = {key: plan[key] for key in ("parameters", "gradients", "optimizer") if key in plan}
-    stages = [f"stage {stage}" for stage in get_args(Stage) if placed == _residences(Placement.from_stage(stage))]
+    placed = {key: plan[key] for key in _RESIDENCES if key in plan}
+    stages = []
+    for stage in get_args(Stage):
+        placement = Placement.from_stage(stage)
+        if placed == {key: getattr(placement, key).value for key in _RESIDENCES}:
+            stages.append(f"stage {stage}")
     return {
-        "world size": str(plan.get("world_size", "")),
+        "world size": world_size or str(plan.get("world_size", "")),
         "placement": ", ".join([*stages, *(f"{key} {value}" for key, value in placed.items())]),
         "precision": str(plan.get("precision", "")),
     }
 
 
-def _residences(placement: Placement) -> dict[str, str]:
-    return {key: getattr(placement, key).value for key in ("parameters", "gradients", "optimizer")}
-
-
 def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
     by_key: dict[str, TensorGroup] = {}
-    states, groups = optimizer.get("state"), optimizer.get("param_groups")
-    for state in states.values() if isinstance(states, Mapping) else ():
-        for key, value in state.items() if isinstance(state, Mapping) else ():
+    for state in _mapping(optimizer.get("state")).values():
+        for key, value in _mapping(state).items():
             if isinstance(value, Tensor):
                 by_key.setdefault(str(key), TensorGroup()).add(value)
     rows = [[f"  state {key}", str(group)] for key, group in by_key.items()]
+    groups = optimizer.get("param_groups")
     for number, group in enumerate(groups if isinstance(groups, list) else ()):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+        if isinstance(group, Mapping) and isinstance(group.get("params"), list):
+            options = [f"{key} {_short(group[key])}" for key in _OPTIONS if key in group]
+            rows.append([f"  group {number}", ", ".join([f"{len(group['params'])} parameters", *options])])
+        else:
             rows.append([f"  group {number}", "not a group of parameters"])
-            continue
-        options = [f"{key} {_short(group[key])}" for key in _OPTIONS if key in group]
-        rows.append([f"  group {number}", ", ".join([f"{len(group['params'])} parameters", *options])])
     return _columns(rows)
 
 
-def _tensor_rows(state: Mapping[str, Any]) -> list[list[str]]:
-    rows = []
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            nbytes = value.numel() * value.dtype.itemsize
-            rows.append([f"  {name}", dtype_name(value.dtype), str(tuple(value.shape)), readable_size(nbytes)])
-        else:
-            rows.append([f"  {name}", type(value).__name__, "", ""])
-    return rows
+def _weight_row(name: str, value: Any) -> list[str]:
+    if not isinstance(value, Tensor):
+        return [f"  {name}", type(value).__name__, "", ""]
+    nbytes = value.numel() * value.dtype.itemsize
+    return [f"  {name}", dtype_name(value.dtype), str(tuple(value.shape)), readable_size(nbytes)]
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping) and depth < 64:
-        for item in value.values():
-            yield from _tensors(item, depth + 1)
-    elif isinstance(value, (list, tuple)) and depth < 64:
-        for item in value:
-            yield from _tensors(item, depth + 1)
-
-
-def _counted(values: Iterable[Any]) -> TensorGroup:
-    group = TensorGroup()
-    for value in values:
-        if isinstance(value, Tensor):
-            group.add(value)
-    return group
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    """A dictionary of a file that may hold anything; an empty one if it is none."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

@@ -1,15 +1,16 @@
-"""Copying stored tensors into a file a piece at a time, checked and cast on the way."""
+"""Copying tensors of a checkpoint into a file a piece at a time, checked and cast on the way."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.format.checksums import combine
@@ -19,7 +20,7 @@ from lightning_zero.checkpoint.format.typed_json import raw_memory
 from lightning_zero.checkpoint.storage.files import WRITTEN_NBYTES
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["Pieces", "stored_identity", "write_bytes", "write_tensor"]
+__all__ = ["Pieces", "progress_bar", "stored_identity", "tensors_in", "write_bytes"]
 
 
 class Pieces:
@@ -51,24 +52,24 @@ class Pieces:
             advance: told the bytes of every piece when it is written.
 
         Returns:
-            The CRC-32 of what was written.
+            The CRC-32 of what was written; 0 if torch is set to compute none.
 
         Raises:
             CheckpointError: if what is read does not match its checksum.
             OSError: if it could not be written.
         """
         tensor, dtype = (what, what.dtype) if isinstance(what, Tensor) else self._tensors[what]
-        crc32 = 0
-        for piece in _pieces(tensor):
-            elements, part = piece.elements, piece.crc32
-            if dtype != tensor.dtype:
-                elements, part = piece.elements.to(dtype), None
-                if _overflows(piece.elements, elements):
-                    self.overflowed.add(what)
-            memory = raw_memory(elements)
+        crc32, wanted = 0, torch.serialization.get_crc32_options()
+        for elements, known in _pieces(tensor):
+            cast = elements.to(dtype)
+            if dtype != tensor.dtype and _overflows(elements, cast):
+                self.overflowed.add(what)
+            memory = raw_memory(cast)
             write_bytes(descriptor, offset, memory)
-            part = zlib.crc32(memory) if part is None else part
-            crc32 = combine(crc32, part, len(memory)) if crc32 else part
+            if wanted and known is not None and dtype == tensor.dtype:
+                crc32 = combine(crc32, known, len(memory)) if crc32 else known
+            elif wanted:
+                crc32 = zlib.crc32(memory, crc32)
             offset += len(memory)
             advance(len(memory))
         return crc32
@@ -88,19 +89,14 @@ def _wide(elements: Tensor) -> Tensor:
     return elements.float() if elements.is_floating_point() and elements.itemsize == 1 else elements
 
 
-class _Piece:
-    def __init__(self, elements: Tensor, crc32: int | None = None) -> None:
-        self.elements, self.crc32 = elements, crc32
-
-
-def _pieces(tensor: Tensor) -> Iterator[_Piece]:
-    """A tensor's elements in order. The memory of one piece is that of the next."""
+def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, int | None]]:
+    """Elements in order, and the CRC-32 of each piece if it is known. The memory of one piece is that of the next."""
     step = max(1, WRITTEN_NBYTES // tensor.dtype.itemsize)
     if isinstance(tensor, StoredTensor) and tensor.memory is not None:
         tensor = tensor.memory
     if not isinstance(tensor, StoredTensor):
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        yield from (_Piece(flat[begin : begin + step]) for begin in range(0, flat.numel(), step))
+        yield from ((flat[begin : begin + step], None) for begin in range(0, flat.numel(), step))
         return
     with untracked():
         buffer = torch.empty(min(step, tensor.numel()), dtype=tensor.dtype)
@@ -111,9 +107,9 @@ def _pieces(tensor: Tensor) -> Iterator[_Piece]:
         for begin in range(chunk.start, end, step):
             elements = buffer[: min(step, end - begin)]
             tensor.read_into(elements, begin)
-            part = zlib.crc32(raw_memory(elements))
-            crc32 = combine(crc32, part, elements.nbytes) if crc32 else part
-            yield _Piece(elements, part)
+            known = zlib.crc32(raw_memory(elements))
+            crc32 = combine(crc32, known, elements.nbytes) if crc32 else known
+            yield elements, known
         if chunk.crc32 is not None and chunk.crc32 != crc32:
             raise CheckpointError(
                 f"'{chunk.file}' is damaged: the elements of '{tensor.key}' at byte {chunk.offset} do not match their "
@@ -132,32 +128,23 @@ def stored_identity(tensor: Tensor) -> Hashable:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def write_bytes(descriptor: int, offset: int, content: bytes | memoryview) -> None:
-    """Write all of ``content`` at an offset of a file.
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors of a structure, which may contain itself."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)) and depth <= 64:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item, depth + 1)
 
-    Raises:
-        OSError: if it could not be written.
-    """
+
+def write_bytes(descriptor: int, offset: int, content: bytes | memoryview) -> None:
+    """Write all of ``content`` at an offset of a file."""
     memory = memoryview(content)
     done = 0
     while done < len(memory):
         done += os.pwrite(descriptor, memory[done:], offset + done)
 
 
-def write_tensor(descriptor: int, offset: int, flat: Tensor) -> int:
-    """Write the elements of a 1-D tensor at an offset of a file, a piece at a time.
-
-    Returns:
-        Their CRC-32; 0 if torch is set to compute none.
-
-    Raises:
-        OSError: if they could not be written.
-    """
-    crc32, wanted = 0, torch.serialization.get_crc32_options()
-    step = max(1, WRITTEN_NBYTES // flat.dtype.itemsize)
-    for begin in range(0, flat.numel(), step):
-        memory = raw_memory(flat[begin : begin + step])
-        write_bytes(descriptor, offset + begin * flat.dtype.itemsize, memory)
-        if wanted:
-            crc32 = zlib.crc32(memory, crc32)
-    return crc32
+def progress_bar(name: str, nbytes: int, shown: bool) -> tqdm[Any]:
+    """A progress bar over bytes, on a terminal."""
+    return tqdm(total=nbytes, desc=name, unit="B", unit_scale=True, disable=None if shown else True)

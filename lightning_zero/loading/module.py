@@ -28,8 +28,7 @@ from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.loading.hparams import choose_hparams, instantiate
 from lightning_zero.loading.weights import open_here
-from lightning_zero.session.module_state import left_out_of, weights_of
-from lightning_zero.session.names import under_own_names
+from lightning_zero.session.module_state import left_out_of, under_own_names, weights_of
 
 __all__ = ["let_lightning_load_directories", "load_from_checkpoint"]
 

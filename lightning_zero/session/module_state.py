@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -19,10 +20,17 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
-from lightning_zero.session.names import under_own_names, unwrapped
 from lightning_zero.shards.binding import placeholders_allowed
 
-__all__ = ["ModuleState", "left_out_of", "load_initial_weights", "read_slice", "weights_of"]
+__all__ = [
+    "ModuleState",
+    "left_out_of",
+    "load_initial_weights",
+    "read_slice",
+    "under_own_names",
+    "unwrapped",
+    "weights_of",
+]
 
 _DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
@@ -327,3 +335,69 @@ def read_slice(value: Any, start: int, destination: Tensor) -> None:
 
 def _is_frozen(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and not value.requires_grad
+
+
+# torch.compile, activation checkpointing and FSDP wrap a block in a module of this attribute; names in a checkpoint do
+# not depend on whether a block is wrapped.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def unwrapped(key: Any) -> Any:
+    """A name without what wraps its blocks; an index as it is."""
+    if isinstance(key, str):
+        for wrapper in _WRAPPERS:
+            key = key.replace(wrapper, "")
+    return key
+
+
+def under_own_names(
+    stored: Mapping[str, Any], own: Collection[str], path: str | os.PathLike[str], strict: bool
+) -> dict[str, Any]:
+    """The stored values under the module's names, if they differ in wrapped blocks or one common prefix only.
+
+    Args:
+        stored: by stored name.
+        own: the module's names.
+        path: where they are stored, for a message when a prefix made the difference.
+        strict: whether that prefix has to make all names fit, and not just most.
+    """
+    names = {unwrapped(name): name for name in own}
+    changes = _prefix_changes([unwrapped(name) for name in stored], names, strict)
+    cut, add = changes[0] if len(changes) == 1 else ("", "")
+    if changes:
+        differ = f"The names in '{os.fspath(path)}' are the module's "
+        how = [f"with '{add}' put before them" if add else f"without their prefix '{cut}'" for cut, add in changes]
+        if len(changes) == 1:
+            rank_zero_info(f"{differ}{how[0]}: loading them under those.")
+        else:
+            rank_zero_warn(
+                f"{differ}{' and also '.join(how)}: which of them is meant is not known, so that they are left as they "
+                "are. Save the weights under the module's names."
+            )
+    found = {}
+    for name, value in stored.items():
+        found[names.get(add + unwrapped(name).removeprefix(cut), name)] = value
+    return found
+
+
+def _prefix_changes(stored: Collection[str], own: Collection[str], strict: bool) -> list[tuple[str, str]]:
+    """What could be cut off all stored names, or put before them, to make them the module's; at most two ways."""
+    if any(name in own for name in stored):
+        return []
+    longer: dict[str, list[str]] = {}
+    for name in own:
+        for rest in _rests(name):
+            longer.setdefault(rest, []).append(name[: -len(rest)])
+    counts: Counter[tuple[str, str]] = Counter()
+    for name in stored:
+        counts.update(("", prefix) for prefix in longer.get(name, ()))
+        counts.update((name[: -len(rest)], "") for rest in _rests(name) if rest in own)
+    enough = len(stored) if strict else len(stored) // 2 + 1
+    return [change for change, count in counts.most_common(2) if count >= enough]
+
+
+def _rests(name: str) -> Iterator[str]:
+    """What is left of a dotted name when its first parts are cut off: of ``a.b.c`` it is ``b.c`` and ``c``."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name

@@ -70,36 +70,29 @@ class SessionSettings:
 
 
 class Dtypes(Protocol):
-    """What a session asks of the precision of a run."""
+    """What a session asks of the precision of a run; the answers here are those of one where all keeps its dtype."""
 
     @property
     def param_dtype(self) -> torch.dtype | None:
         """What units compute in; ``None``: each parameter's own dtype."""
+        return None
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """What gradients are averaged in; ``None``: each parameter's own dtype."""
+        return None
 
     def would_cast(self, module: nn.Module) -> bool:
         """Whether ``convert_module`` would change a parameter, so that its values must be in memory first."""
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the masters, in place."""
-
-
-class OwnDtypes:
-    """``Dtypes`` of a run in which everything keeps its own."""
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-
-    def would_cast(self, module: nn.Module) -> bool:
-        """Never."""
         return False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module as it is."""
+        """Cast the masters, in place."""
         return module
+
+
+class OwnDtypes(Dtypes):
+    """``Dtypes`` of a run in which everything keeps its own."""
 
 
 class ZeroSession:
