@@ -86,10 +86,7 @@ def consolidate_checkpoint(
     kind = _kind(target, format)
     limit = parse_size(max_shard_size)
     cast = _floating(dtype)
-    if prefix is not None and kind == "ckpt" and not weights_only:
-        raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
-    if kind == "fsdp" and (dtype is not None or weights_only or prefix is not None):
-        raise ValueError("format='fsdp' takes over what is saved: dtype, weights_only and prefix do not go with it.")
+    _check_options(kind, dtype, weights_only, prefix)
     _check_target(source, target, kind)
     own = Directory(open_folder(source)) if _is_own(source) else None
     try:
@@ -132,6 +129,13 @@ def _kind(target: Path, given: str | None) -> FileFormat:
     if kind is None and target.suffix and not target.is_dir():
         raise ValueError(f"'{target.name}' does not say what to write: give format='ckpt' or 'safetensors'.")
     return "ckpt" if kind == "ckpt" else "safetensors"
+
+
+def _check_options(kind: FileFormat, dtype: str | None, weights_only: bool, prefix: str | None) -> None:
+    if prefix is not None and kind == "ckpt" and not weights_only:
+        raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
+    if kind == "fsdp" and (dtype is not None or weights_only or prefix is not None):
+        raise ValueError("format='fsdp' takes over what is saved: dtype, weights_only and prefix do not go with it.")
 
 
 def _floating(name: str | None) -> torch.dtype | None:
