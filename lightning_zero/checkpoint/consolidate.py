@@ -84,8 +84,7 @@ def consolidate_checkpoint(
     """
     target = local_output(out)
     kind = _kind(target, format)
-    limit = parse_size(max_shard_size)
-    cast = _floating(dtype)
+    limit, cast = parse_size(max_shard_size), _floating(dtype)
     _check_options(kind, dtype, weights_only, prefix)
     _check_target(source, target, kind)
     own = Directory(open_folder(source)) if _is_own(source) else None

@@ -24,12 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
 from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
-from lightning_zero.checkpoint.pieces import write_bytes
+from lightning_zero.checkpoint.pieces import progress_bar
+from lightning_zero.checkpoint.save import new_file
 from lightning_zero.checkpoint.storage.files import (
     WRITTEN_NBYTES,
     Files,
@@ -75,9 +74,9 @@ def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress:
         raise _unfit(text, f"has no {METADATA_FILE}")
     own = Directory(files) if files.has(RECORD_FILE) else None
     directory = ForeignDirectory(files)
-    paths = _new_paths(text, directory.index)
+    paths = _new_paths(text, directory)
     meta = _meta_file(files, own)
-    data = _data_files(directory.index)
+    data = {place.file: f"{_PREFIX}{place.file}" for _, place in directory.index.places()}
     sizes = {name: files.size(name) for name in data}
     if own is not None:
         _check_record(own, directory, sizes)
@@ -85,15 +84,16 @@ def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress:
     staging = Staging(out)
     try:
         targets = {name: staging.path / new for name, new in data.items()}
-        linked = _link(folder, targets) if own is not None and folder is not None else set()
-        _copy(files, {name: path for name, path in targets.items() if name not in linked}, sizes, out.name, progress)
+        copied = targets if own is None or folder is None else _not_linked(folder, targets)
+        _copy(files, copied, sizes, out.name, progress)
         for name, path in targets.items():
             if path.stat().st_size != sizes[name]:
                 raise CheckpointError(f"'{files.name}/{name}' was replaced while it was read: repeat this.")
         if _identity(folder) != identity:
             raise CheckpointError(f"'{text}' was replaced while it was read: repeat this.")
-        _write(staging.path / META_FILE, meta)
-        _write(staging.path / METADATA_FILE, index)
+        for name, content in ((META_FILE, meta), (METADATA_FILE, index)):
+            with new_file(staging.path / name) as file:
+                file.write(content)
         staging.publish()
     finally:
         staging.discard()
@@ -108,13 +108,9 @@ def _unfit(source: str, why: str) -> CheckpointError:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- index
-
-
-def _new_paths(source: str, index: Index) -> dict[str, tuple[Any, ...]]:
+def _new_paths(source: str, directory: ForeignDirectory) -> dict[str, tuple[Any, ...]]:
     """The path in FSDPStrategy's dictionary by old name, in the order of the old one."""
-    names = [*(name for name in index.paths if name in index.items), *index.items]
-    paths = {name: index.paths.get(name, (name,)) for name in names}
+    paths = directory.paths
     tops = {path[0] for path in paths.values() if len(path) > 1}
     if _THEIRS in tops and _WEIGHTS not in tops:
         raise CheckpointError(f"'{source}' has the names of FSDPStrategy already: give it to that strategy as it is.")
@@ -124,30 +120,23 @@ def _new_paths(source: str, index: Index) -> dict[str, tuple[Any, ...]]:
         raise _unfit(source, f"holds `{_THEIRS}` besides `{_WEIGHTS}`, which would be mixed up")
     for name, path in paths.items():
         if path[0] == _WEIGHTS and (len(path) == 1 or not name.startswith(f"{_WEIGHTS}.")):
-            raise CheckpointError(f"'{source}/{METADATA_FILE}' cannot be used: '{name}' is said to be at {path}.")
+            raise directory.unusable(ValueError(f"'{name}' is said to be at {path}"))
     return {name: (_THEIRS, *path[1:]) if path[0] == _WEIGHTS else path for name, path in paths.items()}
 
 
 def _renamed(index: Index, paths: Mapping[str, tuple[Any, ...]], data: Mapping[str, str]) -> Index:
     """The index with the new names of values and files."""
     items: dict[str, BoxItem | StoredBytes] = {}
-    names = {old: f"{_THEIRS}.{old.removeprefix(f'{_WEIGHTS}.')}" for old in paths if paths[old][0] == _THEIRS}
-    for old in paths:
-        item = index.items[old]
+    new_paths: dict[str, tuple[Any, ...]] = {}
+    for old, path in paths.items():
+        name = f"{_THEIRS}.{old.removeprefix(f'{_WEIGHTS}.')}" if path[0] == _THEIRS else old
+        new_paths[name], item = path, index.items[old]
         if isinstance(item, StoredBytes):
-            items[names.get(old, old)] = item._replace(file=data[item.file])
-            continue
-        boxes = [StoredBox(box, archive._replace(file=data[archive.file])) for box, archive in item.boxes]
-        items[names.get(old, old)] = replace(item, boxes=tuple(boxes))
-    return Index(items, {names.get(old, old): path for old, path in paths.items()})
-
-
-# ---------------------------------------------------------------------------------------------------------------- files
-
-
-def _data_files(index: Index) -> dict[str, str]:
-    """The new name of every file that the index leads to."""
-    return {place.file: f"{_PREFIX}{place.file}" for _, place in index.places()}
+            items[name] = item._replace(file=data[item.file])
+        else:
+            boxes = [StoredBox(box, archive._replace(file=data[archive.file])) for box, archive in item.boxes]
+            items[name] = replace(item, boxes=tuple(boxes))
+    return Index(items, new_paths)
 
 
 def _meta_file(files: Files, own: Directory | None) -> bytes:
@@ -192,34 +181,20 @@ def _identity(folder: Path | None) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _link(folder: Path, targets: Mapping[str, Path]) -> set[str]:
-    """Give files second names. Returns those that have one: other file systems, and some settings, allow none."""
-    linked = set()
+def _not_linked(folder: Path, targets: Mapping[str, Path]) -> dict[str, Path]:
+    """Give files second names. Returns those that have none: other file systems, and some settings, allow none."""
+    left = {}
     for name, path in targets.items():
         try:
             os.link(folder / name, path, follow_symlinks=False)
         except OSError:
-            continue  # copying says what is wrong, if it is not only that
-        linked.add(name)
-    return linked
+            left[name] = path  # copying says what is wrong, if it is not only that
+    return left
 
 
 def _copy(files: Files, targets: Mapping[str, Path], sizes: Mapping[str, int], title: str, progress: bool) -> None:
-    total = sum(sizes[name] for name in targets)
-    hidden = None if progress and targets else True
-    with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=hidden) as bar:
+    with progress_bar(title, sum(sizes[name] for name in targets), progress and bool(targets)) as bar:
         for name, path in targets.items():
-            with open(path, "xb") as file:
+            with new_file(path) as file:
                 for offset in range(0, sizes[name], WRITTEN_NBYTES):
-                    piece = read_bytes(files, name, offset, min(WRITTEN_NBYTES, sizes[name] - offset))
-                    write_bytes(file.fileno(), offset, piece)
-                    bar.update(len(piece))
-                os.fsync(file.fileno())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """A new file, durable."""
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+                    bar.update(file.write(read_bytes(files, name, offset, min(WRITTEN_NBYTES, sizes[name] - offset))))
