@@ -74,18 +74,43 @@ class Setting:
     io_threads: int
 
 
+class Meter:
+    """For how long at least one of several threads was at it."""
+
+    def __init__(self) -> None:
+        self.seconds = self._since = 0.0
+        self._active = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._active:
+                self._since = time.perf_counter()
+            self._active += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._active -= 1
+            if not self._active:
+                self.seconds += time.perf_counter() - self._since
+
+
 class Switched(FileSystem):
     """A disk that can be left out: then reads leave memory as it is, and writes go nowhere."""
 
-    connected = True
+    def __init__(self) -> None:
+        self.connected = True
+        self.reading, self.writing = Meter(), Meter()
 
     def preadv(self, descriptor: int, memory: memoryview, offset: int) -> int:
         """All of it at once, when left out."""
-        return super().preadv(descriptor, memory, offset) if self.connected else len(memory)
+        with self.reading:
+            return super().preadv(descriptor, memory, offset) if self.connected else len(memory)
 
     def pwritev(self, descriptor: int, memory: memoryview, offset: int) -> int:
         """Likewise."""
-        return super().pwritev(descriptor, memory, offset) if self.connected else len(memory)
+        with self.writing:
+            return super().pwritev(descriptor, memory, offset) if self.connected else len(memory)
 
 
 class Rig:
@@ -213,14 +238,19 @@ class Raw:
 
 
 @contextlib.contextmanager
-def noted(pipeline: Any) -> Iterator[list[Request]]:
-    """The windows that pass through a pipeline meanwhile."""
+def noted(pipeline: Any, working: Meter) -> Iterator[list[Request]]:
+    """The windows that pass through a pipeline meanwhile; and for how long it has worked on them."""
     found: list[Request] = []
     run = pipeline.run
 
     def note(requests: Any, work: Any) -> None:
-        found.extend(requests)
-        run(list(found), work)
+        def measured(*window: Any) -> Any:
+            with working:
+                return work(*window)
+
+        passing = list(requests)
+        found.extend(passing)
+        run(passing, measured)
 
     pipeline.run = note
     try:
@@ -236,7 +266,7 @@ def measure_files(setting: Setting) -> dict[str, Any]:
     rig = Rig(setting, offload, system=system)
     rig.step()
     pipeline = rig.tiers.store.pipeline()
-    with noted(pipeline) as windows:
+    with noted(pipeline, Meter()) as windows:
         rig.step()
     busy: dict[str, list[float]] = {"reading": [], "writing": []}
 
@@ -245,17 +275,18 @@ def measure_files(setting: Setting) -> dict[str, Any]:
         return timed(lambda: pipeline.run(requests, lambda request, buffers: None))
 
     def step() -> float:
-        reads, writes = pipeline.stats.reads.seconds, pipeline.stats.writes.seconds
+        reads, writes = system.reading.seconds, system.writing.seconds
         seconds = rig.step()
-        busy["reading"].append(pipeline.stats.reads.seconds - reads)
-        busy["writing"].append(pipeline.stats.writes.seconds - writes)
+        busy["reading"].append(system.reading.seconds - reads)
+        busy["writing"].append(system.writing.seconds - writes)
         return seconds
 
     def computing() -> float:
-        before, system.connected = pipeline.stats.work_seconds, False
-        rig.step()
+        working, system.connected = Meter(), False
+        with noted(pipeline, working):
+            rig.step()
         system.connected = True
-        return pipeline.stats.work_seconds - before
+        return working.seconds
 
     def writing() -> float:
         system.connected = False  # every window's memory, for the values that are written to be usable ones

@@ -1,7 +1,4 @@
-"""Every private, renamed or version-dependent torch name this package touches, with the versions each covers.
-
-Supported: torch 2.11, 2.12, 2.13, 2.14, 2.15.
-"""
+"""Every private, renamed or version-dependent torch name this package touches, alike in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -18,78 +15,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-
-__all__ = [
-    "DEVICE_CONTEXT_BEGINS",
-    "ZERO_GRADS",
-    "BatchNorm",
-    "BroadcastVersions",
-    "no_functions",
-    "no_subclasses",
-    "TorchDispatchMode",
-    "WeakStorage",
-    "all_gather_single",
-    "asks_for_default_device",
-    "bare_step",
-    "compiler_of_frames",
-    "current_graph_task",
-    "default_store",
-    "describes_tensors",
-    "device_of_mode",
-    "disable_dynamo",
-    "forbid_writes",
-    "foreach_copy",
-    "foreach_zero",
-    "forward_hooks",
-    "hook_gradient",
-    "in_function_transform",
-    "is_compiled_module",
-    "is_traceable_wrapper_subclass",
-    "is_tracing",
-    "make_subclass",
-    "make_wrapper_subclass",
-    "neg_view",
-    "new_group",
-    "next_sequence_number",
-    "opaque_to_dynamo",
-    "pop_saved_tensor_hooks",
-    "profiler_runs",
-    "push_saved_tensor_hooks",
-    "put_hooks_innermost",
-    "queue_backward_callback",
-    "reduce_scatter_single",
-    "sequence_number",
-    "storage_key",
-    "take_gradient",
-    "top_saved_tensor_hooks",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-    "unflatten",
-    "untracked",
-    "version_of",
-    "version_probe",
-    "watched",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
-# What runs where code enters `with torch.device(...)`. 2.11 to 2.15.
+# What runs where code enters `with torch.device(...)`.
 DEVICE_CONTEXT_BEGINS = DeviceContext.__init__.__code__
 
-# Contexts in which no function mode and no subclass, or just no subclass, sees what is done to tensors. 2.11 to 2.15.
+# Contexts in which no function mode and no subclass, or just no subclass, sees what is done to tensors.
 no_functions = torch._C.DisableTorchFunction
 no_subclasses = torch._C.DisableTorchFunctionSubclass
 
-# Plain functions. 2.11 to 2.15.
+# Plain functions and classes.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 foreach_copy: Callable[..., Any] = torch._foreach_copy_
 foreach_zero: Callable[..., Any] = torch._foreach_zero_
 make_subclass: Callable[..., Any] = Tensor._make_subclass
@@ -98,21 +46,9 @@ neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 version_of: Callable[[Tensor], int] = getattr(Tensor._version, "__get__")  # noqa: B009
 
 
-def all_gather_single(output: Tensor, shard: Tensor, group: Any, async_op: bool) -> Any:
-    """``all_gather_into_tensor`` (until 2.12) under its name since 2.13, where the old one warns at every call."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, shard, group=group, async_op=async_op)
-
-
-def reduce_scatter_single(shard: Tensor, bucket: Tensor, group: Any, async_op: bool) -> Any:
-    """``reduce_scatter_tensor`` (until 2.12) under its name since 2.13, where the old one warns at every call."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
-
-
-def default_store() -> Any:
-    """The key-value store behind the default process group. 2.11 to 2.15."""
-    return dist.distributed_c10d._get_default_store()
+# Names since 2.13, where the ones until 2.12 warn at every call.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def new_group(backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
@@ -126,16 +62,16 @@ def new_group(backend: str | None, timeout: timedelta | None) -> dist.ProcessGro
 
 
 def profiler_runs() -> bool:
-    """Whether a torch profiler (or ``emit_nvtx``) is recording in this process; 40 ns. 2.11 to 2.15."""
+    """Whether a torch profiler (or ``emit_nvtx``) is recording in this process; 40 ns."""
     return profiler._is_profiler_enabled
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the current backward has finished. Only from inside a backward. 2.11 to 2.15."""
+    """Run ``callback`` when the current backward has finished. Only from inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-# Called some times for every unit and tensor, so they are torch's own functions and not wrapped. 2.11 to 2.15.
+# Called some times for every unit and tensor, so they are torch's own functions and not wrapped.
 _autograd: Any = torch._C._autograd
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward running on this thread, -1 outside of one."""
@@ -154,7 +90,7 @@ watched: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
 
 def asks_for_default_device(frame: FrameType) -> FrameType | None:
-    """Who called ``torch.get_default_device``, if ``frame`` is where that makes a tensor to look at. 2.11 to 2.15."""
+    """Who called ``torch.get_default_device``, if ``frame`` is where that makes a tensor to look at."""
     if frame.f_code.co_name != "_get_device_with_index" or frame.f_back is None:
         return None
     return frame.f_back.f_back if frame.f_back.f_code is torch.get_default_device.__code__ else None
@@ -163,22 +99,22 @@ def asks_for_default_device(frame: FrameType) -> FrameType | None:
 def describes_tensors(frame: FrameType) -> bool:
     """Whether ``frame`` is where ``torch.compile`` and ``torch.export`` look at a tensor to make a fake one of it.
 
-    They describe its gradient, too, which is no part of what is compiled. 2.11 to 2.15.
+    They describe its gradient, too, which is no part of what is compiled.
     """
     return frame.f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
 
 ZERO_GRADS = tuple(id(inspect.unwrap(f).__code__) for f in (Optimizer.zero_grad, torch.nn.Module.zero_grad))
-"""Ids of the code of torch's ``zero_grad``, which have a local variable ``set_to_none``. 2.11 to 2.15."""
+"""Ids of the code of torch's ``zero_grad``, which have a local variable ``set_to_none``."""
 
 
 def device_of_mode(mode: Any) -> torch.device | None:
-    """The device that a function mode makes tensors on, if it is what ``with torch.device`` enters. 2.11 to 2.15."""
+    """The device that a function mode makes tensors on, if it is what ``with torch.device`` enters."""
     return mode.device if isinstance(mode, DeviceContext) else None
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of the memory behind ``tensor``: equal for all its views. 2.11 to 2.15.
+    """Identity of the memory behind ``tensor``: equal for all its views.
 
     0 for what has no memory of its own: sparse tensors, and what ``torch.func`` wraps around others.
     """
@@ -189,13 +125,13 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors hold the memory behind ``tensor``, itself included. 2.11 to 2.15."""
+    """How many tensors hold the memory behind ``tensor``, itself included."""
     storage: Any = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object ``storage`` holds it too
 
 
 class WeakStorage:
-    """The memory behind a tensor, without keeping it. 2.11 to 2.15.
+    """The memory behind a tensor, without keeping it.
 
     While this exists, no other memory gets the same ``storage_key``.
 
@@ -222,14 +158,14 @@ class WeakStorage:
 
 
 def version_probe(tensor: Tensor) -> Tensor:
-    """A tensor without memory whose ``_version`` counts the changes of ``tensor`` and its views. 2.11 to 2.15."""
+    """A tensor without memory whose ``_version`` counts the changes of ``tensor`` and its views."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
 
 
 def forbid_writes(tensor: Tensor) -> bool:
-    """Make every write through ``tensor``'s storage raise. Returns whether this torch can. 2.11 to 2.15."""
+    """Make every write through ``tensor``'s storage raise. Returns whether this torch can."""
     forbid = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
     if forbid is None:
         return False
@@ -239,7 +175,7 @@ def forbid_writes(tensor: Tensor) -> bool:
 
 def forward_hooks(module: torch.nn.Module) -> tuple[OrderedDict[int, Any], ...]:
     """Where a module keeps its forward hooks, by the ids of their handles: those before, those after, and which of
-    these run always. 2.11 to 2.15."""
+    these run always."""
     before: Any = module._forward_pre_hooks  # ordered dictionaries, annotated as plain ones
     after: Any = module._forward_hooks
     always: Any = module._forward_hooks_always_called
@@ -247,12 +183,12 @@ def forward_hooks(module: torch.nn.Module) -> tuple[OrderedDict[int, Any], ...]:
 
 
 def in_function_transform() -> bool:
-    """Whether this runs inside of ``torch.func.grad``, ``vmap`` or another transform. 2.11 to 2.15."""
+    """Whether this runs inside of ``torch.func.grad``, ``vmap`` or another transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` records this thread; 0.1 microseconds. 2.11 to 2.15."""
+"""Whether ``torch.jit.trace`` records this thread; 0.1 microseconds."""
 
 
 def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,7 +196,7 @@ def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
     torch's own wrapper takes 3 microseconds for each call. Where nothing is being compiled this one takes 0.1: it is
     marked as torch's is, so that Dynamo calls it and does not look inside, and only under a running Dynamo are calls
-    from ``function`` kept from it as well. 2.11 to 2.15.
+    from ``function`` kept from it as well.
     """
     disabled: Callable[..., Any] = torch._dynamo.disable(function)
 
@@ -273,7 +209,7 @@ def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 compiler_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""What compiles the frames of this thread, ``None`` where no ``torch.compile`` runs. 2.11 to 2.15."""
+"""What compiles the frames of this thread, ``None`` where no ``torch.compile`` runs."""
 
 
 def opaque_to_dynamo(call: Callable[..., Any], function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -288,14 +224,14 @@ def opaque_to_dynamo(call: Callable[..., Any], function: Callable[..., Any] | No
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Whether calling ``module`` runs ``torch.compile``d code. 2.11 to 2.15."""
+    """Whether calling ``module`` runs ``torch.compile``d code."""
     if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
         return True
     return hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
 
 
 def take_gradient(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient, which it no longer has then; unseen by torch function modes. 2.11 to 2.15."""
+    """A parameter's gradient, which it no longer has then; unseen by torch function modes."""
     if not watched():
         gradient = _get_gradient(parameter)
         _set_gradient(parameter, None)
@@ -312,7 +248,7 @@ _set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "_
 
 
 def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Views of a 1-D tensor, one after the other, in the shapes of ``tensors``, in one call. 2.11 to 2.15."""
+    """Views of a 1-D tensor, one after the other, in the shapes of ``tensors``, in one call."""
     return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))
 
 
@@ -348,7 +284,7 @@ class BroadcastVersions:
     """Leave the version counters of buffers that are sent inside as ``DistributedDataParallel`` does, on every rank.
 
     Since 2.13 it hides from autograd that it has written to them; before that, a graph that still needs their values
-    raises in its backward. 2.11 to 2.15.
+    raises in its backward.
 
     Args:
         buffers: that are sent. Those made under ``inference_mode`` have no counter.
@@ -371,7 +307,7 @@ class BroadcastVersions:
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:
-    """What ``register_hook`` does to a tensor with a graph, but for the handle: in half the time. 2.11 to 2.15.
+    """What ``register_hook`` does to a tensor with a graph, but for the handle: in half the time.
 
     Returns:
         Whether it was done; not where the tensor has hooks already, or somebody looks at what is done to it.
@@ -390,7 +326,7 @@ _HOOKED_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """``step`` of the optimizer's class without the wrapper that runs step hooks, bound to it. 2.11 to 2.15."""
+    """``step`` of the optimizer's class without the wrapper that runs step hooks, bound to it."""
     step: Any = type(optimizer).step
     while getattr(step, "__code__", None) is _HOOKED_CODE:
         step = step.__wrapped__
@@ -399,7 +335,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def put_hooks_innermost(optimizer: Optimizer, before: int, after: int) -> None:
-    """Make one pre-hook the last of an optimizer's own and one post-hook the first. 2.11 to 2.15.
+    """Make one pre-hook the last of an optimizer's own and one post-hook the first.
 
     Args:
         optimizer: whose hooks; not while it runs them.

@@ -99,7 +99,7 @@ class NativeCollectives(Collectives):
             if source is not None and source.dtype != own.dtype:
                 own.copy_(source)
                 source = None
-            work = all_gather_single(buffer, own if source is None else source, self.groups.gather, async_op=True)
+            work = all_gather_single(buffer, own if source is None else source, group=self.groups.gather, async_op=True)
             work.wait()
             event = self.streams.mark()
         return Pending(what, self.rank, event=event, streams=self.streams, keep=(buffer,))
@@ -108,7 +108,7 @@ class NativeCollectives(Collectives):
         with self.streams.reducing():
             if bucket.dtype == torch.float16:
                 bucket.div_(self.groups.divisor)
-            work = reduce_scatter_single(shard, bucket, self.groups.reduce, async_op=True)
+            work = reduce_scatter_single(shard, bucket, group=self.groups.reduce, async_op=True)
             work.wait()
             if bucket.dtype != torch.float16:
                 shard.div_(self.groups.divisor)

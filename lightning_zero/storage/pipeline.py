@@ -26,33 +26,9 @@ from lightning_zero.errors import OffloadError
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.host import PAGE_NBYTES, TRANSFER_NBYTES, BufferPool, padded_nbytes
 
-__all__ = ["Job", "Meter", "Pipeline", "PipelineStats", "Request", "Waitable", "Workers"]
+__all__ = ["Job", "Pipeline", "Request", "Waitable", "Workers"]
 
 _JOIN_SECONDS = 60.0  # how long a transfer that is under way may take before its thread is left alone
-
-
-@dataclass
-class Meter:
-    """How many bytes were moved in one direction, and for how long at least one transfer was under way."""
-
-    nbytes: int = 0
-    seconds: float = 0.0
-    _active: int = field(default=0, repr=False)
-    _since: float = field(default=0.0, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self._active:
-                self._since = time.perf_counter()
-            self._active += 1
-
-    def end(self, nbytes: int) -> None:
-        with self._lock:
-            self._active -= 1
-            self.nbytes += nbytes
-            if not self._active:
-                self.seconds += time.perf_counter() - self._since
 
 
 @dataclass(eq=False)
@@ -60,8 +36,6 @@ class Job:
     """One transfer, which ``move`` does. If ``droppable``, it need not be done after an error."""
 
     move: Callable[[], None]
-    nbytes: int
-    meter: Meter
     droppable: bool
     done: bool = False
     error: BaseException | None = None
@@ -92,10 +66,13 @@ class Workers:
         """Have jobs done, in any order."""
         if self._closed:
             raise RuntimeError("These threads have ended. This is an error in lightning_zero itself.")
-        if jobs and not self._threads:
-            self._start()
-        self._jobs = [job for job in self._jobs if not job.done]
-        self._jobs.extend(jobs)
+        for index in range(self._count if jobs and not self._threads else 0):
+            # Daemons: the end of the process must not wait for them before whoever owns them could close them.
+            name = f"{self._name}-{index}"
+            thread = threading.Thread(target=_work, args=(self._queue, self._over), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._jobs = [*(job for job in self._jobs if not job.done), *jobs]
         for job in jobs:
             self._queue.put(job)
 
@@ -136,26 +113,15 @@ class Workers:
         self._jobs = [job for job in self._jobs if not job.done]
         return not self._threads
 
-    def _start(self) -> None:
-        for index in range(self._count):
-            # Daemons: the end of the process must not wait for them before whoever owns them could close them.
-            thread = threading.Thread(
-                target=_work, args=(self._queue, self._over), name=f"{self._name}-{index}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
-
 
 def _work(queue: SimpleQueue[Job | None], over: SimpleQueue[None]) -> None:
     while (job := queue.get()) is not None:
         if not job.claim():
             continue
-        job.meter.begin()
         try:
             job.move()
         except BaseException as error:
             job.error = error
-        job.meter.end(0 if job.error else job.nbytes)
         job.done = True
         over.put(None)
         del job  # and with it the memory it moved
@@ -183,17 +149,6 @@ class Request:
     numel: int
     regions: Sequence[tuple[FileTensor, bool, bool]]
     tag: Any = None
-
-
-@dataclass
-class PipelineStats:
-    """What runs have cost so far."""
-
-    reads: Meter = field(default_factory=Meter)
-    writes: Meter = field(default_factory=Meter)
-    work_seconds: float = 0.0  # spent in ``work``
-    wait_seconds: float = 0.0  # that the caller's thread waited for reads, writes and what ``work`` returned
-    run_seconds: float = 0.0  # spent in ``run``
 
 
 class _Span(NamedTuple):
@@ -248,7 +203,6 @@ class Pipeline:
         self._under_way: deque[_Window] = deque()
         self._running = False
         self._abandoned = False
-        self.stats = PipelineStats()
 
     def run(self, requests: Iterable[Request], work: Work) -> None:
         """Have ``work`` done on every window, in order, in the caller's thread.
@@ -270,7 +224,6 @@ class Pipeline:
         if self._running or self._abandoned:
             why = "was interrupted while it waited for a disk" if self._abandoned else "is running already"
             raise OffloadError(f"This pipeline {why}: it cannot run.")
-        began = time.perf_counter()
         try:
             self._running = True
             self._check_alive()
@@ -280,7 +233,6 @@ class Pipeline:
             raise
         finally:
             self._running = False
-            self.stats.run_seconds += time.perf_counter() - began
 
     def _run(self, requests: Iterator[Request], work: Work) -> None:
         waiting: deque[_Window] = deque()  # for their work
@@ -296,18 +248,14 @@ class Pipeline:
                     break
             if not waiting:  # there is no room, or what comes next is still being written
                 self._finish_first()
-            elif self._wait_for(waiting[0], or_room=following is not None):
+            elif self._is_read(waiting[0], or_room=following is not None):
                 self._work(waiting.popleft(), work)
         while self._under_way:
             self._finish_first()
 
     def _work(self, window: _Window, work: Work) -> None:
         _raise_failed(window.reads)
-        began = time.perf_counter()
-        try:
-            window.waits = work(window.request, window.buffers()) or ()
-        finally:
-            self.stats.work_seconds += time.perf_counter() - began
+        window.waits = work(window.request, window.buffers()) or ()
         window.writes = [job for span in window.spans if span.write for job in self._jobs(window, span, write=True)]
         window.worked = True
         self._workers.submit(window.writes)
@@ -346,18 +294,17 @@ class Pipeline:
     def _jobs(self, window: _Window, span: _Span, write: bool) -> list[Job]:
         region = span.tensor.region
         move = region.file.write if write else region.file.read
-        meter = self.stats.writes if write else self.stats.reads
         jobs = []
         for begin in range(span.begin, span.end, TRANSFER_NBYTES):
             nbytes = min(TRANSFER_NBYTES, span.end - begin)
             place = span.place + begin - span.begin
             memory = window.memory[place : place + nbytes]
-            jobs.append(Job(partial(move, memory, begin, region.what), nbytes, meter, droppable=not write))
+            jobs.append(Job(partial(move, memory, begin, region.what), droppable=not write))
         return jobs
 
-    def _wait_for(self, window: _Window, or_room: bool) -> bool:
+    def _is_read(self, window: _Window, or_room: bool) -> bool:
         """Wait until a window is read, or, if that is of use, until another one can be begun. Whether it is read."""
-        self._wait(lambda: _over(window.reads) or (or_room and self._first_is_over()))
+        self._workers.wait(lambda: _over(window.reads) or (or_room and self._first_is_over()))
         return _over(window.reads)
 
     def _first_is_over(self) -> bool:
@@ -368,19 +315,12 @@ class Pipeline:
     def _finish_first(self) -> None:
         """Wait for the window that was begun first, and give back its memory."""
         window = self._under_way[0]
-        self._wait(self._first_is_over)
+        self._workers.wait(self._first_is_over)
         _raise_failed(window.writes)
-        began = time.perf_counter()
         for wait in window.waits:
             wait.wait()
-        self.stats.wait_seconds += time.perf_counter() - began
         self._under_way.popleft()
         self._pool.give_back()
-
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        began = time.perf_counter()
-        self._workers.wait(ready)
-        self.stats.wait_seconds += time.perf_counter() - began
 
     def _settle(self) -> None:
         """After an error: nothing is under way and all memory is given back.

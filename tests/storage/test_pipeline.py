@@ -171,11 +171,8 @@ def test_transfers_happen_on_the_threads_only_and_in_whole_pages(opened: NvmeSto
     assert {call.thread for call in disk.calls} <= {f"lightning_zero-offload-{i}" for i in range(2)}
     assert all(call.offset % 4096 == 0 and call.nbytes % 4096 == 0 for call in disk.calls)
     moved = 3 * STEP * 4 + 4096
-    stats = opened.pipeline().stats
-    assert (stats.reads.nbytes, stats.writes.nbytes) == (moved, moved)
-    assert 0 < stats.reads.seconds <= stats.run_seconds
-    assert 0 < stats.writes.seconds <= stats.run_seconds
-    assert stats.work_seconds + stats.wait_seconds <= stats.run_seconds
+    for kind in ("read", "write"):
+        assert sum(call.nbytes for call in disk.calls if call.kind == kind) == moved
 
 
 def test_work_sees_what_earlier_windows_of_the_same_elements_wrote(opened: NvmeStore) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 
-from lightning_zero.storage.pipeline import Job, Meter, Workers
+from lightning_zero.storage.pipeline import Job, Workers
 from tests.helpers.waiting import until
 
 PATIENCE_SECONDS = 10.0
 
 
-def job(move: Callable[[], None], *, droppable: bool = False, meter: Meter | None = None) -> Job:
-    return Job(move, 7, meter or Meter(), droppable)
+def job(move: Callable[[], None], *, droppable: bool = False) -> Job:
+    return Job(move, droppable)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -45,25 +44,13 @@ def test_a_job_that_never_reached_the_queue_is_settled() -> None:
     assert workers.close()
 
 
-def test_errors_belong_to_their_job_and_are_not_counted() -> None:
-    workers, meter = Workers(2, "test-workers"), Meter()
-    failing, fine = job(lambda: [][0], meter=meter), job(lambda: None, meter=meter)
+def test_errors_belong_to_their_job() -> None:
+    workers = Workers(2, "test-workers")
+    failing, fine = job(lambda: [][0]), job(lambda: None)
     workers.submit([failing, fine])
     workers.wait(lambda: failing.done and fine.done)
     assert isinstance(failing.error, IndexError)
     assert fine.error is None
-    assert meter.nbytes == 7
-    assert workers.close()
-
-
-def test_a_meter_counts_overlapping_transfers_once() -> None:
-    meter, barrier, workers = Meter(), threading.Barrier(3), Workers(3, "test-workers")
-    began = time.perf_counter()
-    jobs = [job(lambda: barrier.wait(PATIENCE_SECONDS) and None, meter=meter) for _ in range(3)]  # all three at once
-    workers.submit(jobs)
-    workers.wait(lambda: all(each.done for each in jobs))
-    assert meter.nbytes == 21
-    assert 0 < meter.seconds <= time.perf_counter() - began
     assert workers.close()
 
 
