@@ -43,6 +43,8 @@ foreach_zero: Callable[..., Any] = torch._foreach_zero_
 make_subclass: Callable[..., Any] = Tensor._make_subclass
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
+forbid_writes: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""Make every write through a tensor's storage raise."""
 version_of: Callable[[Tensor], int] = getattr(Tensor._version, "__get__")  # noqa: B009
 
 
@@ -142,9 +144,8 @@ class WeakStorage:
     def __init__(self, tensor: Tensor) -> None:
         storage: Any = tensor.untyped_storage()
         self._pointer = storage._weak_ref()
-        self._free: Callable[[int], None] = (
-            torch.UntypedStorage._free_weak_ref
-        )  # at exit the module may be gone before this object
+        # At exit the module may be gone before this object.
+        self._free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
     def __del__(self) -> None:
         self._free(self._pointer)
@@ -162,15 +163,6 @@ def version_probe(tensor: Tensor) -> Tensor:
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
-
-
-def forbid_writes(tensor: Tensor) -> bool:
-    """Make every write through ``tensor``'s storage raise. Returns whether this torch can."""
-    forbid = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
-    if forbid is None:
-        return False
-    forbid(tensor)
-    return True
 
 
 def forward_hooks(module: torch.nn.Module) -> tuple[OrderedDict[int, Any], ...]:

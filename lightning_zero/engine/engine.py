@@ -132,7 +132,6 @@ class ZeroEngine(Passes):
         self.weights.after_step(self.computes or self.plan.offload is not None)
         self.updating = False
         self._schedule.masters_changed(units)
-        self.placeholders.check_intact()
         if self._depth > 0 and not self.in_backward:
             self._segment += 1
             self._open_forward()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import forbid_writes, storage_key, untracked
-from lightning_zero.errors import ParameterAccessError
 from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["Placeholders"]
@@ -25,7 +24,6 @@ class Placeholders:
     def __init__(self) -> None:
         self._sentinels: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._keys: set[int] = set()
-        self._protected = True
 
     def like(self, parameter: Tensor, device: torch.device) -> Tensor:
         """A placeholder of ``parameter``'s shape and dtype on ``device``."""
@@ -39,7 +37,7 @@ class Placeholders:
                     value = torch.iinfo(parameter.dtype).min
                 sentinel = torch.full((), value, dtype=parameter.dtype, device=device)
             if device.type != "meta":
-                self._protected = forbid_writes(sentinel) and self._protected
+                forbid_writes(sentinel)
             self._sentinels[key] = sentinel
             self._keys.add(storage_key(sentinel))
         with untracked():
@@ -48,18 +46,3 @@ class Placeholders:
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a placeholder (or a view of one)."""
         return not isinstance(tensor, FileTensor) and storage_key(tensor) in self._keys
-
-    def check_intact(self) -> None:
-        """Raise if something wrote through a placeholder; needed only where torch cannot refuse the write.
-
-        Raises:
-            ParameterAccessError: if a sentinel is no longer NaN.
-        """
-        if self._protected:
-            return
-        for (dtype, _), sentinel in self._sentinels.items():
-            if dtype.is_floating_point and not bool(sentinel.isnan()):
-                raise ParameterAccessError(
-                    f"Something wrote into a partitioned parameter of {dtype} outside the forward of its unit. Change "
-                    "parameters inside `with lightning_zero.full_parameters(module):`, on every rank."
-                )

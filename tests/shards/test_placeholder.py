@@ -114,12 +114,6 @@ def test_optimizers_refuse_it(optimizer: type[torch.optim.Optimizer], options: d
     assert bool(parameter[0, 0].isnan())
 
 
-def test_intact_is_what_was_never_written() -> None:
-    placeholders = Placeholders()
-    placeholders.like(torch.ones(3), CPU)
-    placeholders.check_intact()
-
-
 def test_identity_gradients_and_hooks_survive_showing_it() -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
     arrived: list[Tensor] = []
