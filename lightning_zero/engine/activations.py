@@ -47,7 +47,7 @@ class Activations:
             modules = dict(engine.module.named_modules())
             self._checkpointing = Checkpointing({name: modules[name] for name in names}, self._gathered)
         if policy.offload:
-            self._saved = SavedOnHost(engine.device, policy.min_kib * 1024, self._stays)
+            self._saved = SavedOnHost(engine.device, policy.min_kib * 1024, lambda key: key in self._standing)
 
     @property
     def host_nbytes(self) -> int:
@@ -85,22 +85,14 @@ class Activations:
         tensors += [get_data(tensor) for tensor in (*module.parameters(), *module.buffers())]
         return frozenset(storage_key(tensor) for tensor in tensors if type(tensor) is Tensor)
 
-    def _stays(self, key: int) -> bool:
-        return key in self._standing
-
     def _gathered(self, module: nn.Module) -> Gathered:
-        """What makes the weights whole that a module's forward finds in place: of all units but those that its own
-        submodules bring."""
+        """What makes the weights whole that a module's forward finds, but those that its own submodules bring."""
         engine = self._engine
         modules = dict(engine.module.named_modules())
         inside = set(module.modules()) - {module}
         needed = set(module.parameters())
-        units = [
-            unit
-            for unit in engine.units
-            if isinstance(unit, ShardedUnit)
-            and any(parameter in needed for flat in unit.flats for parameter in flat.parameters)
-        ]
+        sharded = [unit for unit in engine.units if isinstance(unit, ShardedUnit)]
+        units = [unit for unit in sharded if not needed.isdisjoint(unit.parameters)]
         outside = [unit for unit in units if modules[unit.plan.module] not in inside]
 
         @contextmanager

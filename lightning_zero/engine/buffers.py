@@ -37,17 +37,10 @@ _ADVICE = (
 
 
 class BufferBroadcast:
-    """Sends buffers, and knows when. One for each run of a Trainer; begins by sending them all.
+    """Sends buffers, and knows when. One for each run of a Trainer; begins by sending them all. Collective.
 
-    Args:
-        engine: of the module whose buffers they are.
-        fitting: whether the module is about to be trained. If not, they are sent now and never again.
-        enabled: the user's ``broadcast_buffers``: whether they are sent in training.
-
-    Raises:
-        DivergenceError: on every rank, if the ranks' buffers or settings differ.
-
-    Collective: every rank.
+    Unless the module is about to be trained (``fitting``), they are sent now and never again. ``enabled``: the user's
+    ``broadcast_buffers``. Raises ``DivergenceError`` on every rank if the ranks' buffers or settings differ.
     """
 
     def __init__(self, engine: ZeroEngine, *, fitting: bool, enabled: bool) -> None:
@@ -67,13 +60,7 @@ class BufferBroadcast:
             self._due = self._repeats = fitting and enabled and bool(buffers)
 
     def before_forward(self, name: str) -> None:
-        """Send them if it is time to.
-
-        Raises:
-            DivergenceError: on every rank, if the ranks' buffers differ.
-
-        Collective: every rank, before the same step methods.
-        """
+        """Send them if it is time to, as above. Collective, before the same step methods."""
         if not self._due:
             return
         self._count += 1

@@ -24,21 +24,9 @@ __all__ = ["gather_layout", "gathered", "gathered_gradients", "give_back", "left
 
 
 def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what: str) -> Tensor:
-    """The flat buffer that all ranks' shards make together.
+    """The flat buffer, in fresh memory, that all ranks' shards make: of anything laid out like the parameters.
 
-    Args:
-        engine: whose ranks.
-        flat: the layout.
-        shard: 1-D, this rank's ``layout.shard_numel`` elements of anything that is laid out like the parameters.
-        what: what it carries, for people.
-
-    Returns:
-        1-D, ``layout.numel`` elements, freshly allocated.
-
-    Raises:
-        OffloadError: on every rank, if one could not read its part from a disk.
-
-    Collective: every rank.
+    Collective. Raises ``OffloadError`` on every rank if one could not read its part from a disk.
     """
     failure: OffloadError | None = None
     with untracked():
@@ -58,17 +46,15 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
     """While active, the units of ``parameters`` show their full masters; what rank 0 leaves there is what all keep.
 
     Units that nothing was written to stay as they are, so that looking never voids a backward that is still to come.
-    What an enclosing ``gathered`` shows already is left to that one.
+    What an enclosing ``gathered`` shows already is left to that one. Collective, at its beginning and at its end.
 
     Raises:
         DivergenceError: on every rank, if the ranks have written different things before.
         RuntimeError: on every rank, if the block raised on another one: nothing is kept then.
         ValueError: on every rank that has changed a parameter's shape.
-
-    Collective: every rank, at its beginning and at its end.
     """
     wanted = set(parameters)
-    units = [u for u in engine.units if not u.held and any(p in wanted for f in u.flats for p in f.parameters)]
+    units = [unit for unit in engine.units if not unit.held and not wanted.isdisjoint(unit.parameters)]
     if not units:
         yield
         return
@@ -76,13 +62,13 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
     failure: Exception | None = None
     with engine.paused() as running:
         engine.access.compare(f"the beginning of {what}")
-        bindings = [engine.access.bindings[p] for u in units for f in u.flats for p in f.parameters]
+        bindings = [engine.access.bindings[parameter] for unit in units for parameter in unit.parameters]
         before = [(b, get_data(b.parameter), is_absent(b.parameter)) for b in bindings]
         changed: list[int] = []
         try:
             shown = [part for unit in units for part in _show(engine, unit)]
             # In a running step what is called here may be part of a graph, whose backward needs the hooks.
-            whole = set() if running else {p for u in engine.units if u.held for f in u.flats for p in f.parameters}
+            whole = set() if running else {p for unit in engine.units if unit.held for p in unit.parameters}
             try:
                 with unhooked(engine.module, whole):
                     yield
@@ -115,9 +101,7 @@ def left_with_error(rank: int, what: str) -> RuntimeError:
 def give_back(engine: ZeroEngine) -> None:
     """End an engine: the module's parameters hold their full values in ordinary memory again, and no hook is left.
 
-    Takes the memory of the whole module on every rank.
-
-    Collective: every rank.
+    Takes the memory of the whole module on every rank. Collective.
     """
     with gathered(engine, engine.names):
         full = [(parameter, get_data(parameter).clone()) for parameter in engine.names]
@@ -130,25 +114,24 @@ def give_back(engine: ZeroEngine) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
-    """One layout in the user's hands.
-
-    Args:
-        unit: whose.
-        flat: its parameters.
-        full: 1-D, what they are views of.
-        own: this rank's shard before the block.
-        shared: whether ``full`` is the memory that the module computes with.
-    """
+    """One layout in the user's hands."""
 
     unit: Unit
     flat: FlatParameters
-    full: Tensor
-    own: Tensor
-    shared: bool
+    full: Tensor  # 1-D, what its parameters are views of
+    own: Tensor  # this rank's shard before the block
+    shared: bool  # whether ``full`` is the memory that the module computes with
 
     @property
     def what(self) -> str:
         return f"full parameters of '{self.unit.name}'"
+
+    def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What the user pointed a parameter to (``parameter.data = ...``): where its values belong, and these."""
+        for parameter, view in zip(self.flat.parameters, views_of(self.full, self.flat.layout), strict=True):
+            data = get_data(parameter)
+            if data.numel() and (data.data_ptr() != view.data_ptr() or data.stride() != view.stride()):
+                yield view, data.clone()  # it may be another's memory
 
 
 def _show(engine: ZeroEngine, unit: Unit) -> list[_Shown]:
@@ -201,7 +184,8 @@ def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
     failure: OffloadError | None = None
     with untracked():
         if engine.collectives.rank == 0:
-            _collect(shown)
+            for view, data in [pair for part in shown for pair in part.moved()]:
+                view.copy_(data)
         for index, part in enumerate(shown):
             engine.collectives.broadcast(part.full.view(torch.uint8), 0, part.what).wait()
             try:
@@ -224,18 +208,6 @@ def _keep_own(part: _Shown, own: Tensor) -> bool:
     return True
 
 
-def _collect(shown: Sequence[_Shown]) -> None:
-    """Bring values home that the user pointed a parameter to (``parameter.data = ...``), even another's memory."""
-    moved = []
-    for part in shown:
-        for parameter, view in zip(part.flat.parameters, views_of(part.full, part.flat.layout), strict=True):
-            data = get_data(parameter)
-            if data.numel() and (data.data_ptr() != view.data_ptr() or data.stride() != view.stride()):
-                moved.append((view, data.clone()))
-    for view, data in moved:
-        view.copy_(data)
-
-
 def _undo(engine: ZeroEngine, shown: Sequence[_Shown]) -> None:
     """Take back what was written to memory that the module computes with."""
     with untracked():
@@ -251,13 +223,12 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
 
     A parameter that no rank has a gradient for has ``None``. What an enclosing block shows already is left to that one.
     Gradients that were not reduced yet (``no_sync``) are each rank's own, as under DDP, and left as they are.
+    Collective, at its beginning and at its end.
 
     Raises:
         DivergenceError: on every rank, if they leave different gradients: nothing is kept then.
         RuntimeError: on every rank, if the block raised on another one: nothing is kept then. And in a backward.
         TypeError, ValueError: on every rank that has left what is no gradient of its parameter.
-
-    Collective: every rank, at its beginning and at its end.
     """
     if current_graph_task() != -1:
         raise RuntimeError(
@@ -274,7 +245,7 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
         local = engine._reducer is not None and engine._reducer.holds_local
         rows = engine.agree(f"the beginning of {what}", [int(local)])
         if any(row[0] for row in rows):
-            hidden = any(place.gradient is not None and place.parameter.grad is None for place in places)
+            hidden = any(place.shard.grad is not None and place.parameter.grad is None for place in places)
             if engine.control.agree_any(hidden):
                 raise RuntimeError(f"{what}: the last backward did not reduce gradients, so there are no averages yet.")
             yield
@@ -296,47 +267,28 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a trainable parameter's gradient lies.
-
-    Args:
-        name: the parameter's.
-        parameter: the user's.
-        flat: its layout.
-        position: its place in it.
-    """
+    """Where the gradient of one of the user's trainable parameters lies."""
 
     name: str
     parameter: nn.Parameter
     flat: FlatParameters
     position: int
-
-    @property
-    def shard(self) -> nn.Parameter:
-        shard = self.flat.shards[self.position].parameter
-        if shard is None:
-            raise RuntimeError(f"'{self.name}' is frozen.")
-        return shard
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """1-D, this rank's part."""
-        return self.shard.grad
+    shard: nn.Parameter
 
 
 def _places(engine: ZeroEngine, wanted: set[nn.Parameter]) -> list[_Place]:
     return [
-        _Place(name=spec.name, parameter=parameter, flat=flat, position=position)
+        _Place(name=shard.spec.name, parameter=parameter, flat=flat, position=position, shard=shard.parameter)
         for unit in engine.units
         for flat in unit.flats
-        if flat.layout.trainable
-        for position, (spec, parameter) in enumerate(zip(flat.layout.parameters, flat.parameters, strict=True))
-        if parameter in wanted
+        for position, (shard, parameter) in enumerate(zip(flat.shards, flat.parameters, strict=True))
+        if parameter in wanted and shard.parameter is not None
     ]
 
 
 def _whole_gradients(engine: ZeroEngine, places: Sequence[_Place], what: str) -> dict[nn.Parameter, Tensor | None]:
     """Whole gradients, layout by layout; ``None`` where no rank has one."""
-    flags = torch.tensor([place.gradient is not None for place in places], dtype=torch.uint8)
+    flags = torch.tensor([place.shard.grad is not None for place in places], dtype=torch.uint8)
     there = engine.control.any_of(flags).tolist()
     by_flat: dict[int, list[_Place]] = {}
     for place, had in zip(places, there, strict=True):
@@ -360,8 +312,8 @@ def _assemble(engine: ZeroEngine, places: Sequence[_Place], what: str) -> list[T
         if width:
             own = collectives.own_range(buffer).split(sizes[collectives.rank])
             for target, place in zip(own[:-1], places, strict=True):
-                if place.gradient is not None:
-                    target.copy_(place.gradient)
+                if place.shard.grad is not None:
+                    target.copy_(place.shard.grad)
             collectives.all_gather(buffer, what).wait()
         rows = [row.split(size) for row, size in zip(buffer.view(len(sizes), width), sizes, strict=True)]
         return [
@@ -406,7 +358,11 @@ def _finish(
         raise left_with_error(failed[0], what)
     if any(row[1] != rows[0][1] for row in rows):
         _name_difference(engine, places, sums)
-    _keep_gradients(engine, places, left)
+    for place, gradient in zip(places, left, strict=True):
+        if gradient is None:
+            place.shard.grad = None
+        else:
+            engine.access.gradients.keep(engine.access.bindings[place.parameter], gradient)
 
 
 def _name_difference(engine: ZeroEngine, places: Sequence[_Place], sums: Sequence[int | None]) -> None:
@@ -421,12 +377,3 @@ def _name_difference(engine: ZeroEngine, places: Sequence[_Place], sums: Sequenc
                     "rank keeps what was written there. Every rank has the same averages there and must do the same "
                     "to them; look for code that depends on the rank, its data or its random numbers."
                 )
-
-
-def _keep_gradients(engine: ZeroEngine, places: Sequence[_Place], left: Sequence[Tensor | None]) -> None:
-    """Write this rank's part of what the user left to where the optimizer finds it."""
-    for place, gradient in zip(places, left, strict=True):
-        if gradient is None:
-            place.shard.grad = None
-        else:
-            engine.access.gradients.keep(engine.access.bindings[place.parameter], gradient)

@@ -42,8 +42,7 @@ from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.init import InitRecord
 from lightning_zero.plan import FETCH_UNITS, Plan
-from lightning_zero.shards.flat import ParameterShard
-from lightning_zero.shards.placeholder import Placeholders
+from lightning_zero.shards.flat import ParameterShard, Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["Passes", "torn"]

@@ -20,16 +20,9 @@ _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB1331
 
 
 def checksum(tensor: Tensor) -> int:
-    """63 bits that depend on every bit of a tensor's elements and on their order.
+    """63 bits that depend on every bit of a tensor's elements and on their order, and on nothing else.
 
-    Args:
-        tensor: any shape, dtype, device and strides. Bits count: -0.0 is not 0.0, and NaNs with other payloads differ.
-
-    Returns:
-        At least 0, below 2**63; the same for the same bits on any device. Shape and dtype are not in it.
-
-    One synchronisation of the host for each tensor. Tensors that differ have the same number once in 2**63, unless
-    somebody constructs them.
+    -0.0 is not 0.0, and NaNs with other payloads differ. The host is synchronised once for each tensor.
     """
     with untracked(), no_functions():
         if tensor.layout is not torch.strided:
@@ -50,9 +43,8 @@ def checksum(tensor: Tensor) -> int:
 def fingerprint(*parts: Any) -> int:
     """63 bits that stand for some values, the same on every rank that passes the same.
 
-    Args:
-        parts: tensors (their bits, shape and dtype count), numbers, strings, indices, and tuples, lists and dicts of
-            these. Of any other object only the type counts.
+    Of tensors bits, shape and dtype count; of objects that are no numbers, strings, indices, or tuples, lists and dicts
+    of these, only the type.
     """
     return int.from_bytes(hashlib.blake2b(_text(parts).encode(), digest_size=8).digest(), "little") & _BITS
 
@@ -84,16 +76,7 @@ def _text(part: Any) -> str:
 
 
 def flat_range(tensor: Tensor, start: int, numel: int) -> Tensor:
-    """``tensor.reshape(-1)[start : start + numel]``, where only that range may have to be copied.
-
-    Args:
-        tensor: any shape and strides, for example expanded.
-        start: first element, in logical order.
-        numel: how many; not beyond the last one.
-
-    Returns:
-        1-D, contiguous; a view where the elements lie in a row.
-    """
+    """``tensor.reshape(-1)[start : start + numel]``: a view where the elements lie in a row, else a copy of no more."""
     if tensor.is_contiguous():
         return tensor.view(-1)[start : start + numel]
     if tensor.dim() == 1:

@@ -1,4 +1,11 @@
-"""The parameters of one layout at run time: the user's objects, this rank's master shard, and weights made of it."""
+"""The parameters of one layout at run time: the user's objects, this rank's master shard, and weights made of it.
+
+[Note: the write-protected NaN]
+A placeholder is one NaN element expanded to the parameter's shape: shape, ``ndim`` and ``numel()`` are true, reading
+gives NaN, and memory is one element per dtype. Its storage refuses writes, because ``zero_()`` would otherwise turn
+every placeholder into a plausible zero and a fused CPU optimizer would write ``numel()`` elements into one. A storage
+resized to zero instead would let a read crash the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import forbid_writes, untracked
+from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, ShardSlice
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
-__all__ = ["FlatParameters", "ParameterShard", "cut", "views_of"]
+__all__ = ["FlatParameters", "ParameterShard", "Placeholders", "cut", "views_of"]
 
 _PIECE_NUMEL = 2**20  # of a file that are looked at together
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
-    """This rank's part of one parameter.
+    """This rank's part of one parameter, from element ``start`` of the flattened parameter on.
 
-    Args:
-        spec: the whole parameter.
-        start: where the part begins in the flattened parameter, in elements.
-        data: 1-D part of the master shard, the parameter's own dtype; 0 elements where this rank owns nothing. On disk
-            a ``FileTensor``.
-        parameter: the shard parameter that optimizers step on (shares ``data``; stands in for it if that is on disk),
-            ``None`` for a frozen parameter.
+    ``data`` is a 1-D part of the master shard, a ``FileTensor`` if that is on disk. Optimizers step on ``parameter``,
+    which shares ``data``, or stands in for it if that is on disk; ``None`` for a frozen parameter.
     """
 
     spec: ParameterSpec
@@ -61,8 +64,7 @@ class FlatParameters:
         master: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``; what the optimizer updates.
         placeholders: what each parameter shows while its values are not there.
         rest: where master, weights, gradients and state rest.
-        weights: 1-D, a copy of the master in ``layout.compute_dtype`` that is brought up to date after each step;
-            ``None`` where there is none.
+        weights: 1-D, if there are any, the master in ``layout.compute_dtype``, brought up to date after each step.
     """
 
     def __init__(
@@ -114,22 +116,50 @@ class FlatParameters:
                     part.write(shown)
 
     def refresh_part(self, start: int, values: Tensor) -> None:
-        """Make a part of the weights what the master is about to be.
-
-        Args:
-            start: element of the shard.
-            values: 1-D in host memory, new elements of the master from there on. Read before this returns.
-        """
+        """Make the weights, from element ``start`` of the shard on, what the master is about to be there."""
         if self.weights is not None:
             with untracked():
                 self.weights.narrow(0, start, values.numel()).copy_(values)
 
 
-def _shard_parameters(parts: Sequence[Tensor], layout: FlatLayout) -> list[nn.Parameter | None]:
-    """What optimizers know the parts of a master by.
+class Placeholders:
+    """One write-protected sentinel per dtype and device."""
 
-    For elements on disk something stands in: no memory, NaN to read, refuses writes.
-    """
+    def __init__(self) -> None:
+        self._sentinels: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._protected = True
+
+    def like(self, parameter: Tensor, device: torch.device) -> Tensor:
+        """A placeholder of ``parameter``'s shape and dtype on ``device``."""
+        key = (parameter.dtype, device)
+        if key not in self._sentinels:
+            with untracked():
+                value: float | int = 0
+                if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
+                    value = float("nan")
+                elif parameter.dtype is not torch.bool:
+                    value = torch.iinfo(parameter.dtype).min
+                sentinel = torch.full((), value, dtype=parameter.dtype, device=device)
+            if device.type != "meta":
+                self._protected = forbid_writes(sentinel) and self._protected
+            self._sentinels[key] = sentinel
+        with untracked():
+            return self._sentinels[key].expand(parameter.shape)
+
+    def check_intact(self) -> None:
+        """Raise if something wrote through a placeholder; needed only where torch cannot refuse the write."""
+        if self._protected:
+            return
+        for (dtype, _), sentinel in self._sentinels.items():
+            if dtype.is_floating_point and not bool(sentinel.isnan()):
+                raise ParameterAccessError(
+                    f"Something wrote into a partitioned parameter of {dtype} outside the forward of its unit. Change "
+                    "parameters inside `with lightning_zero.full_parameters(module):`, on every rank."
+                )
+
+
+def _shard_parameters(parts: Sequence[Tensor], layout: FlatLayout) -> list[nn.Parameter | None]:
+    """What optimizers know the parts of a master by. On disk something stands in: NaN to read, refuses writes."""
     if not layout.trainable:
         return [None] * len(parts)
     with torch.inference_mode(False):

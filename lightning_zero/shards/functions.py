@@ -11,7 +11,7 @@ of two zeros. Those are not listed here. A NaN is a NaN, whatever its payload.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,17 +57,11 @@ _EXPONENTS = (0, 0.5, 1, 2, 3, -1, -2)  # those that torch turns into products, 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Elementwise:
-    """A listed function.
+class Elementwise(NamedTuple):
+    """A listed function: its name without underscores, and whether it writes to its first argument."""
 
-    Args:
-        name: without underscores.
-        in_place: whether it writes to its first argument.
-    """
-
-    def __init__(self, name: str, in_place: bool) -> None:
-        self.name = name
-        self.in_place = in_place
+    name: str
+    in_place: bool
 
     def exact(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call gives the same bits for a part as for the whole. Depends on nothing that is a rank's own."""
@@ -92,12 +86,7 @@ class Elementwise:
 
 
 def elementwise(name: str, module: str | None) -> Elementwise | None:
-    """The listed function of a name.
-
-    Args:
-        name: of a function or method of torch, with its underscores.
-        module: where it says it is from.
-    """
+    """The listed function of a name, with its underscores, and of the module where it says it is from."""
     if module in ("torch.nn.functional", "torch.nn.init"):  # with switches of their own
         return None
     in_place = name.endswith("_") and not name.startswith("__")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -35,11 +36,7 @@ class SlicedTensor(Tensor):
         edited: told of each edit by a number that is the same on every rank if that did the same.
         device: what it is asked for; by default ``own``'s.
         meaning: what it is, for messages; by default the parameter's averaged gradient.
-        cut: equal for tensors that are cut at the same places if they have one shape; by default only for the same
-            parameter's. The same on every rank.
-
-    Raises:
-        ValueError: if ``own`` is no range of it.
+        cut: the same on every rank; equal for tensors of one shape that are cut at the same places.
     """
 
     _slice: SlicedValues
@@ -89,11 +86,7 @@ class SlicedTensor(Tensor):
         return self._slice.trace.history
 
     def elements(self, cut: tuple[int, ...]) -> Tensor:
-        """``own``, for something of the same shape that is cut so.
-
-        Raises:
-            ParameterAccessError: if it is cut at other places, or does not exist any more.
-        """
+        """``own``, for something of the same shape that is cut so."""
         self._slice.trace.check_alive("an assignment")
         if self._slice.key != (*cut, *self.shape):
             self.refuse("assigning it to something that is cut at other places")
@@ -117,11 +110,7 @@ class SlicedTensor(Tensor):
         return None if trace.own else trace.meaning.what
 
     def refuse(self, what: str) -> NoReturn:
-        """Say that ``what`` needs more than a slice.
-
-        Raises:
-            ParameterAccessError: always.
-        """
+        """Raise ``ParameterAccessError``: ``what`` needs more than a slice."""
         self._slice.trace.refuse(what)
 
     @property
@@ -208,7 +197,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if subject is not None and name == "__getitem__" and not any(True for _ in _sliced(args[1])):
         return _wrapped(subject._slice.get(args[1]))
     if subject is not None and name == "__setitem__":
-        return subject._slice.set(*tree_map_only(SlicedTensor, _slice_of, args[1:]))
+        return subject._slice.set(*tree_map_only(SlicedTensor, attrgetter("_slice"), args[1:]))
     return _computed(name, func, args, kwargs)
 
 
@@ -273,7 +262,7 @@ def _prepared(
     first: SlicedTensor, known: Elementwise, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, list[Any]]:
     """What is told of a call, and what the function gets of positional and then of named arguments."""
-    args, kwargs = tree_map_only(SlicedTensor, _slice_of, (args, kwargs))
+    args, kwargs = tree_map_only(SlicedTensor, attrgetter("_slice"), (args, kwargs))
     return history_of(known.name, args, kwargs), first._slice.operands(known, (*args, *kwargs.values()))
 
 
@@ -308,10 +297,6 @@ def _wrapped(values: SlicedValues) -> SlicedTensor:
     )
     sliced._slice = values
     return sliced
-
-
-def _slice_of(sliced: SlicedTensor) -> SlicedValues:
-    return sliced._slice
 
 
 def _without_values(sliced: SlicedTensor) -> Tensor:

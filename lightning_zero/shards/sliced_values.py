@@ -31,17 +31,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Meaning:
-    """What sliced values are, in words for messages.
-
-    Args:
-        what: of which a slice is here.
-        again: how it is read anew.
-        advice: what works where a slice is not enough.
-    """
+    """What sliced values are, in words for messages."""
 
     what: str
-    again: str
-    advice: str
+    again: str  # how it is read anew
+    advice: str  # what works where a slice is not enough
 
 
 def gradient_of(name: str) -> Meaning:
@@ -79,23 +73,14 @@ def state_of(name: str, key: str) -> Meaning:
 
 @dataclass(eq=False)
 class Trace:
-    """What happened to values that share memory.
+    """What happened to values that share memory."""
 
-    Args:
-        name: the parameter's that they belong to.
-        meaning: what they are, or were made from.
-        alive: whether the memory still holds them; ``None``: always.
-        edited: told of each edit; ``None``: nobody has to know.
-        history: a number for how they came about, the same on every rank that did the same.
-        own: whether the memory is nobody else's.
-    """
-
-    name: str
-    meaning: Meaning
-    alive: Callable[[], bool] | None
-    edited: Callable[[int], None] | None
-    history: int
-    own: bool = True
+    name: str  # the parameter's that they belong to
+    meaning: Meaning  # what they are, or were made from
+    alive: Callable[[], bool] | None  # whether the memory still holds them; ``None``: always
+    edited: Callable[[int], None] | None  # told of each edit
+    history: int  # a number for how they came about, the same on every rank that did the same
+    own: bool = True  # whether the memory is nobody else's
 
     def note(self, history: int) -> None:
         """An edit was made, and this is the history now."""
@@ -104,11 +89,7 @@ class Trace:
             self.edited(history)
 
     def check_alive(self, called: str) -> None:
-        """Raise if the memory is used for something else by now.
-
-        Raises:
-            ParameterAccessError: naming the parameter.
-        """
+        """Raise ``ParameterAccessError`` if the memory is used for something else by now."""
         if self.alive is not None and not self.alive():
             raise ParameterAccessError(
                 f"{called} uses the {self.meaning.what} that was cleared or replaced since it was read, and its memory "
@@ -116,11 +97,7 @@ class Trace:
             )
 
     def refuse(self, what: str) -> NoReturn:
-        """Say what works instead.
-
-        Raises:
-            ParameterAccessError: naming the parameter.
-        """
+        """Raise ``ParameterAccessError``, and say what works instead."""
         raise ParameterAccessError(
             f"The {self.meaning.what} is sliced over the ranks, and {what} needs more than this rank's slice. "
             f"{self.meaning.advice}"
@@ -129,23 +106,14 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class SlicedValues:
-    """Some elements of a tensor.
-
-    Args:
-        part: which.
-        key: equal for tensors of which ranks hold elements at the same places; the same on every rank.
-        memory: 1-D, where they are.
-        places: which of ``memory`` they are, if not all.
-        trace: what happened to them.
-        device: where the tensor is for its user; ``memory`` may be on the host.
-    """
+    """Some elements of a tensor."""
 
     part: Part
-    key: tuple[Any, ...]
-    memory: Tensor
-    places: Tensor | None
+    key: tuple[Any, ...]  # the same on every rank; equal for tensors of which ranks hold elements at the same places
+    memory: Tensor  # 1-D, where they are
+    places: Tensor | None  # which of ``memory`` they are, if not all
     trace: Trace
-    device: torch.device
+    device: torch.device  # where the tensor is for its user; ``memory`` may be on the host
 
     @property
     def own(self) -> Tensor:
@@ -157,18 +125,8 @@ class SlicedValues:
         trace = Trace(self.trace.name, self.trace.meaning, None, None, history)
         return replace(self, memory=own, places=None, trace=trace, device=device or self.device)
 
-    # -------------------------------------------------------------- computing
-
     def operands(self, known: Elementwise, args: Sequence[Any]) -> list[Any]:
-        """What an elementwise function gets of its arguments: the elements at the places where this rank holds some.
-
-        Args:
-            known: what it is.
-            args: ordinary tensors, numbers, and ``SlicedValues``.
-
-        Raises:
-            ParameterAccessError: if an argument has no elements at the same places.
-        """
+        """What a function gets of tensors, numbers and ``SlicedValues``: their elements where this rank holds some."""
         return [self._operand(value, f"{known.name}{'_' if known.in_place else ''}()") for value in args]
 
     def computed(self, result: Tensor, history: int) -> SlicedValues:
@@ -211,8 +169,6 @@ class SlicedValues:
             return own
         return own.view(()) if own.numel() else own.new_zeros(())
 
-    # ---------------------------------------------------------------- indices
-
     def get(self, index: Any) -> SlicedValues:
         """What an index selects: of the same memory where torch gives a view, a copy where it gives a copy."""
         self._check_indexable()
@@ -226,14 +182,9 @@ class SlicedValues:
         return replace(self, part=found.part, key=key, places=found.places)
 
     def set(self, index: Any, value: Any) -> None:
-        """Write to what an index selects.
+        """Write to what an index, or a mask made from this tensor, selects.
 
-        Args:
-            index: as torch takes it, or a mask made from this tensor.
-            value: a number, a tensor that can be expanded to what is selected, or ``get(index)`` after edits.
-
-        Raises:
-            ParameterAccessError: if this rank does not know which elements of ``value`` belong to its own.
+        ``value``: a number, a tensor that can be expanded to what is selected, or ``get(index)`` after edits.
         """
         self._check_indexable()
         history = fingerprint("set", self.trace.history, _told(index), _told(value))
@@ -286,32 +237,15 @@ def _is_one(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Which elements of a tensor this rank holds.
+    """Which elements of a tensor this rank holds: ``numel`` from ``start`` on, flattened, or those at ``picks``."""
 
-    Args:
-        shape: of the whole tensor, the same on every rank.
-        start: the first of them in the flattened tensor.
-        numel: how many.
-        picks: 1-D, the places of all of them, where they are no range.
-    """
-
-    shape: torch.Size
+    shape: torch.Size  # of the whole tensor, the same on every rank
     start: int
     numel: int
     picks: Tensor | None = None
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The elements of another tensor at these places.
-
-        Args:
-            whole: a shape that can be expanded to this one.
-
-        Returns:
-            1-D; a view where possible.
-
-        Raises:
-            RuntimeError: if it cannot be expanded.
-        """
+        """The elements, 1-D, of another tensor at these places. Raises ``RuntimeError`` if it cannot be expanded."""
         whole = whole.expand(self.shape)
         if self.picks is None:
             return flat_range(whole, self.start, self.numel)
@@ -320,34 +254,18 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What an index selects of a part.
+    """What an index selects of a part."""
 
-    Args:
-        part: which elements of the selected tensor this rank holds.
-        places: where they are among the elements this rank holds of the whole one: a slice where all that is selected
-            lies in a row, or a 1-D mask, or places.
-        shows: whether torch would give a view of the tensor, and not a copy of elements of it.
-        everything: whether that is the tensor as it is.
-    """
-
-    part: Part
-    places: slice | Tensor
-    shows: bool
-    everything: bool = False
+    part: Part  # which elements of the selected tensor this rank holds
+    places: slice | Tensor  # these among all of its elements: a slice if all ranks' are in a row, a 1-D mask, or places
+    shows: bool  # whether torch would give a view of the tensor, and not a copy of elements of it
+    everything: bool = False  # whether that is the tensor as it is
 
 
 def select(index: Any, part: Part, device: torch.device, ordered: bool = True) -> Selection:
-    """What ``tensor[index]`` is of the ``part`` of it that this rank holds.
+    """What ``tensor[index]`` is of the ``part``, a range, of it that this rank holds.
 
-    Args:
-        index: as torch takes it.
-        part: a range.
-        device: for places.
-        ordered: whether it matters which element selected is which. If not, ``part`` of the answer is not to be used.
-
-    Raises:
-        IndexError: as torch raises it, on every rank alike.
-        TypeError: likewise.
+    Unless it matters which element selected is which (``ordered``), ``part`` of the answer is not to be used.
     """
     components = tuple(_component(c) for c in (index if isinstance(index, tuple) else (index,)))
     tensors = [c for c in components if isinstance(c, Tensor)]
