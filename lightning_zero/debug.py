@@ -20,8 +20,8 @@ from lightning_zero._torch import storage_key, untracked
 from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.engine.full import gather_layout, gathered, gathered_gradients
-from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.units.sharded import ShardedUnit
+from lightning_zero.engine.units.unit import ReplicatedUnit
 from lightning_zero.errors import OffloadError
 from lightning_zero.optim.gradients import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer

@@ -16,9 +16,8 @@ from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import copy_slice
 from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.gradients.shown import GradientPlace, UserGradients
-from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.units.sharded import ShardedUnit
+from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import Plan
 from lightning_zero.shards.binding import Binding, get_data, is_absent

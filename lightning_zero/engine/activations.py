@@ -14,8 +14,8 @@ from lightning_zero.activations import Checkpointing, SavedOnHost
 from lightning_zero.activations.checkpointing import Gathered
 from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.units.sharded import ShardedUnit
+from lightning_zero.engine.units.unit import ReplicatedUnit
 from lightning_zero.plan import find_recomputed
 from lightning_zero.shards.binding import get_data
 

@@ -16,9 +16,8 @@ from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.engine.events import Spans
 from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.gradients.reducer import GradientReducer
-from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.sharded import ShardedUnit, Slot
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.units.sharded import ShardedUnit, Slot
+from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.init import InitRecord
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan

@@ -18,8 +18,7 @@ from lightning_zero.engine.build import build_reducer
 from lightning_zero.engine.events import Phase
 from lightning_zero.engine.hooks import EngineHooks
 from lightning_zero.engine.passes import Passes, torn
-from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import OffloadError
 
 __all__ = ["ZeroEngine", "engine_of"]

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import current_graph_task, untracked
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.hooks import unhooked
-from lightning_zero.engine.replicated import ReplicatedUnit
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import DivergenceError, OffloadError
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
 from lightning_zero.shards.elements import checksum, fingerprint

@@ -28,9 +28,8 @@ from lightning_zero._torch import (
 )
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.gradients.bucket import GradientBucket
-from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.units.sharded import ShardedUnit
+from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
 from lightning_zero.shards.binding import binding_of, get_gradient, is_absent, set_gradient
 

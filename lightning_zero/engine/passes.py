@@ -33,12 +33,11 @@ from lightning_zero.engine.build import UnitBuilder, check_materialisable, place
 from lightning_zero.engine.events import Phase, Span, Spans
 from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.gradients.reducer import GradientReducer, report_width
-from lightning_zero.engine.guard import check_weights, refuse_double_backward
 from lightning_zero.engine.hooks import ForwardCall, hook_outputs
-from lightning_zero.engine.replicated import PublishedWeights, ReplicatedUnit
-from lightning_zero.engine.schedule import UnitSchedule
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.units.guard import check_weights, refuse_double_backward
+from lightning_zero.engine.units.schedule import UnitSchedule
+from lightning_zero.engine.units.sharded import ShardedUnit
+from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.init import InitRecord
 from lightning_zero.plan import FETCH_UNITS, Plan

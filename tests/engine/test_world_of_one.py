@@ -9,7 +9,7 @@ from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.collectives import LocalCollectives
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.storage.tiers import MemoryTiers
 

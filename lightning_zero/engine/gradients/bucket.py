@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_zero._torch import foreach_zero, untracked
 from lightning_zero.comm import Collectives, Pending
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.units.unit import Unit
 from lightning_zero.shards.flat import FlatParameters, cut, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 

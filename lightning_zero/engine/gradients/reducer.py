@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_zero.comm import PATIENCE_SECONDS, ControlGroup, Pending
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.gradients.bucket import GradientBucket
-from lightning_zero.engine.sharded import Slot, carve
+from lightning_zero.engine.units.sharded import Slot, carve
 
 __all__ = ["GradientReducer", "report_width"]
 

@@ -16,7 +16,7 @@ from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.events import Span
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import OffloadError
 from lightning_zero.plan import FlatLayout, UnitPlan, pack
 from lightning_zero.shards.binding import Bound, hide, show

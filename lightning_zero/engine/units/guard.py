@@ -32,7 +32,7 @@ from lightning_zero._torch import (
     top_saved_tensor_hooks,
 )
 from lightning_zero.activations.offload import check_version
-from lightning_zero.engine.sharded import ShardedUnit, Slot
+from lightning_zero.engine.units.sharded import ShardedUnit, Slot
 
 __all__ = ["SavedTensorGuard", "check_weights", "refuse_double_backward"]
 
