@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import forbid_writes, untracked
-from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, ShardSlice
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
@@ -127,7 +126,6 @@ class Placeholders:
 
     def __init__(self) -> None:
         self._sentinels: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._protected = True
 
     def like(self, parameter: Tensor, device: torch.device) -> Tensor:
         """A placeholder of ``parameter``'s shape and dtype on ``device``."""
@@ -141,21 +139,10 @@ class Placeholders:
                     value = torch.iinfo(parameter.dtype).min
                 sentinel = torch.full((), value, dtype=parameter.dtype, device=device)
             if device.type != "meta":
-                self._protected = forbid_writes(sentinel) and self._protected
+                forbid_writes(sentinel)
             self._sentinels[key] = sentinel
         with untracked():
             return self._sentinels[key].expand(parameter.shape)
-
-    def check_intact(self) -> None:
-        """Raise if something wrote through a placeholder; needed only where torch cannot refuse the write."""
-        if self._protected:
-            return
-        for (dtype, _), sentinel in self._sentinels.items():
-            if dtype.is_floating_point and not bool(sentinel.isnan()):
-                raise ParameterAccessError(
-                    f"Something wrote into a partitioned parameter of {dtype} outside the forward of its unit. Change "
-                    "parameters inside `with lightning_zero.full_parameters(module):`, on every rank."
-                )
 
 
 def _shard_parameters(parts: Sequence[Tensor], layout: FlatLayout) -> list[nn.Parameter | None]:
