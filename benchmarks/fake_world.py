@@ -32,7 +32,6 @@ from lightning_zero.comm import (
 )
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.optim.state import Slices
 from lightning_zero.storage.tiers import MemoryTiers
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
@@ -227,7 +226,7 @@ class Zero(Way):
             engine.collectives,
             engine.before_optimizer_step,
             engine.after_optimizer_step,
-            Slices(engine.access.writes.note, engine.device),
+            engine.access.writes.note,
             writable=not self.plan.placement.shards_parameters and not mixed,
         )
 

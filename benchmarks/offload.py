@@ -44,7 +44,6 @@ from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.optim.state import Slices
 from lightning_zero.session.offloading import make_tiers, offloaded_steps
 from lightning_zero.storage.files import FileSystem
 from lightning_zero.storage.host import host_memory, view_of
@@ -150,8 +149,8 @@ class Rig:
             for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
         }
         before, after = engine.before_optimizer_step, engine.after_optimizer_step
-        slices, steps = Slices(engine.access.writes.note, engine.device), offloaded_steps(engine, 1)
-        ShardedOptimizer(self.optimizer, "AdamW", owned, collectives, before, after, slices, offload=steps)
+        note, steps = engine.access.writes.note, offloaded_steps(engine, 1)
+        ShardedOptimizer(self.optimizer, "AdamW", owned, collectives, before, after, note, offload=steps)
         gradients_of(engine, model)
 
     def step(self) -> float:

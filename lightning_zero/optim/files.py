@@ -37,8 +37,8 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import untracked
 from lightning_zero.config import Tier
-from lightning_zero.optim.groups import OffloadedSteps, OwnedParameter
-from lightning_zero.optim.segments import Member, Range, members_of
+from lightning_zero.optim.groups import OffloadedSteps
+from lightning_zero.optim.segments import Member, Range
 from lightning_zero.optim.state import Kind, StateHomes, covers
 from lightning_zero.optim.stepper import Memory, SegmentStep, SegmentStepper, threads
 from lightning_zero.shards.flat import FlatParameters
@@ -115,7 +115,8 @@ class OffloadedUpdate:
         self._homes = homes
         self._memory = SegmentStepper(optimizer, steps.range_numel)
         self._segments = SegmentStep(optimizer)  # in files
-        self._groups: Sequence[Sequence[OwnedParameter]] | None = None
+        self._members: Sequence[Member] = []
+        self._parameters: list[nn.Parameter] = []  # of them
         self._units: list[tuple[int, list[Member]]] = []  # what is in memory of each unit with trainable parameters
         self._left: deque[tuple[int, list[Member]]] = deque()  # of one step
         self._publishing = False
@@ -124,23 +125,25 @@ class OffloadedUpdate:
         """Hold no state any more: it is about to be loaded anew, or given up."""
         self._memory.forget()
 
-    def run(self, groups: Sequence[Sequence[OwnedParameter]]) -> None:
-        """One step on the parameters of each param group; the same object means the same parameters. Raises
-        ``OffloadError`` on every rank, if one could not make it: see [Note: a failure on one rank]. Collective: every
-        rank."""
-        if groups is not self._groups:
+    def run(self, members: Sequence[Member]) -> list[nn.Parameter]:
+        """One step on those of ``members`` with a gradient. Returns all of them: nothing is left to do. The same object
+        means the same parameters. Raises ``OffloadError`` on every rank, if one could not make it: see [Note: a failure
+        on one rank]. Collective: every rank."""
+        if members is not self._members:
             units: dict[int, list[Member]] = {}
-            for member in members_of(groups):
+            for member in members:
                 found = units.setdefault(member.entry.unit, [])
                 if member.entry.flat.rest.master is not Tier.DISK:
                     found.append(member)
-            self._groups, self._units = groups, sorted(units.items())
+            self._members, self._units = members, sorted(units.items())
+            self._parameters = [member.parameter for member in members]
         self._left, self._publishing = deque(self._units), False
         failure: Exception | None = None
         try:
             with threads(self._steps.threads):
                 if self._homes.store is not None:
-                    self._step_on_files(self._homes.store, groups)
+                    on_disk = [member for member in members if member.entry.flat.rest.master is Tier.DISK]
+                    self._step_on_files(self._homes.store, on_disk)
                 self._finish(math.inf)
         except Exception as error:
             if self._publishing:  # then the other ranks cannot be reached
@@ -149,6 +152,7 @@ class OffloadedUpdate:
             while self._left:
                 self._publish()
         self._steps.agree(failure)
+        return self._parameters
 
     def _finish(self, end: float) -> None:
         """Step on what is in memory of all units before ``end``, and publish these units."""
@@ -165,19 +169,18 @@ class OffloadedUpdate:
 
     # ------------------------------------------------------------------- files
 
-    def _step_on_files(self, store: NvmeStore, groups: Sequence[Sequence[OwnedParameter]]) -> None:
-        """Step on everything that rests in files, and finish units in between. A unit's last window may not be in the
-        file yet when it is finished: all files are up to date when this returns. If something could not be read or
-        written, masters and state are useless."""
+    def _step_on_files(self, store: NvmeStore, everything: Sequence[Member]) -> None:
+        """Step on all parameters that rest in files and have a gradient, and finish units in between. A unit's last
+        window may not be in the file yet when it is finished: all files are up to date when this returns. If something
+        could not be read or written, masters and state are useless."""
         self._segments.begin()
-        found = [m for m in members_of(groups) if m.entry.flat.rest.master is Tier.DISK]
-        members = [member for member in found if member.parameter.grad is not None]
-        self._settle(found)
+        self._settle(everything)
+        members = [member for member in everything if member.parameter.grad is not None]
         # Parameters of which nothing lies on this rank, so that their counters go on as on every rank.
         nothing = Memory(self._optimizer)
         self._segments.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
         self._segments.commit(nothing)
-        windows = self._plan([member for member in members if member.numel], groups, store)
+        windows = self._plan([member for member in members if member.numel], everything, store)
         last = {window.unit: window for window in windows}
 
         def work(request: Request, buffers: list[Tensor]) -> None:
@@ -221,28 +224,25 @@ class OffloadedUpdate:
             part.write(value)
             self._optimizer.state[parameter][key] = part
 
-    def _plan(
-        self, members: Sequence[Member], groups: Sequence[Sequence[OwnedParameter]], store: NvmeStore
-    ) -> list[_Window]:
+    def _plan(self, members: Sequence[Member], everything: Sequence[Member], store: NvmeStore) -> list[_Window]:
         """The windows of all units in order, none where no parameter takes part."""
         by_flat: dict[FlatParameters, list[Member]] = {}
         for member in sorted(members, key=lambda member: (member.entry.unit, member.start)):
             by_flat.setdefault(member.entry.flat, []).append(member)
-        holders: dict[FlatParameters, list[OwnedParameter]] = {flat: [] for flat in by_flat}
-        for entry in chain.from_iterable(groups):
-            if entry.flat in holders and entry.slice.numel:
-                holders[entry.flat].append(entry)
+        holders: dict[FlatParameters, list[Member]] = {}
+        for member in everything:
+            holders.setdefault(member.entry.flat, []).append(member)
         windows: list[_Window] = []
         for flat, found in by_flat.items():
             windows += self._plan_flat(flat, found, holders[flat], store)
         return windows
 
     def _plan_flat(
-        self, flat: FlatParameters, members: Sequence[Member], holders: Sequence[OwnedParameter], store: NvmeStore
+        self, flat: FlatParameters, members: Sequence[Member], holders: Sequence[Member], store: NvmeStore
     ) -> Iterator[_Window]:
         kinds = {member: self._kinds(member) for member in members}
         needed = list(dict.fromkeys(chain.from_iterable(kinds.values())))
-        stored = {kind: [entry.slice for entry in holders if kind in self._stored(entry)] for kind in needed}
+        stored = {kind: [member for member in holders if kind in self._stored(member)] for kind in needed}
         most = store.window_numel([dtype.itemsize for dtype in (flat.layout.dtype, *(k.dtype for k in needed))])
         for start, end in _cut(members, flat.layout.shard_numel, most):
             inside = [member for member in members if member.start < end and start < member.end]
@@ -256,19 +256,19 @@ class OffloadedUpdate:
                 )
             ]
             reads = {
-                kind: any(part.shard_start < end and start < part.shard_start + part.numel for part in stored[kind])
+                kind: any(member.start < end and start < member.end for member in stored[kind])
                 for kind in dict.fromkeys(kind for member in inside for kind in kinds[member])
             }
             yield _Window(flat, members[0].entry.unit, start, end - start, ranges, reads)
 
-    def _stored(self, entry: OwnedParameter) -> set[Kind]:
+    def _stored(self, member: Member) -> set[Kind]:
         """What of a parameter's state is in files."""
-        state = self._optimizer.state.get(entry.target, {})
+        state = self._optimizer.state.get(member.parameter, {})
         return {Kind(key, value.dtype) for key, value in state.items() if isinstance(value, FileTensor)}
 
     def _kinds(self, member: Member) -> list[Kind]:
         """What of a parameter's state is in files, or will be after its first step."""
-        stored = self._stored(member.entry)
+        stored = self._stored(member)
         if stored:
             return sorted(stored, key=str)
         return self._homes.expected(self._optimizer, member.entry.flat, member.group)

@@ -9,7 +9,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
@@ -18,7 +18,7 @@ from lightning_zero.plan import FlatLayout, ShardSlice
 from lightning_zero.shards.flat import FlatParameters, ParameterShard
 from lightning_zero.storage.tiers import NvmeStore
 
-__all__ = ["BeforeStep", "OffloadedSteps", "OwnedParameter", "ParamGroups", "restore_options"]
+__all__ = ["BeforeStep", "Note", "OffloadedSteps", "OwnedParameter", "ParamGroups", "restore_options"]
 
 
 BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None], Callable[[], bool]], None]
@@ -27,6 +27,11 @@ BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None], Calla
 It gets the optimizer's label; 64-bit numbers that have to be equal on all ranks; what is called on every rank if they
 are not, to find out and raise if it matters; and what tells whether the step is what called.
 """
+
+
+Note = Callable[[str, Tensor | int], None]
+"""Called with what user code writes, so that the ranks find out whether all did: to what, in words that mean the same
+on every rank, and all of what is there now, or a number that tells it from others."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,11 +21,11 @@ from lightning_zero.comm import Collectives
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.optim.agreement import Fingerprint
 from lightning_zero.optim.files import OffloadedUpdate
-from lightning_zero.optim.groups import BeforeStep, OffloadedSteps, OwnedParameter, ParamGroups, restore_options
+from lightning_zero.optim.groups import BeforeStep, Note, OffloadedSteps, OwnedParameter, ParamGroups, restore_options
 from lightning_zero.optim.hooks import Kept, StepHooks, holds, kept_of
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
 from lightning_zero.optim.segments import Member, members_of
-from lightning_zero.optim.state import SCALARS, Slices, StateHomes, copied, covers
+from lightning_zero.optim.state import SCALARS, StateHomes, copied, covers
 from lightning_zero.optim.stepper import SegmentStepper
 from lightning_zero.optim.visible import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
@@ -43,7 +43,7 @@ class ShardedOptimizer:
         collectives: the wire.
         before_step: called before every step, on every rank.
         after_step: called after every step with the units whose weights may have changed.
-        slices: shows slices of state to user code.
+        note: called with what user code writes to state.
         writable: whether the user can write to the masters at any time, because parameters show them; whole parameters
             are then brought up to date before every step.
         offload: the run's side of steps on masters that do not rest on the device; ``None`` if all do.
@@ -64,7 +64,7 @@ class ShardedOptimizer:
         collectives: Collectives,
         before_step: BeforeStep,
         after_step: Callable[[Sequence[int]], None],
-        slices: Slices,
+        note: Note,
         writable: bool = False,
         offload: OffloadedSteps | None = None,
     ) -> None:
@@ -81,9 +81,7 @@ class ShardedOptimizer:
         self._after_step = after_step
         self._members = ParamGroups(optimizer, label, owned)
         self._adopted: dict[OwnedParameter, None] = {}
-        self._dealt: dict[
-            OwnedParameter, int
-        ] = {}  # what is whole at owners, in the order it was handed out: its place
+        self._dealt: dict[OwnedParameter, int] = {}  # what is whole at owners, and its place there
         self._whole: WholeParameters | None = None
         self._whole_is_stale = False
         self._writable = writable
@@ -94,12 +92,14 @@ class ShardedOptimizer:
             self.homes = kept.homes
         else:
             self.homes = StateHomes(optimizer, label, store)
-        self._update = None if offload is None else OffloadedUpdate(optimizer, offload, self.homes)
-        # Small parameters in host memory are stepped on together; the rest is left to the optimizer's own step.
-        together = offload is None and self.rule == "elementwise"
-        self._segments = SegmentStepper(optimizer, None) if together else None
+        self._stepper: OffloadedUpdate | SegmentStepper | None = None
+        if offload is not None:
+            self._stepper = OffloadedUpdate(optimizer, offload, self.homes)
+        elif self.rule == "elementwise":
+            # Small parameters in host memory are stepped on together; the rest is left to the optimizer's own step.
+            self._stepper = SegmentStepper(optimizer, None)
         self._shards: list[Member] = []
-        self._view = OptimizerView(optimizer, label, owned, self.homes, slices, whole=self.rule == "whole")
+        self._view = OptimizerView(optimizer, label, owned, self.homes, note, whole=self.rule == "whole")
         self.adopt_new_groups()
         if kept is not None:
             self.load_named_state(kept.state_for(owned, collectives), [{} for _ in optimizer.param_groups])
@@ -149,9 +149,13 @@ class ShardedOptimizer:
         else:
             kept = Kept(self.optimizer, self.label, list(self._adopted), self._state_of_whole(self._whole), self.homes)
         self._view.let_go()
-        if self._update is not None:
-            self._update.forget()
+        self._forget_segments()
         return kept
+
+    def _forget_segments(self) -> None:
+        """Have state held nowhere else: it is about to be loaded anew, or given up."""
+        if self._stepper is not None:
+            self._stepper.forget()
 
     # ------------------------------------------------------------------- steps
 
@@ -187,11 +191,8 @@ class ShardedOptimizer:
             self._hidden = [(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None]
             for parameter, _ in self._hidden:
                 parameter.grad = None
-        elif self._update is not None:
-            self._update.run(self.groups)
-            self._view.pass_over(None)
-        elif self._segments is not None:
-            self._view.pass_over(self._segments.run(self._shards))
+        elif self._stepper is not None:
+            self._view.pass_over(self._stepper.run(self._shards))
 
     def _after(self) -> None:
         if self._whole is not None:
@@ -256,8 +257,7 @@ class ShardedOptimizer:
     def _take_over(self) -> None:
         """Take over state that a constructor has made, or user code has put in place of all that was there. Local."""
         if self._view.replaced:
-            if self._segments is not None:
-                self._segments.forget()
+            self._forget_segments()
             self._view.take_over(self._put)
 
     def _put(self, entry: OwnedParameter, state: dict[str, Any]) -> None:
@@ -314,9 +314,9 @@ class ShardedOptimizer:
 
     def make_room(self) -> None:
         """Give up state that is about to be loaded anew, where there is no memory for both: off the device."""
-        if self._update is not None and self._whole is None:
+        if self._offload is not None and self._whole is None:
             self.state.clear()
-            self._update.forget()
+            self._forget_segments()
 
     def load_named_state(self, state: Mapping[str, WholeState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over state by parameter name, as ``named_state`` gives it, and options of each param group, of which
@@ -331,8 +331,7 @@ class ShardedOptimizer:
         own = ("params",) if self._offload is None else ("params", "capturable", "differentiable")
         restore_options(self.optimizer, groups, own)
         self.state.clear()
-        if self._segments is not None:
-            self._segments.forget()
+        self._forget_segments()
         if self._whole is not None:
             self._whole.load()
             self._whole_is_stale = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +15,12 @@ from lightning_zero._torch import TorchDispatchMode, bare_step, untracked
 from lightning_zero.config import Tier
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.plan import ALIGNMENT
-from lightning_zero.shards.elements import fingerprint
 from lightning_zero.shards.flat import FlatParameters
-from lightning_zero.shards.sliced_tensor import SlicedTensor
-from lightning_zero.shards.sliced_values import state_of
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.host import padded_nbytes
 from lightning_zero.storage.tiers import NvmeStore
 
-__all__ = ["SCALARS", "ConstantState", "Kind", "Slices", "StateHomes", "copied", "covers", "probe_state"]
+__all__ = ["SCALARS", "ConstantState", "Kind", "StateHomes", "copied", "covers", "probe_state"]
 
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -44,42 +40,6 @@ def _is_like(key: str, value: Any, shape: Sequence[int]) -> bool:
 def copied(value: Any) -> Any:
     """A scalar state that can be changed without changing ``value``."""
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-class Slices:
-    """How slices of state are shown to user code.
-
-    Args:
-        note: called with what user code writes, so that the ranks find out whether all did: to what, in words that mean
-            the same on every rank, and all of what is there now, or a number that tells it from others.
-        device: where user code computes.
-    """
-
-    def __init__(self, note: Callable[[str, Tensor | int], None], device: torch.device) -> None:
-        self._note = note
-        self._device = device
-
-    def show(self, entry: OwnedParameter, key: str, own: Tensor, alive: Callable[[], bool]) -> Tensor:
-        """A tensor of the parameter's shape for this rank's elements ``own``, 1-D, as long as they are ``alive``."""
-        start = entry.shard.start if own.numel() else 0
-        edited, meaning = partial(self._note, _name(entry, key)), state_of(entry.name, key)
-        cut = entry.layout.cut_of(entry.position)
-        return SlicedTensor(own, start, entry.shard.spec.shape, entry.name, alive, edited, self._device, meaning, cut)
-
-    def own(self, entry: OwnedParameter, value: Any) -> Tensor | None:
-        """This rank's elements, 1-D, of what ``show`` gave, or was made from it; ``None`` for anything else. Raises
-        ``ParameterAccessError`` if they are not those that this rank has of the entry's parameter, or are gone."""
-        return value.elements(entry.layout.cut_of(entry.position)) if isinstance(value, SlicedTensor) else None
-
-    def note(self, entry: OwnedParameter, key: str, value: Any) -> None:
-        """Note what user code put into the state."""
-        if isinstance(value, SlicedTensor):
-            value = value.history
-        self._note(_name(entry, key), value if isinstance(value, Tensor) else fingerprint(value))
-
-
-def _name(entry: OwnedParameter, key: str) -> str:
-    return f"the optimizer state '{key}' of '{entry.name}'"
 
 
 class Kind(NamedTuple):

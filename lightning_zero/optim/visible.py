@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from copy import deepcopy
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -23,8 +24,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import UnsupportedOptimizerError
-from lightning_zero.optim.groups import OwnedParameter
-from lightning_zero.optim.state import Slices, StateHomes, copied, covers
+from lightning_zero.optim.groups import Note, OwnedParameter
+from lightning_zero.optim.state import StateHomes, copied, covers
+from lightning_zero.shards.elements import fingerprint
+from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.shards.sliced_values import state_of
 from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["OptimizerView", "ParameterState", "VisibleState"]
@@ -171,7 +175,7 @@ class ParameterState(dict[str, Any]):
             return value
         # What user code takes out stays as it is; what a step has put elsewhere is not the state any more.
         life = self._lives[key] = _Life()
-        return self._view.slices.show(self._entry, key, value, lambda: life.free or inner.get(key) is value)
+        return self._view.sliced(self._entry, key, value, lambda: life.free or inner.get(key) is value)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self and self[key] is value:
@@ -214,6 +218,10 @@ def _is_number(value: Any) -> bool:
     return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
 
 
+def _name(entry: OwnedParameter, key: str) -> str:
+    return f"the optimizer state '{key}' of '{entry.name}'"
+
+
 class OptimizerView:
     """Two views of one optimizer: the user's between steps, and what it steps on. Puts one in the place of the other.
 
@@ -227,16 +235,16 @@ class OptimizerView:
         label: str,
         owned: Mapping[nn.Parameter, OwnedParameter],
         homes: StateHomes,
-        slices: Slices,
+        note: Note,
         whole: bool,
     ) -> None:
         self.label = label
-        self.slices = slices
         self.users: dict[nn.Parameter, nn.Parameter] = {}
         """The user's parameters by their targets, in the order of groups."""
         self._optimizer = optimizer
         self._owned = owned
         self._homes = homes
+        self._note = note
         self._whole = whole
         # Of a wrapper, for example, that shows the state of what it wraps: there it is as it steps with it at any time.
         state = getattr(type(optimizer), "state", None)
@@ -276,10 +284,18 @@ class OptimizerView:
                 "anywhere: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
             )
 
+    def sliced(self, entry: OwnedParameter, key: str, own: Tensor, alive: Callable[[], bool]) -> Tensor:
+        """A tensor of the parameter's shape for this rank's elements ``own``, 1-D, as long as they are ``alive``."""
+        start, shape = entry.shard.start if own.numel() else 0, entry.shard.spec.shape
+        edited, meaning = partial(self._note, _name(entry, key)), state_of(entry.name, key)
+        cut = entry.layout.cut_of(entry.position)
+        return SlicedTensor(own, start, shape, entry.name, alive, edited, entry.user.device, meaning, cut)
+
     def note(self, entry: OwnedParameter, key: str, value: Any = None) -> None:
         """Note that user code took a value out, or changed it."""
-        self.check_shown()
-        self.slices.note(entry, key, value)
+        if isinstance(value, SlicedTensor):
+            value = value.history
+        self._note(_name(entry, key), value if isinstance(value, Tensor) else fingerprint(value))
 
     def note_numbers(self) -> None:
         """Note what user code has changed in place that is no slice, before the ranks compare."""
@@ -299,11 +315,11 @@ class OptimizerView:
             group["params"] = parameters
         self._set_state(self.state)
 
-    def pass_over(self, stepped: Collection[nn.Parameter] | None) -> None:
-        """Leave what is stepped on already, or everything, to no other step than that."""
-        done = None if stepped is None else set(stepped)
+    def pass_over(self, stepped: Collection[nn.Parameter]) -> None:
+        """Leave what is stepped on already to no other step."""
+        done = set(stepped)
         for group, parameters in zip(self._optimizer.param_groups, self._lists, strict=True):
-            group["params"] = [] if done is None else [p for p in parameters if p not in done]
+            group["params"] = [parameter for parameter in parameters if parameter not in done]
 
     def leave(self) -> None:
         """Let the user see groups and state again. May be called again."""
@@ -337,7 +353,7 @@ class OptimizerView:
             self.show()
             return
         for first in self.members[0][:1] if self.members else ():
-            self.slices.note(first, "all", None)
+            self.note(first, "all")
         given: list[tuple[Any, Any]] = []
         if isinstance(found, VisibleState) and found.view is self:  # one that was there before
             self._visible = found
@@ -352,7 +368,7 @@ class OptimizerView:
             entry = self.entry(key)
             if entry is not None:
                 for name, value in values.items():
-                    self.slices.note(entry, name, value)
+                    self.note(entry, name, value)
                 # A step counter does not change with the one that it was loaded from; anything else is cut.
                 values = {k: copied(v) if isinstance(v, Tensor) and not v.dim() else v for k, v in values.items()}
             self._take(key, values, put)
@@ -369,8 +385,9 @@ class OptimizerView:
         """This rank's slices of a parameter's state, whole or as it is shown, in their places. ``state`` is emptied."""
         keys, sliced = list(state), {}
         for key in keys:
-            own = self.slices.own(entry, state[key])
-            if own is not None:
+            value = state[key]
+            if isinstance(value, SlicedTensor):
+                own = value.elements(entry.layout.cut_of(entry.position))
                 sliced[key] = own if isinstance(own, FileTensor) else self._homes.put(entry, key, own.clone())
                 del state[key]
         sliced |= self._homes.adopt(entry, state)

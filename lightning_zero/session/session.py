@@ -30,7 +30,6 @@ from lightning_zero.engine.full import give_back
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.optim.state import Slices
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState
@@ -261,7 +260,7 @@ class ZeroSession:
                 engine.collectives,
                 engine.before_optimizer_step,
                 engine.after_optimizer_step,
-                Slices(engine.access.writes.note, engine.device),
+                engine.access.writes.note,
                 writable=writable and not self.settings.placement.shards_parameters,
                 offload=steps,
             )

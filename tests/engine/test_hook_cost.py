@@ -24,7 +24,6 @@ from lightning_zero import ZeroStrategy, build_plan
 from lightning_zero.comm import Groups, Streams, choose_collectives
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.optim.state import Slices
 from lightning_zero.storage.tiers import MemoryTiers
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
@@ -139,7 +138,7 @@ def zero(stage: Any) -> Step:
         collectives,
         engine.before_optimizer_step,
         engine.after_optimizer_step,
-        Slices(engine.access.writes.note, engine.device),
+        engine.access.writes.note,
     )
 
     def step(x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.sharded import OffloadedSteps, ShardedOptimizer
-from lightning_zero.optim.state import Slices
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
@@ -113,7 +112,7 @@ class Rig:
             LocalCollectives(),
             before_step=lambda label, values=(), differ=None, running=bool: None,
             after_step=lambda units: None,
-            slices=Slices(lambda what, value: None, torch.device("cpu")),
+            note=lambda what, value: None,
             offload=OffloadedSteps(
                 unit_stepped=self._unit_stepped,
                 agree=self._agree,

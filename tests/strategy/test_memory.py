@@ -184,7 +184,7 @@ def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
         "counters of segments": storages(
             value
             for adapter in trainer.strategy.session.adapters
-            for stepper in (adapter._segments or (adapter._update and adapter._update._memory),)
+            for stepper in (getattr(adapter._stepper, "_memory", adapter._stepper),)
             for plan in (stepper._plans.values() if stepper is not None else ())
             for segment in plan.together
             for value in segment._state.values()
