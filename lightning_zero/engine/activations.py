@@ -109,4 +109,4 @@ class Activations:
 
 
 def _leave(engine: ZeroEngine, unit: ShardedUnit, kind: Any, error: Any, trace: Any) -> None:
-    engine.after_unit_forward(unit, None, failed=error is not None)
+    engine.after_unit_forward(unit, failed=error is not None)

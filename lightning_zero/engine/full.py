@@ -73,7 +73,7 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
                     yield
             except Exception as error:
                 failure = error
-            failure = failure or _wrong_shape(engine, shown)
+            failure = failure or _wrong_shape(bindings)
             rows = engine.agree(f"the end of {what}", [int(failure is not None)])
             failed = [rank for rank, row in enumerate(rows) if row[0]]
             if failed:
@@ -166,14 +166,13 @@ def _let_go(units: Sequence[Unit], before: Sequence[tuple[Binding, Tensor, bool]
         unit.note_written()
 
 
-def _wrong_shape(engine: ZeroEngine, shown: Sequence[_Shown]) -> ValueError | None:
-    for part in shown:
-        for parameter, spec in zip(part.flat.parameters, part.flat.layout.parameters, strict=True):
-            if parameter.shape != torch.Size(spec.shape):
-                return ValueError(
-                    f"'{engine.names[parameter]}' has shape {list(parameter.shape)} at the end of full_parameters, "
-                    f"expected {list(spec.shape)}. A sharded parameter cannot change its shape."
-                )
+def _wrong_shape(bindings: Sequence[Binding]) -> ValueError | None:
+    for parameter, name, placeholder in ((b.parameter, b.name, b.placeholder) for b in bindings):
+        if parameter.shape != placeholder.shape:
+            return ValueError(
+                f"'{name}' has shape {list(parameter.shape)} at the end of full_parameters, expected "
+                f"{list(placeholder.shape)}. A sharded parameter cannot change its shape."
+            )
     return None
 
 

@@ -12,6 +12,7 @@ when its own gradients have arrived: a frozen or detached reader may still need 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -224,8 +225,14 @@ class Passes:
         if guarded:
             self._schedule.guard.push()
 
-    def after_unit_forward(self, unit: ShardedUnit, output: Any, failed: bool) -> None:
-        """Let a unit go after its forward, and arrange that its backward finds it again."""
+    def after_unit_forward(self, unit: ShardedUnit, *called: Any, failed: bool | None = None) -> None:
+        """Let a unit go after its forward, and arrange that its backward finds it again.
+
+        ``called``: the module, what it was called with, and its output; ``None`` after an error, but not only then.
+        """
+        output = called[-1] if called else None
+        if failed is None:
+            failed = output is None and sys.exc_info()[1] is not None
         if not self._calls or self._calls[-1].unit is not unit:
             return  # abandoned in between
         call = self._calls.pop()
@@ -284,7 +291,7 @@ class Passes:
             self.agree(f"begin of {place}")
             self.collectives.settle()  # what a backward before this one was doing when an error stopped it
         if not self._explicit and current_graph_task() != -1:
-            queue_backward_callback(self._end_implicit_backward)
+            queue_backward_callback(lambda: None if self._explicit else self.end_backward())
         name = f"backward {self._segment} of {self._scope}"
         if not self._sharded:
             self._running["backward"] = self.spans.begin(Phase.BACKWARD, self._scope)
@@ -433,10 +440,6 @@ class Passes:
         self._schedule.reshard(unit)
         if self._reducer is not None and self._reduces and unit.outstanding == 0:
             self._reducer.finish(unit.index)
-
-    def _end_implicit_backward(self) -> None:
-        if not self._explicit:
-            self.end_backward()
 
     def _memory_for_backward(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
         refuse_double_backward()

@@ -63,8 +63,7 @@ class GradientReducer:
         self._patience = PATIENCE_SECONDS
         self._queue = self._plan_order  # the order of the running backward
         self._next = 0
-        self._ready: set[int] = set()
-        self._ready_order: list[int] = []
+        self._ready: dict[int, None] = {}  # buckets that may be launched, in the order in which they were ready
         self._siblings: dict[int, list[GradientBucket]] = {}
         for bucket in self.buckets:
             self._siblings.setdefault(bucket.unit.index, []).append(bucket)
@@ -84,7 +83,6 @@ class GradientReducer:
         self._queue = self._order.get(name, self._plan_order)
         self._next = 0
         self._ready.clear()
-        self._ready_order.clear()
         self._reducing.clear()
 
     def arrive(self, bucket: GradientBucket, position: int, gradient: Tensor, reduce: bool) -> None:
@@ -103,14 +101,11 @@ class GradientReducer:
 
     def finish(self, unit: int) -> None:
         """Note that a unit gets no more gradients in this backward, as far as can be told, and launch what may go."""
-        found = False
         for bucket in self._siblings.get(unit, ()):
             if bucket.dirty and not bucket.launched and bucket.index not in self._ready:
-                self._ready.add(bucket.index)
-                self._ready_order.append(bucket.index)
-                found = True
+                self._ready[bucket.index] = None
         order = self._queue
-        while found and self._next < len(order) and order[self._next] in self._ready:
+        while self._next < len(order) and order[self._next] in self._ready:
             bucket = self.buckets[order[self._next]]
             self._launch(bucket)
             self._next += 1
@@ -261,7 +256,7 @@ class GradientReducer:
     def _remember_order(self, touched: list[bool]) -> None:
         if self._phase in self._order:
             return
-        seen: list[int] = self._control.gather_objects(self._ready_order)[0]
+        seen: list[int] = self._control.gather_objects(list(self._ready))[0]
         order = [index for index in seen if touched[index]]
         order += [i for i in self._plan_order if touched[i] and i not in order]
         order += [i for i in self._plan_order if not touched[i]]

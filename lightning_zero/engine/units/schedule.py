@@ -52,7 +52,7 @@ class UnitSchedule:
         fetcher: brings shards from where they rest; ``None``: they rest on the device.
         spans: told of gathers, and of waiting for them.
         writes: what user code wrote.
-        wrote: told of units that were written to, when this rank's part was taken over.
+        wrote: called when this rank's part of what user code wrote to units was taken over.
     """
 
     def __init__(
