@@ -41,11 +41,11 @@ from lightning_zero.checkpoint.storage.files import (
     HttpFiles,
     Window,
     is_folder,
+    is_http,
     open_folder,
     open_parent,
     read_bytes,
 )
-from lightning_zero.checkpoint.storage.http import is_http
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError

@@ -1,21 +1,26 @@
-"""The files of one folder, read in parts: on a local disk, or behind any URL that fsspec knows."""
+"""The files of one folder, read in parts: on a local disk, behind any URL that fsspec knows, or on a web server."""
 
 from __future__ import annotations
 
 import io
 import os
+import shutil
 import stat
+import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Final
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 from fsspec.core import url_to_fs
 
-from lightning_zero.checkpoint.storage.http import HttpFolder, is_http
 from lightning_zero.errors import CheckpointError
 
 __all__ = [
@@ -27,6 +32,7 @@ __all__ = [
     "RemoteFiles",
     "Window",
     "is_folder",
+    "is_http",
     "is_remote",
     "local_output",
     "local_path",
@@ -35,44 +41,15 @@ __all__ = [
     "read_bytes",
 ]
 
-PIECE_NBYTES = 1 << 24
-"""What is read and checked at a time."""
-
-WRITTEN_NBYTES = 1 << 22
-"""What is cast and written at a time: beside it there are copies of its size."""
-
+PIECE_NBYTES = 1 << 24  # what is read and checked at a time
+WRITTEN_NBYTES = 1 << 22  # what is cast and written at a time: beside it there are copies of its size
 _OPEN_FILES = 16
 _BLOCK_NBYTES = 1 << 20  # a request takes as long as the transfer of this much, roughly
 _BLOCKS = 32
 
 
-class Files(Protocol):
-    """A folder. Names are plain: without a slash."""
-
-    @property
-    def name(self) -> str:
-        """Path or URL of the folder, for messages."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is such an entry."""
-
-    def size(self, name: str) -> int:
-        """Bytes of a file.
-
-        Raises:
-            CheckpointError: if it is missing, or not a regular file.
-        """
-
-    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes of a file from ``offset``.
-
-        Raises:
-            CheckpointError: if they cannot be read, or the file ends before.
-        """
-
-
 class LocalFiles:
-    """A folder on a local or mounted file system.
+    """A folder on a local or mounted file system. Names are plain: without a slash.
 
     It holds the folder itself and not its name, so that a checkpoint which is replaced meanwhile gives an error and
     never a mixture of two.
@@ -98,6 +75,7 @@ class LocalFiles:
         weakref.finalize(self, _close, self._descriptor, self._opened)
 
     def has(self, name: str) -> bool:
+        """Whether there is such an entry."""
         try:
             self._stat(name)
         except OSError:
@@ -105,6 +83,7 @@ class LocalFiles:
         return True
 
     def size(self, name: str) -> int:
+        """Bytes of a file; ``CheckpointError`` if it is missing, or not a regular file."""
         try:
             found = self._stat(name)
         except OSError as error:
@@ -114,6 +93,7 @@ class LocalFiles:
         return found.st_size
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` from a byte of a file on; ``CheckpointError`` if it cannot be read, or ends before."""
         with self._lock:  # another thread may close the descriptor to open a file of its own
             descriptor = self._file(name)
             done = 0
@@ -149,8 +129,13 @@ class LocalFiles:
         return os.stat(name, dir_fd=self._descriptor, follow_symlinks=self._follow_links)
 
 
+def _close(descriptor: int, opened: OrderedDict[str, int]) -> None:
+    for other in (*opened.values(), descriptor):
+        os.close(other)
+
+
 class RemoteFiles:
-    """A folder behind a URL. It is listed once, when it is opened.
+    """A folder behind a URL, with the methods of ``LocalFiles``. It is listed once, when it is opened.
 
     Small parts are cut out of blocks, of which some are kept: what lies side by side is mostly read in that order.
 
@@ -160,9 +145,9 @@ class RemoteFiles:
 
     def __init__(self, url: str) -> None:
         self.name = _trimmed(url)
-        self._sizes = self._list()
-        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._blocks: dict[tuple[str, int], bytes] = {}
         self._lock = threading.Lock()
+        self._sizes = self._list()
 
     def _list(self) -> dict[str, int | None]:
         """What is in the folder, with its size where the store says so."""
@@ -174,11 +159,8 @@ class RemoteFiles:
             raise CheckpointError(
                 f"'{self.name}' is not a checkpoint directory: {type(error).__name__}: {error}."
             ) from error
-        return {
-            str(entry["name"]).rstrip("/").rpartition("/")[2]: entry.get("size")
-            for entry in entries
-            if entry.get("type") == "file"
-        }
+        files = [entry for entry in entries if entry.get("type") == "file"]
+        return {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry.get("size") for entry in files}
 
     def has(self, name: str) -> bool:
         return name in self._sizes
@@ -206,20 +188,24 @@ class RemoteFiles:
 
     def _block(self, name: str, number: int) -> bytes:
         with self._lock:
-            if (name, number) in self._blocks:
-                self._blocks.move_to_end((name, number))
-                return self._blocks[name, number]
-        start = number * _BLOCK_NBYTES
-        block = self._fetch(name, start, max(0, min(_BLOCK_NBYTES, self.size(name) - start)))
+            block = self._blocks.pop((name, number), None)
+        if block is None:
+            start = number * _BLOCK_NBYTES
+            block = self._fetch(name, start, max(0, min(_BLOCK_NBYTES, self.size(name) - start)))
         with self._lock:
-            self._blocks[name, number] = block
+            self._blocks[name, number] = block  # the last one used stays longest
             if len(self._blocks) > _BLOCKS:
-                self._blocks.popitem(last=False)
+                del self._blocks[next(iter(self._blocks))]
         return block
 
     def _fetch(self, name: str, offset: int, nbytes: int) -> bytes:
-        if not nbytes:
-            return b""
+        data = self._ask_for_range(name, offset, nbytes) if nbytes else b""
+        if len(data) != nbytes:
+            raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + len(data)}: it was cut off.")
+        return data
+
+    def _ask_for_range(self, name: str, offset: int, nbytes: int) -> bytes:
+        """A range of a file, shorter if that ends before."""
         try:
             data: bytes = self._system.cat_file(f"{self._root}/{name}", start=offset, end=offset + nbytes)
         except Exception as error:
@@ -227,45 +213,125 @@ class RemoteFiles:
                 f"'{self.name}/{name}' cannot be read at byte {offset}: {type(error).__name__}: {error}. Was the "
                 "checkpoint removed or replaced?"
             ) from error
-        if len(data) != nbytes:
-            raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + len(data)}: it was cut off.")
         return data
 
 
+_TIMEOUT_SECONDS: Final = 60.0  # without a byte
+_ABSENT: Final = (403, 404, 410)  # object stores say 403 to those who may not list
+_PART, _NO_SUCH_RANGE = 206, 416
+
+
 class HttpFiles(RemoteFiles):
-    """A folder behind a web server, which is asked for every name: few servers list what there is."""
+    """A folder behind ``http://`` or ``https://``, read with the standard library alone.
+
+    fsspec would need aiohttp, and servers that list their folders: here the server is asked for every name. One that
+    can send parts of a file is asked for parts. From one that cannot, a file is copied once, to the folder for
+    temporary files (``TMPDIR``). ``CheckpointError`` if a server cannot be asked, or a file was replaced meanwhile.
+    """
 
     def _list(self) -> dict[str, int | None]:
-        self._folder = HttpFolder(self.name)
+        self._versions: dict[str, str | None] = {}
+        self._copies: dict[str, IO[bytes]] = {}
         return {}
 
     def has(self, name: str) -> bool:
-        """See ``Files``.
-
-        Raises:
-            CheckpointError: if the server cannot be asked.
-        """
-        return self._folder.size(name) is not None
+        if name not in self._sizes:
+            self._sizes[name] = self._ask_for_size(name)
+        return self._sizes[name] is not None
 
     def size(self, name: str) -> int:
-        size = self._folder.size(name)
+        size = self._sizes[name] if self.has(name) else None
         if size is None:
             raise CheckpointError(f"'{self.name}' is not whole: the server has no '{name}' for us.")
         return size
 
-    def copied(self, name: str) -> AbstractContextManager[str]:
-        """The path of a local copy of a file, which is deleted afterwards.
+    @contextmanager
+    def copied(self, name: str) -> Iterator[str]:
+        """The path of a local copy of a file, which is deleted afterwards."""
+        with self._copies.get(name) or self._receive(name, self._request(name)) as copy:
+            try:
+                yield copy.name
+            finally:
+                del self._copies[name]
 
-        Raises:
-            CheckpointError: if it cannot be made.
-        """
-        return self._folder.copied(name)
+    def _ask_for_range(self, name: str, offset: int, nbytes: int) -> bytes:
+        copy = self._copies.get(name)
+        if copy is None:
+            response = self._request(name, f"bytes={offset}-{offset + nbytes - 1}")
+            if response.status == _PART:
+                with response, self._transfer(name):
+                    data: bytes = response.read()
+                    return data
+            copy = self._receive(name, response)
+        return os.pread(copy.fileno(), nbytes, offset)
 
-    def _fetch(self, name: str, offset: int, nbytes: int) -> bytes:
-        data = self._folder.fetch(name, offset, nbytes) if nbytes else b""
-        if len(data) != nbytes:
-            raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + len(data)}: it was cut off.")
-        return data
+    def _ask_for_size(self, name: str) -> int | None:
+        """Bytes of a file; ``None`` if there is none."""
+        with self._request(name, "bytes=0-0", expected=(*_ABSENT, _NO_SUCH_RANGE)) as response:
+            if response.status in _ABSENT:
+                return None
+            if response.status == _NO_SUCH_RANGE:
+                return 0
+            total = response.headers.get("Content-Length")
+            if response.status == _PART:
+                total = response.headers.get("Content-Range", "").rpartition("/")[2]
+            if total is not None and total.isdecimal():
+                return int(total)
+        # The server does not know before it has sent everything.
+        return os.path.getsize(self._receive(name, self._request(name)).name)
+
+    def _request(self, name: str, part: str | None = None, expected: Collection[int] = ()) -> Any:
+        """A file, or a part of it, always of one version; or an error that is ``expected``."""
+        url = quote(f"{self.name}/{name}", safe=":/?#[]@!$&'()*+,;=%~")
+        headers = {"Accept-Encoding": "identity"} | ({"Range": part} if part else {})
+        try:
+            response: HTTPResponse = urlopen(Request(url, headers=headers), timeout=_TIMEOUT_SECONDS)
+        except HTTPError as error:
+            if error.code in expected:
+                return error
+            error.close()
+            raise CheckpointError(
+                f"{self._where(name)} cannot be read: the server says {error}. Was the checkpoint removed or replaced?"
+            ) from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise CheckpointError(f"{self._where(name)} cannot be reached: {error}.") from error
+        version = response.headers.get("ETag")
+        if self._versions.setdefault(name, version) != version:
+            response.close()
+            raise CheckpointError(f"{self._where(name)} was replaced while it was read. Repeat this.")
+        return response
+
+    def _receive(self, name: str, response: HTTPResponse) -> IO[bytes]:
+        """A copy of a whole file, which is kept."""
+        expected = response.headers.get("Content-Length")
+        with response, ExitStack() as stack, self._transfer(name):
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="lightning-zero-"))
+            shutil.copyfileobj(response, file, 1 << 20)
+            file.flush()
+            nbytes = os.path.getsize(file.name)
+            if expected is not None and nbytes != int(expected):
+                raise CheckpointError(
+                    f"{self._where(name)} ended at byte {nbytes} of {expected}: the connection broke off."
+                )
+            stack.pop_all()
+        return self._copies.setdefault(name, file)  # another thread may have been faster
+
+    @contextmanager
+    def _transfer(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, HTTPException) as error:
+            raise CheckpointError(
+                f"{self._where(name)} could not be copied into memory or to '{tempfile.gettempdir()}': "
+                f"{type(error).__name__}: {error}."
+            ) from error
+
+    def _where(self, name: str) -> str:
+        return f"'{self.name}/{name.partition('?')[0]}'"
+
+
+Files = LocalFiles | RemoteFiles
+"""A folder, wherever it is."""
 
 
 class Window(io.RawIOBase):
@@ -282,11 +348,9 @@ class Window(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -307,18 +371,29 @@ class Window(io.RawIOBase):
         return len(memory)
 
 
+def read_bytes(files: Files, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+    """A range of a file, to its end by default; ``CheckpointError`` if it cannot be read."""
+    buffer = bytearray(files.size(name) - offset if nbytes is None else nbytes)
+    files.read_into(name, offset, memoryview(buffer))
+    return bytes(buffer)
+
+
+# ---------------------------------------------------------------------------------------------------------------- paths
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URL of anything but the local file system."""
     text = os.fspath(path)
     return "://" in text and not text.startswith("file://")
 
 
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a folder.
+def is_http(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the URL of a web server."""
+    return os.fspath(path).startswith(("http://", "https://"))
 
-    Raises:
-        CheckpointError: if a URL cannot be asked.
-    """
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a folder; ``CheckpointError`` if a URL cannot be asked."""
     if not is_remote(path):
         return os.path.isdir(local_path(path))
     try:
@@ -330,42 +405,21 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> Files:
-    """The files of a folder, wherever it is.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
-    return _open_url(os.fspath(path)) if is_remote(path) else LocalFiles(local_path(path), follow_links=follow_links)
+    """The files of a folder, wherever it is; ``CheckpointError`` if there is none."""
+    if not is_remote(path):
+        return LocalFiles(local_path(path), follow_links=follow_links)
+    return (HttpFiles if is_http(path) else RemoteFiles)(os.fspath(path))
 
 
 def open_parent(path: str | os.PathLike[str]) -> tuple[Files, str]:
-    """The folder a file lies in, and the file's name there.
-
-    Raises:
-        CheckpointError: if there is no such folder.
-    """
-    if is_remote(path):
-        text, question, query = os.fspath(path).partition("?" if is_http(path) else "\0")
-        scheme, _, rest = text.partition("://")
-        folder, _, name = rest.rstrip("/").rpartition("/")
-        return _open_url(f"{scheme}://{folder}"), name + question + query
-    local = local_path(path)
-    return LocalFiles(local.parent, follow_links=True), local.name
-
-
-def read_bytes(files: Files, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-    """A range of a file, to its end by default.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
-    buffer = bytearray(files.size(name) - offset if nbytes is None else nbytes)
-    files.read_into(name, offset, memoryview(buffer))
-    return bytes(buffer)
-
-
-def _open_url(url: str) -> RemoteFiles:
-    return HttpFiles(url) if is_http(url) else RemoteFiles(url)
+    """The folder a file lies in, and the file's name there; ``CheckpointError`` if there is no such folder."""
+    if not is_remote(path):
+        local = local_path(path)
+        return LocalFiles(local.parent, follow_links=True), local.name
+    text, question, query = os.fspath(path).partition("?" if is_http(path) else "\0")
+    scheme, _, rest = text.partition("://")
+    folder, _, name = rest.rstrip("/").rpartition("/")
+    return open_folder(f"{scheme}://{folder}"), name + question + query
 
 
 def _trimmed(url: str) -> str:
@@ -374,35 +428,19 @@ def _trimmed(url: str) -> str:
     return f"{scheme}://{rest.rstrip('/')}"
 
 
-def _close(descriptor: int, opened: OrderedDict[str, int]) -> None:
-    for other in (*opened.values(), descriptor):
-        os.close(other)
-
-
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """An absolute path in the local (or a mounted) file system; ``~`` is the home directory.
-
-    Raises:
-        ValueError: for any other URL.
-    """
+    """An absolute path in the local (or a mounted) file system, also of a ``file://`` URL; else ``ValueError``."""
     text = os.fspath(path)
-    if "://" in text:
-        scheme, rest = text.split("://", 1)
-        if scheme != "file":
-            raise ValueError(
-                f"'{text}' is not in a local or mounted file system, and this works there only. Use such a path, and "
-                "copy what is finished."
-            )
-        text = rest
-    return Path(os.path.abspath(os.path.expanduser(text)))
+    if is_remote(text):
+        raise ValueError(
+            f"'{text}' is not in a local or mounted file system, and this works there only. Use such a path, and "
+            "copy what is finished."
+        )
+    return Path(os.path.abspath(os.path.expanduser(text.removeprefix("file://"))))
 
 
 def local_output(path: str | os.PathLike[str]) -> Path:
-    """An absolute path in the local (or a mounted) file system.
-
-    Raises:
-        ValueError: for a URL: single files are written in pieces at many places, which object stores cannot.
-    """
+    """The same for a single file to write: ``ValueError`` for any other URL."""
     if is_remote(path):
         raise ValueError(
             f"Single files are written to local or mounted file systems, not to '{os.fspath(path)}': their pieces are "

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE
 
-__all__ = ["StagedFile", "Staging", "fsync_directory", "is_checkpoint_directory", "remove", "sweep"]
+__all__ = ["Exchange", "StagedFile", "Staging", "is_checkpoint_directory", "remove", "sweep"]
 
 _TEMPORARY = ".ztmp-"  # being written, or a replaced checkpoint about to be deleted
 _DELETED = ".zdel-"  # being deleted
@@ -84,11 +84,10 @@ class Staging:
     def publish(self) -> None:
         """Give the directory its final name, then delete what had it. See [Note: Publishing].
 
-        Raises:
-            OSError: if it could not. The final name then still leads to what it led to before, or, if only making the
-                name durable failed, to the whole new directory.
+        After an ``OSError`` the final name still leads to what it led to before, or, if only making the name durable
+        failed, to the whole new directory.
         """
-        fsync_directory(self.path)
+        _fsync(self.path)
         try:
             replaced = self._exchange(self.path, self.final)
         except OSError as error:
@@ -96,24 +95,27 @@ class Staging:
                 raise
             replaced = self._flip_link()
         self._unlock()  # from here on the data is not ours to discard
-        fsync_directory(self.final.parent)
+        _fsync(self.final.parent)
         if replaced is not None:
             _retire(replaced)
 
     def discard(self) -> None:
         """Delete the directory if it was not published. Never raises: the next save sweeps what is left."""
-        link = self.final.parent / f"{_TEMPORARY}{self.path.name[-32:]}"
-        if link.is_symlink():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            link = self._beside(_TEMPORARY)
+            if link.is_symlink():
                 link.unlink()
         if self._lock is not None:
             _retire(self.path)
             self._unlock()
 
+    def _beside(self, prefix: str) -> Path:
+        """A temporary name with the token of this directory's own."""
+        return self.final.parent / f"{prefix}{self.path.name[-32:]}"
+
     def _flip_link(self) -> Path | None:
         """Publish by a symbolic link. Returns what is to be deleted."""
-        parent, token = self.final.parent, self.path.name[-32:]
-        data, link = parent / f"{_DATA}{token}", parent / f"{_TEMPORARY}{token}"
+        data, link = self._beside(_DATA), self._beside(_TEMPORARY)
         os.rename(self.path, data)
         self.path = data
         os.symlink(data.name, link)
@@ -123,7 +125,7 @@ class Staging:
             return replaced
         # A directory that another program or file system made: a link cannot replace it, so for a moment the final name
         # leads nowhere. The data is not lost even then: this name is never swept.
-        moved = parent / f"{_MOVED}{token}"
+        moved = self._beside(_MOVED)
         os.rename(self.final, moved)
         try:
             os.replace(link, self.final)
@@ -172,12 +174,12 @@ def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         doomed = path.with_name(f"{_DELETED}{uuid.uuid4().hex}")
         os.rename(path, doomed)
-        fsync_directory(path.parent)
+        _fsync(path.parent)
         _delete(doomed)
         return
     data = _linked_data(path)
     path.unlink()
-    fsync_directory(path.parent)
+    _fsync(path.parent)
     if data is not None:
         _retire(data)
 
@@ -194,13 +196,13 @@ def sweep(folder: Path) -> None:
                     _sweep_one(folder, Path(entry.path))
 
 
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _fsync(path: Path) -> None:
+    """Make a file, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:  # some network file systems have no fsync of directories
+        if error.errno not in _UNSUPPORTED or not path.is_dir():  # some network file systems have none of directories
             raise
     finally:
         os.close(descriptor)
@@ -238,29 +240,24 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
             continue  # swept by another process before it was locked
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            continue  # being swept
-        except OSError:
-            return path, descriptor  # a file system without flock: there nobody can sweep it either
-        with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(descriptor)):
                 return path, descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass  # being swept, or swept already
+        except OSError:
+            return path, descriptor  # a file system without flock: there nobody can sweep it either
         os.close(descriptor)
 
 
 def _try_lock(path: Path) -> int | None:
     """A descriptor that holds the lock of a directory, or ``None`` if somebody else does or it cannot be locked."""
-    try:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
+        stack.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        stack.pop_all()
+        return descriptor
+    return None
 
 
 def _exchange(source: Path, final: Path) -> Path | None:
@@ -277,14 +274,9 @@ def _renameat2(source: Path, destination: Path, flags: int) -> None:
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:  # not Linux, or a C library older than 2018
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    arguments = (
-        ctypes.c_int(_AT_FDCWD),
-        ctypes.c_char_p(os.fsencode(source)),
-        ctypes.c_int(_AT_FDCWD),
-        ctypes.c_char_p(os.fsencode(destination)),
-        ctypes.c_uint(flags),
-    )
-    if function(*arguments) != 0:
+    here = ctypes.c_int(_AT_FDCWD)
+    names = [ctypes.c_char_p(os.fsencode(path)) for path in (source, destination)]
+    if function(here, names[0], here, names[1], ctypes.c_uint(flags)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(source), None, str(destination))
 
@@ -328,8 +320,7 @@ class StagedFile:
         exchange: as for ``Staging``: needed only where a directory has the name.
 
     Raises:
-        IsADirectoryError: if ``final`` is a directory that is no checkpoint: publishing would delete it.
-        OSError: if the file cannot be made.
+        OSError: as ``Staging`` does, or if the file cannot be made.
 
     Attributes:
         path: where the file is until it is published.
@@ -348,37 +339,24 @@ class StagedFile:
             raise
 
     def publish(self) -> None:
-        """Give the file its final name, durably, then delete what had it.
-
-        Raises:
-            OSError: if it could not. The final name then still leads to what it led to before, or, if only making the
-                name durable failed, to the whole new file.
-        """
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        """Give the file its final name, durably, then delete what had it. Errors: see ``Staging.publish``."""
+        _fsync(self.path)
         if self.final.is_dir() and not self.final.is_symlink():
-            self._replace_directory()
+            try:
+                self._exchange(self.path, self.final)  # the directory then has the temporary name
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                raise IsADirectoryError(
+                    f"'{self.final}' is a checkpoint directory, which this file system cannot replace by a file in one "
+                    "step. Delete it, or choose another name."
+                ) from error
         else:
             os.replace(self.path, self.final)
-        fsync_directory(self.final.parent)
+        _fsync(self.final.parent)
         self.discard()
         sweep(self.final.parent)  # the data of a directory that was published through a link
 
     def discard(self) -> None:
         """Delete the file if it was not published. Never raises: the next save sweeps what is left."""
         self._staging.discard()
-
-    def _replace_directory(self) -> None:
-        """The directory then has the temporary name, and is deleted with it."""
-        try:
-            self._exchange(self.path, self.final)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
-                raise
-            raise IsADirectoryError(
-                f"'{self.final}' is a checkpoint directory, which this file system cannot replace by a file in one "
-                "step. Delete it, or choose another name."
-            ) from error
