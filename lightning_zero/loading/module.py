@@ -1,36 +1,34 @@
-"""An ordinary module from any checkpoint, in one process.
-
-``LightningModule.load_from_checkpoint`` hands its path to one private function, which opens a file. A checkpoint that
-is a directory ends there, before a module or a strategy is asked, so there is no seam and this function is wrapped: a
-path where a checkpoint directory lies goes to our loader, and everything else goes on as it came.
-"""
+"""An ordinary module from any checkpoint, and its weights as a dictionary, in one process."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from itertools import chain
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core import datamodule
 from lightning.pytorch.core import module as lightning_module
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint, pl_legacy_patch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at
+from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
+from lightning_zero.checkpoint.pieces import stored_identity
+from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.loading.hparams import choose_hparams, instantiate
-from lightning_zero.loading.weights import open_here
 from lightning_zero.session.module_state import left_out_of, under_own_names, weights_of
 
-__all__ = ["let_lightning_load_directories", "load_from_checkpoint"]
+__all__ = ["let_lightning_load_directories", "load_from_checkpoint", "load_full_state_dict"]
 
 AnyPath = str | os.PathLike[str]
 MapLocation = (
@@ -77,104 +75,163 @@ def load_from_checkpoint(
         RuntimeError: as ``nn.Module.load_state_dict`` does, for names or shapes that do not fit.
         ValueError: for settings that cannot be used together.
     """
-    return load_with(
-        model_class,
-        path,
-        kwargs,
-        LoadSettings(map_location, hparams_file, strict, weights_only, verify, initial_weights),
-    )
+    open_one = functools.partial(_open, verify=verify, weights_only=weights_only)
+    return _load(model_class, path, kwargs, open_one, map_location, hparams_file, strict, initial_weights)
 
 
-class LoadSettings(NamedTuple):
-    """What ``load_from_checkpoint`` is asked for beside the class, the path and the class's own arguments."""
+def load_full_state_dict(
+    path: AnyPath, *, prefix: str | None = None, dtype: torch.dtype | None = None, verify: bool = False
+) -> dict[str, Tensor]:
+    """Read all weights and buffers of a checkpoint into host memory, in this process alone.
 
-    map_location: MapLocation = None
-    hparams_file: AnyPath | None = None
-    strict: bool | None = None
-    weights_only: bool | None = None
-    verify: bool = False
-    initial_weights: AnyPath | None = None
+    Args:
+        path: the checkpoint.
+        prefix: take only the tensors whose names begin with it, and cut it off: ``"model."`` gives the state dict of
+            ``self.model``.
+        dtype: cast floating-point tensors to it, piece by piece while they are read.
+        verify: check every checksum first.
+
+    Returns:
+        Ordinary tensors by name; names of a tied weight have the same tensor. Frozen parameters that were left out of
+        the checkpoint are not in it, which is warned about, nor is what modules save that is not a tensor.
+
+    Raises:
+        CheckpointError: if the checkpoint cannot be read, naming the file, or no name begins with ``prefix``.
+        ValueError: for a dtype that is not floating-point.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point dtype like torch.bfloat16, got {dtype!r}.")
+    checkpoint, prefix = _open(path, verify=verify), prefix or ""
+    named = {name: value for name, value in weights_of(checkpoint, path).items() if isinstance(value, Tensor)}
+    chosen = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    if prefix and not chosen:
+        raise CheckpointError(
+            f"No tensor in '{os.fspath(path)}' has a name that begins with '{prefix}': it holds {some(named)}."
+        )
+    left_out = [name for name in left_out_of(checkpoint) if name not in named and name.startswith(prefix)]
+    if left_out:
+        rank_zero_warn(
+            f"'{os.fspath(path)}' was saved without its frozen parameters: {len(left_out)} of them are not in the "
+            f"result ({some(left_out)})."
+        )
+    read: dict[Hashable, Tensor] = {}
+    for value in chosen.values():
+        if stored_identity(value) not in read:
+            read[stored_identity(value)] = _read(value, dtype)
+    return {name: read[stored_identity(value)] for name, value in chosen.items()}
 
 
-def load_with(model_class: type[ModelT], path: AnyPath, kwargs: Mapping[str, Any], settings: LoadSettings) -> ModelT:
-    """``load_from_checkpoint`` for arguments of any name."""
-    device = _device(settings.map_location)
-    verify, weights_only, initial_weights = settings.verify, settings.weights_only, settings.initial_weights
-    checkpoint = open_here(path, verify=verify, weights_only=weights_only)
-    choose_hparams(checkpoint, model_class, settings.hparams_file, kwargs)
+def let_lightning_load_directories() -> None:
+    """Make ``load_from_checkpoint`` of Lightning's modules and data modules take directories, too. Once is enough.
+
+    It hands its path to one private function, which opens a file: no module or strategy is asked, so there is no seam,
+    and the function is wrapped. A path where a checkpoint directory lies is loaded here; all else goes on as it came.
+    """
+    for place in (lightning_module, datamodule):
+        original = getattr(place, _NAME, None)
+        if original is not None and not hasattr(original, "__wrapped__"):
+            setattr(place, _NAME, _with_directories(original))
+
+
+_NAME: Final = "_load_from_checkpoint"  # private: 2.6
+
+
+def _with_directories(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(
+        cls: Any,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(checkpoint_path, (str, os.PathLike)) and is_checkpoint_directory_at(checkpoint_path):
+            open_one = functools.partial(_open, verify=False, weights_only=weights_only)
+            return _load(cls, checkpoint_path, kwargs, open_one, map_location, hparams_file, strict, None)
+        return original(cls, checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
+
+    return load
+
+
+def _open(path: AnyPath, *, verify: bool, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint, seen by this process alone, in today's layout."""
+    with pl_legacy_patch():
+        checkpoint = open_checkpoint(path, ControlGroup(None), verify=verify, weights_only=weights_only)
+    if "pytorch-lightning_version" in checkpoint:
+        migrate_checkpoint(checkpoint)
+    return checkpoint
+
+
+def _load(
+    model_class: type[ModelT],
+    path: AnyPath,
+    kwargs: Mapping[str, Any],
+    open_one: Callable[[AnyPath], dict[str, Any]],
+    map_location: MapLocation,
+    hparams_file: AnyPath | None,
+    strict: bool | None,
+    initial_weights: AnyPath | None,
+) -> ModelT:
+    """``load_from_checkpoint`` for arguments of the class of any name."""
+    device = _device(map_location)
+    checkpoint = open_one(path)
+    choose_hparams(checkpoint, model_class, hparams_file, kwargs)
     built = instantiate(model_class, checkpoint, kwargs)
     if isinstance(built, LightningDataModule):
         if type(built).__qualname__ in checkpoint:
             built.load_state_dict(checkpoint[type(built).__qualname__])
         return built
-    strict = _strictness(built, settings.strict)
+    strict = _strictness(built, strict)
     record: InitRecord | None = None
     if is_overridden("configure_model", built):
         with InitRecorder() as record:
             built.configure_model()
     built.on_load_checkpoint(checkpoint)
+    own = built.state_dict(keep_vars=True)
     stored = weights_of(checkpoint, path)
-    base: Mapping[str, Any] = {}
+    state = under_own_names(stored, own, path, strict)
     if initial_weights is not None:
-        base = weights_of(open_here(initial_weights, verify=verify, weights_only=weights_only), initial_weights)
-    _read_into_module(built, _Source(path, stored, left_out_of(checkpoint), base), strict, device, record)
-    return built
-
-
-class _Source(NamedTuple):
-    """Where a module's weights come from.
-
-    Attributes:
-        path: of the checkpoint, for messages.
-        stored: its weights by name.
-        left_out: the frozen parameters that were not saved.
-        base: weights for what is not in ``stored``.
-    """
-
-    path: AnyPath
-    stored: Mapping[str, Any]
-    left_out: Collection[str]
-    base: Mapping[str, Any]
-
-
-def _read_into_module(
-    module: LightningModule, source: _Source, strict: bool, device: torch.device | None, record: InitRecord | None
-) -> None:
-    own = module.state_dict(keep_vars=True)
-    state = under_own_names(source.stored, own, source.path, strict)
-    base = under_own_names(source.base, own, "initial_weights", strict=False)
-    state.update({name: base[name] for name in own if name in base and name not in state})
-    kept = _tied_elsewhere(own, state)
-    left_out = under_own_names(dict.fromkeys(source.left_out), own, source.path, strict=False)
-    unsaved = [name for name in left_out if name in own and name not in state and name not in kept]
-    _materialise(module, {id(own[name]) for name in own if name in state}, device or torch.device("cpu"), record)
+        weights = weights_of(open_one(initial_weights), initial_weights)
+        base = under_own_names(weights, own, "initial_weights", strict=False)
+        state.update({name: base[name] for name in own if name in base and name not in state})
+    tied = _tied_elsewhere(own, state)
+    left_out = under_own_names(dict.fromkeys(left_out_of(checkpoint)), own, path, strict=False)
+    unsaved = [name for name in left_out if name in own and name not in state and name not in tied]
+    _materialise(built, {id(own[name]) for name in own if name in state}, device or torch.device("cpu"), record)
     if device is not None:
-        module.to(device)
-    result, failure = None, None
-    with _Streaming() as streaming:
-        try:
-            result = module.load_state_dict(_prepared(module, source, state, [*kept, *unsaved]), strict=strict)
-        except RuntimeError as error:
-            failure = streaming.failure or error
-    if failure is not None:
-        raise failure
-    _read_what_is_left(module, device)
+        built.to(device)
+    missing, unexpected = _copy_into(built, state, [*tied, *unsaved], getattr(stored, "_metadata", None), strict)
+    _read_what_is_left(built, device)
     if unsaved:
         rank_zero_warn(
-            f"'{os.fspath(source.path)}' was saved without its frozen parameters: {len(unsaved)} of them keep the "
+            f"'{os.fspath(path)}' was saved without its frozen parameters: {len(unsaved)} of them keep the "
             f"values they were built with ({some(unsaved)}). If these are not the values the others were trained "
             "with, name the checkpoint that has them: `load_from_checkpoint(..., initial_weights=...)`."
         )
-    if not source.stored:
-        rank_zero_warn(f"The state dict in {os.fspath(source.path)!r} contains no parameters.")
-    if not strict and result is not None:
-        _warn_of_keys(result.missing_keys, result.unexpected_keys)
+    if not stored:
+        rank_zero_warn(f"The state dict in {os.fspath(path)!r} contains no parameters.")
+    if missing and not strict:  # in Lightning's words
+        rank_zero_warn(f"Found keys that are in the model state dict but not in the checkpoint: {missing}")
+    if unexpected and not strict:
+        rank_zero_warn(f"Found keys that are not in the model state dict but in the checkpoint: {unexpected}")
+    return built
 
 
-def _prepared(
-    module: LightningModule, source: _Source, state: Mapping[str, Any], kept: Collection[str]
-) -> OrderedDict[str, Any]:
-    """What the module's ``load_state_dict`` is given."""
+def _copy_into(
+    module: nn.Module, state: Mapping[str, Any], kept: Collection[str], versions: Any, strict: bool
+) -> tuple[list[str], list[str]]:
+    """Call the module's ``load_state_dict``. Returns the missing and the unexpected keys.
+
+    Args:
+        module: written.
+        state: values under its names.
+        kept: names whose values stay.
+        versions: of the modules that were saved, if known. Without any, modules would take the state for that of their
+            oldest release.
+        strict: as for ``load_state_dict``.
+    """
     own = module.state_dict(keep_vars=True)
     copied_to = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
     prepared: OrderedDict[str, Any] = OrderedDict()
@@ -183,11 +240,15 @@ def _prepared(
         keeps = name in own and id(own[name]) not in copied_to
         prepared[name] = value.read() if keeps and isinstance(value, StoredTensor) else value
     prepared.update({name: own[name] for name in kept})
-    # Without versions modules would take the state for that of their oldest release.
-    versions = getattr(source.stored, "_metadata", None) or getattr(own, "_metadata", None)
+    versions = versions or getattr(own, "_metadata", None)
     if versions is not None:
         prepared._metadata = versions  # type: ignore[attr-defined]
-    return prepared
+    with _Streaming() as streaming:
+        try:
+            result = module.load_state_dict(prepared, strict=strict)
+        except RuntimeError as error:
+            raise streaming.failure or error from None
+    return (result.missing_keys, result.unexpected_keys) if result is not None else ([], [])
 
 
 def _read_what_is_left(module: nn.Module, device: torch.device | None) -> None:
@@ -199,14 +260,6 @@ def _read_what_is_left(module: nn.Module, device: torch.device | None) -> None:
                     value = tensor.read().to(device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     setattr(part, name, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
-
-
-def _warn_of_keys(missing: list[str], unexpected: list[str]) -> None:
-    """In Lightning's words."""
-    if missing:
-        rank_zero_warn(f"Found keys that are in the model state dict but not in the checkpoint: {missing}")
-    if unexpected:
-        rank_zero_warn(f"Found keys that are not in the model state dict but in the checkpoint: {unexpected}")
 
 
 class _Streaming(TorchFunctionMode):
@@ -223,15 +276,14 @@ class _Streaming(TorchFunctionMode):
     ) -> Any:
         """Take over ``destination.copy_(stored)`` where no layout is in between."""
         try:
-            if func is not Tensor.copy_ or len(args) < 2 or not isinstance(args[1], StoredTensor):
-                return func(*args, **(kwargs or {}))
-            destination, stored = args[0], args[1]
-            plain = type(destination) in (Tensor, nn.Parameter, nn.Buffer) and destination.is_contiguous()
-            if not plain or destination.shape != stored.shape:
-                return func(*args, **(kwargs or {}))
-            with untracked():
-                stored.read_into(destination.detach().view(-1), 0)
-            return destination
+            if func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], StoredTensor):
+                destination, stored = args[0], args[1]
+                plain = type(destination) in (Tensor, nn.Parameter, nn.Buffer) and destination.is_contiguous()
+                if plain and destination.shape == stored.shape:
+                    with untracked():
+                        stored.read_into(destination.detach().view(-1), 0)
+                    return destination
+            return func(*args, **(kwargs or {}))
         except CheckpointError as error:
             self.failure = self.failure or error
             raise
@@ -239,8 +291,7 @@ class _Streaming(TorchFunctionMode):
 
 def _materialise(module: nn.Module, read: set[int], device: torch.device, record: InitRecord | None) -> None:
     """Give memory to what is on the meta device: empty to what will be ``read``, else with its initial values."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in named:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if not tensor.is_meta:
             continue
         if id(tensor) in read:
@@ -262,6 +313,18 @@ def _tied_elsewhere(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
     """Missing names of tensors that are read under another name: safetensors files hold one name of a tied weight."""
     read = {id(own[name]) for name in own if name in state and isinstance(own[name], Tensor)}
     return [name for name in own if name not in state and id(own[name]) in read]
+
+
+def _read(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """An ordinary tensor of its own, on the host."""
+    dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    with untracked():
+        whole = torch.empty(value.shape, dtype=dtype, device="cpu")
+        if isinstance(value, StoredTensor):
+            value.read_into(whole.view(-1), 0)
+        else:
+            whole.copy_(value)
+    return whole
 
 
 def _device(map_location: Any) -> torch.device | None:
@@ -294,41 +357,3 @@ def _strictness(module: LightningModule, strict: bool | None) -> bool:
             f"`{type(module).__name__}.strict_loading={module.strict_loading!r}`. Set the same value for both."
         )
     return module.strict_loading if strict is None else strict
-
-
-_NAME: Final = "_load_from_checkpoint"  # private: 2.6
-
-
-class _Loader:
-    """What Lightning calls in place of its own function.
-
-    Args:
-        original: Lightning's function.
-    """
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self._original = original
-
-    def __call__(
-        self,
-        cls: Any,
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """See ``load_from_checkpoint``."""
-        if isinstance(checkpoint_path, (str, os.PathLike)) and is_checkpoint_directory_at(checkpoint_path):
-            settings = LoadSettings(map_location, hparams_file, strict, weights_only)
-            return load_with(cls, checkpoint_path, kwargs, settings)
-        return self._original(cls, checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
-
-
-def let_lightning_load_directories() -> None:
-    """Make ``load_from_checkpoint`` of Lightning's modules and data modules take directories, too. Once is enough."""
-    for place in (lightning_module, datamodule):
-        original = getattr(place, _NAME, None)
-        if original is not None and not isinstance(original, _Loader):
-            setattr(place, _NAME, _Loader(original))

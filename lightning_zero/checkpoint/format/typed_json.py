@@ -40,12 +40,12 @@ __all__ = [
 _TAG = "$"
 _MAX_DEPTH = 64
 _MAPPINGS = {dict: "dict", OrderedDict: "odict", Counter: "counter", defaultdict: "defaultdict"}
-_CONTAINERS = (*_MAPPINGS, Namespace, list, tuple, set, frozenset, deque, torch.Size)
+_SEQUENCES = {cls.__name__: cls for cls in (tuple, set, frozenset, torch.Size)}
+_CONTAINERS = (*_MAPPINGS, *_SEQUENCES.values(), Namespace, list, deque)
 _FACTORIES: dict[str, type] = {
     cls.__name__: cls
     for cls in (bool, int, float, str, bytes, list, tuple, set, dict, Counter, OrderedDict, defaultdict, deque)
 }
-_UNSTORABLE = ("qint", "quint")  # quantised: a scale and a zero point belong to them
 _INLINE_NBYTES = 16384  # a random number generator's state (5056 bytes) is written inline, a weight is not
 
 DTYPES: dict[str, torch.dtype] = {
@@ -56,25 +56,21 @@ DTYPES: dict[str, torch.dtype] = {
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls for cls in (pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.Path)
 }
-
-
+_UNSTORABLE = ("qint", "quint")  # quantised: a scale and a zero point belong to them
 _MAX_DIMENSIONS = 64  # as torch
 _MAX_NBYTES = 1 << 63
 
 
 def check_stored(dtype: torch.dtype, shape: Sequence[Any]) -> None:
-    """Check that a tensor can be like that, before torch or the memory is asked for it.
-
-    Raises:
-        ValueError: if not.
-    """
+    """``ValueError`` if no tensor can be like that, before torch or the memory is asked for it."""
     if dtype_name(dtype).startswith(_UNSTORABLE):
         raise ValueError(f"it has the dtype {dtype}, whose elements are not all of the tensor")
     if len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"it has {len(shape)} dimensions")
-    if any(type(size) is not int or not 0 <= size < _MAX_NBYTES for size in shape):
-        raise ValueError(f"it has the shape {reprlib.repr(shape)}")
-    if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= _MAX_NBYTES:  # without elements there are strides
+    if (
+        any(type(size) is not int or not 0 <= size < _MAX_NBYTES for size in shape)
+        or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= _MAX_NBYTES  # also without elements: strides
+    ):
         raise ValueError(f"it has the shape {reprlib.repr(shape)}")
 
 
@@ -120,7 +116,7 @@ class Encoder:
         strict: raise for a value that cannot be expressed, instead of recording it.
 
     Attributes:
-        unsupported: ``(key path, type)`` of what was recorded only, in order.
+        unsupported: key path and type of what was recorded only, in order.
     """
 
     def __init__(self, store: Callable[[Tensor], Any] | None = None, *, strict: bool = False) -> None:
@@ -185,25 +181,14 @@ class Encoder:
         kind = type(value)
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if kind is bytes:
-            return {_TAG: "bytes", "value": _text(value)}
-        if kind is complex:
-            return {_TAG: "complex", "value": [self.encode(value.real), self.encode(value.imag)]}
-        if kind is torch.dtype:
-            return {_TAG: "dtype", "value": dtype_name(value)}
-        if kind is torch.device:
-            return {_TAG: "device", "value": str(value)}
-        if kind is timedelta:
-            return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
-        if kind in (date, datetime):
-            return {_TAG: kind.__name__, "value": value.isoformat()}
+        if kind in _SCALARS:
+            return {_TAG: kind.__name__, "value": _SCALARS[kind](value)}
         if isinstance(value, pathlib.PurePath) and kind.__module__.partition(".")[0] == "pathlib":
             name = "Path" if isinstance(value, pathlib.Path) else kind.__name__
             return {_TAG: "path", "type": name, "value": str(value)}
-        if isinstance(value, Enum):
-            if _enum_class(kind.__module__, kind.__qualname__) is kind:
-                return {_TAG: "enum", "module": kind.__module__, "type": kind.__qualname__, "value": value.name}
-        elif kind.__module__ == "numpy" and _is_small_array(value):
+        if isinstance(value, Enum) and _enum_class(kind.__module__, kind.__qualname__) is kind:
+            return {_TAG: "enum", "module": kind.__module__, "type": kind.__qualname__, "value": value.name}
+        if kind.__module__ == "numpy" and _is_small_array(value):
             shape = None if kind.__name__ != "ndarray" else list(value.shape)
             return {_TAG: "numpy", "dtype": value.dtype.str, "shape": shape, "value": _text(value.tobytes())}
         raise Inexpressible(type_name(value))
@@ -226,7 +211,7 @@ class Decoder:
         fetch: gets a large tensor back from what the encoder's ``store`` returned.
 
     Attributes:
-        unsupported: ``(key path, type)`` of what the encoder recorded only, and of members of enums whose module is not
+        unsupported: key path and type of what the encoder recorded only, and of members of enums whose module is not
             imported here; those keys are left out.
     """
 
@@ -235,11 +220,7 @@ class Decoder:
         self.unsupported: list[tuple[tuple[Any, ...], str]] = []
 
     def decode(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
-        """The Python value.
-
-        Raises:
-            ValueError: if the JSON value is none that an encoder writes.
-        """
+        """The Python value; ``ValueError`` if the JSON value is none that an encoder writes."""
         if isinstance(value, list):
             return [self.decode(item, (*path, index)) for index, item in enumerate(value)]
         if not isinstance(value, dict):
@@ -256,10 +237,9 @@ class Decoder:
     def _mapping(self, pairs: list[Any], path: tuple[Any, ...]) -> dict[Any, Any]:
         found = {}
         for key, item in pairs:
-            if isinstance(item, dict) and item.get(_TAG) == "unsupported":
-                self.unsupported.append(((*path, key), str(item.get("value"))))
-                continue
             try:
+                if isinstance(item, dict) and item.get(_TAG) == "unsupported":
+                    raise Inexpressible(str(item.get("value")))
                 found[key] = self.decode(item, (*path, key))
             except Inexpressible as error:
                 self.unsupported.append(((*path, key), str(error)))
@@ -267,18 +247,19 @@ class Decoder:
 
     def _tagged(self, tag: str, value: Any, whole: dict[str, Any], path: tuple[Any, ...]) -> Any:
         if tag in _MAPPINGS.values():
-            pairs = [(self.decode(key), item) for key, item in value]
-            return _of_class(tag, whole, self._mapping(pairs, path))
+            content = self._mapping([(self.decode(key), item) for key, item in value], path)
+            if tag == "defaultdict":
+                factory = whole["factory"]
+                return defaultdict(None if factory is None else _FACTORIES[factory], content)
+            return content if tag == "dict" else OrderedDict(content) if tag == "odict" else Counter(content)
         if tag == "namespace":
             return Namespace(**self.decode(value, path))
         if tag in _SEQUENCES:
-            return _SEQUENCES[tag](self.decode(item, (*path, index)) for index, item in enumerate(value))
+            return _SEQUENCES[tag]([self.decode(item, (*path, index)) for index, item in enumerate(value)])
         if tag == "deque":
             return deque((self.decode(item, (*path, index)) for index, item in enumerate(value)), whole["maxlen"])
-        if tag in _SCALARS:
-            return _SCALARS[tag](value)
-        if tag == "complex":
-            return complex(*map(self.decode, value))
+        if tag in _READ:
+            return _READ[tag](value)
         if tag == "path":
             return _PATHS[whole["type"]](value)
         if tag == "enum":
@@ -292,38 +273,30 @@ class Decoder:
         raise ValueError(f"an unknown type {tag!r}")
 
 
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "Size": lambda items: torch.Size(list(items)),
-}
+def _text(content: bytes | memoryview) -> str:
+    return base64.b64encode(content).decode("ascii")
 
-_SCALARS: dict[str, Callable[[Any], Any]] = {
+
+# By class, what is written under its name, and by that name, what is read of it.
+_SCALARS: dict[type, Callable[[Any], Any]] = {
+    bytes: _text,
+    complex: lambda value: [Encoder().encode(value.real), Encoder().encode(value.imag)],
+    torch.dtype: lambda value: dtype_name(value),
+    torch.device: str,
+    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+    date: date.isoformat,
+    datetime: datetime.isoformat,
+}
+_READ: dict[str, Callable[[Any], Any]] = {
     "float": lambda value: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[value],
     "bytes": base64.b64decode,
+    "complex": lambda value: complex(*map(Decoder().decode, value)),
     "dtype": lambda value: DTYPES[value],
     "device": torch.device,
     "timedelta": lambda value: timedelta(*value),
     "date": date.fromisoformat,
     "datetime": datetime.fromisoformat,
 }
-
-
-def _of_class(tag: str, whole: Mapping[str, Any], content: dict[Any, Any]) -> dict[Any, Any]:
-    """The dictionary of the class that the tag names."""
-    if tag == "odict":
-        return OrderedDict(content)
-    if tag == "counter":
-        return Counter(content)
-    if tag == "defaultdict":
-        factory = whole["factory"]
-        return defaultdict(None if factory is None else _FACTORIES[factory], content)
-    return content
-
-
-def _text(content: bytes | memoryview) -> str:
-    return base64.b64encode(content).decode("ascii")
 
 
 def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
