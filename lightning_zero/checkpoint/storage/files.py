@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, Any, Final
@@ -76,11 +76,10 @@ class LocalFiles:
 
     def has(self, name: str) -> bool:
         """Whether there is such an entry."""
-        try:
+        with suppress(OSError):
             self._stat(name)
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def size(self, name: str) -> int:
         """Bytes of a file; ``CheckpointError`` if it is missing, or not a regular file."""
@@ -331,7 +330,6 @@ class HttpFiles(RemoteFiles):
 
 
 Files = LocalFiles | RemoteFiles
-"""A folder, wherever it is."""
 
 
 class Window(io.RawIOBase):
