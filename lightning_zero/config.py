@@ -23,6 +23,7 @@ __all__ = [
     "Residence",
     "Stage",
     "Tier",
+    "check_whole",
     "validate_activations",
     "validate_bucket_mib",
     "validate_checkpoint",
@@ -70,8 +71,8 @@ class Placement:
             raise ValueError("Placement.optimizer must be SHARDED: with a replicated optimizer use plain DDP instead.")
         if self.parameters is Residence.SHARDED and self.gradients is not Residence.SHARDED:
             raise ValueError("Placement with sharded parameters needs sharded gradients.")
-        if self.span is not None and (isinstance(self.span, bool) or not isinstance(self.span, int) or self.span < 1):
-            raise ValueError(f"Placement.span must be a whole number of ranks, 1 or more, or None, got {self.span!r}.")
+        if self.span is not None:
+            check_whole("Placement.span", self.span, least=1, unit="ranks, or None")
 
     @property
     def shards_parameters(self) -> bool:
@@ -183,7 +184,7 @@ class NvmeOffload:
             raise ValueError(f"NvmeOffload.path must be a directory, got {self.path!r}.")
         object.__setattr__(self, "path", os.fspath(self.path))
         _check_mib("NvmeOffload.buffer_mib", self.buffer_mib, least=1.0)
-        _check_threads("NvmeOffload.io_threads", self.io_threads)
+        check_whole("NvmeOffload.io_threads", self.io_threads, least=1, unit="threads")
 
     @property
     def tier(self) -> Tier:
@@ -200,7 +201,7 @@ def _check_offloaded(policy: Offload) -> None:
     if not policy.optimizer and not policy.parameters:
         raise ValueError(f"{name} with optimizer=False and parameters=False offloads nothing: leave `offload` out.")
     if policy.threads is not None:
-        _check_threads(f"{name}.threads", policy.threads)
+        check_whole(f"{name}.threads", policy.threads, least=1, unit="threads")
 
 
 def _check_switches(policy: object, *fields: str) -> None:
@@ -209,14 +210,16 @@ def _check_switches(policy: object, *fields: str) -> None:
             raise ValueError(f"{type(policy).__name__}.{field} must be true or false, got {value!r}.")
 
 
-def _check_threads(name: str, threads: int) -> None:
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ValueError(f"{name} must be a whole number of threads, 1 or more, got {threads!r}.")
-
-
 def _check_mib(name: str, mib: float, least: float) -> None:
     if isinstance(mib, bool) or not isinstance(mib, (int, float)) or not least <= mib < float("inf"):
         raise ValueError(f"{name} must be a number of MiB, {least:g} or more, got {mib!r}.")
+
+
+def check_whole(name: str, value: object, *, least: int, unit: str) -> int:
+    """Return ``value`` if it is a whole number of at least ``least``; else raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of {unit}, {least} or more, got {value!r}.")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,34 +327,25 @@ class CheckpointPolicy:
         )
 
 
-def validate_bucket_mib(bucket_mib: float) -> float:
-    """Return ``bucket_mib`` if it is a usable bucket size in MiB.
+# ------------------------------------------------------------------ each raises ValueError, or returns what is usable
 
-    Raises:
-        ValueError: if it is not a positive, finite number.
-    """
+
+def validate_bucket_mib(bucket_mib: float) -> float:
+    """The size of a bucket in MiB is a positive, finite number."""
     if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, (int, float)) or not 0 < bucket_mib < float("inf"):
         raise ValueError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}. The default is 25.")
     return float(bucket_mib)
 
 
 def validate_checkpoint(checkpoint: CheckpointPolicy) -> CheckpointPolicy:
-    """Return ``checkpoint`` if it is a policy.
-
-    Raises:
-        ValueError: if it is something else.
-    """
+    """What is saved is a policy."""
     if not isinstance(checkpoint, CheckpointPolicy):
         raise ValueError(f"checkpoint must be a CheckpointPolicy, got {checkpoint!r}.")
     return checkpoint
 
 
 def validate_offload(offload: Offload | None, placement: Placement) -> Offload | None:
-    """Return ``offload`` if it is a policy, or nothing, that fits the placement.
-
-    Raises:
-        ValueError: if it is something else, or offloads parameters that are not sharded.
-    """
+    """What is offloaded is nothing or a policy, which offloads parameters only where they are sharded."""
     if offload is not None and not isinstance(offload, Offload):
         raise ValueError(f"offload must be a HostOffload or an NvmeOffload, got {offload!r}.")
     if offload is not None and offload.parameters and not placement.shards_parameters:
@@ -363,33 +357,19 @@ def validate_offload(offload: Offload | None, placement: Placement) -> Offload |
 
 
 def validate_activations(activations: ActivationPolicy | None) -> ActivationPolicy | None:
-    """Return ``activations`` if it is a policy or nothing.
-
-    Raises:
-        ValueError: if it is something else.
-    """
+    """What happens to activations is nothing or a policy."""
     if activations is not None and not isinstance(activations, ActivationPolicy):
         raise ValueError(f"activations must be an ActivationPolicy, got {activations!r}.")
     return activations
 
 
 def validate_prefetch(prefetch: int) -> int:
-    """Return ``prefetch`` if it is a usable number of units.
-
-    Raises:
-        ValueError: if it is not a whole number of at least 0.
-    """
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise ValueError(f"prefetch must be a whole number of units, 0 or more, got {prefetch!r}. 0 switches it off.")
-    return prefetch
+    """The number of units gathered ahead is a whole one; 0 switches it off."""
+    return check_whole("prefetch", prefetch, least=0, unit="units")
 
 
 def validate_units(units: object) -> tuple[str, ...] | None:
-    """Return class names that become units as a tuple, or ``None`` for the automatic rule.
-
-    Raises:
-        ValueError: if it is a plain string, is empty, or holds something that is not a class name.
-    """
+    """Class names that become units, as a tuple, or ``None`` for the automatic rule."""
     if units is None:
         return None
     if isinstance(units, str) or not isinstance(units, (list, tuple)):

@@ -25,7 +25,7 @@ from lightning_zero.analysis.memory import (
 from lightning_zero.analysis.optimizers import OptimizerCost
 from lightning_zero.analysis.report import format_decimal, table
 from lightning_zero.analysis.traffic import sent_nbytes
-from lightning_zero.config import HostOffload, Offload, Placement
+from lightning_zero.config import HostOffload, Offload, Placement, check_whole
 from lightning_zero.plan import ParameterSpec, Plan
 
 __all__ = ["MemoryEstimate", "Recommendation", "StageMemory", "estimate_memory", "parse_count"]
@@ -242,8 +242,7 @@ def estimate_memory(
         number = 1 + model.placement.shards_gradients + model.placement.shards_parameters
         plans = {f"zero{number}" + ("" if model.offload is None else "_offload"): model}
         return _of_plans(plans, cost, accelerator, receive_buffer)
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size must be a whole number of ranks, 1 or more, got {world_size!r}.")
+    world_size = check_whole("world_size", world_size, least=1, unit="ranks")
     # Optimizers of whole parameters are not offloaded from an accelerator: see optim/rules.py.
     kinds = {name: kind for name, kind in _STAGES.items() if not (kind[1] and cost.whole and accelerator)}
     if not isinstance(model, nn.Module):

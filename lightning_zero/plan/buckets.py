@@ -101,15 +101,11 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class BufferPiece:
-    """Buffers that are sent in one collective, one after the other.
+    """Buffers that are sent in one collective, one after the other."""
 
-    Attributes:
-        members: their indices; by dtype, wider ones first, so that each begins at a multiple of its element's size.
-        nbytes: of all of them.
-    """
-
+    # Their indices; by dtype, wider ones first, so that each begins at a multiple of its element's size.
     members: tuple[int, ...]
-    nbytes: int
+    nbytes: int  # of all of them
 
 
 def sent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -183,17 +179,11 @@ class Piece:
 
 @dataclass
 class Round:
-    """One all-to-all, as one rank sees it.
+    """One all-to-all, as one rank sees it."""
 
-    Attributes:
-        held: per owner what this rank holds for it.
-        owned: per holder what it holds for this rank.
-        entries: whose pieces travel, on any rank.
-    """
-
-    held: list[list[Piece]]
-    owned: list[list[Piece]]
-    entries: set[int] = field(default_factory=set)
+    held: list[list[Piece]]  # per owner what this rank holds for it
+    owned: list[list[Piece]]  # per holder what it holds for this rank
+    entries: set[int] = field(default_factory=set)  # whose pieces travel, on any rank
 
 
 def plan_rounds(entries: Sequence[Owned], owners: Sequence[int], rank: int, limit: int) -> list[Round]:

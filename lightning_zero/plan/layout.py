@@ -55,21 +55,13 @@ def align_up(numel: int, multiple: int = ALIGNMENT) -> int:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a plan knows about one parameter: never its data.
+    """What a plan knows about one parameter: never its data."""
 
-    Attributes:
-        name: the first of its names in registration order, relative to the root module.
-        aliases: its further names, for a tied parameter or one held by a shared module.
-        shape: its full shape; ``()`` for a scalar.
-        dtype: its own dtype, which is the master dtype.
-        trainable: ``requires_grad``.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trainable: bool
+    name: str  # the first of its names in registration order, relative to the root module
+    aliases: tuple[str, ...]  # its further names, for a tied parameter or one held by a shared module
+    shape: tuple[int, ...]  # its full shape; ``()`` for a scalar
+    dtype: torch.dtype  # its own dtype, which is the master dtype
+    trainable: bool  # ``requires_grad``
 
     @property
     def numel(self) -> int:
@@ -114,19 +106,13 @@ def _narrowed(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """The part of one parameter that lies in one rank's shard.
+    """The part of one parameter that lies in one rank's shard."""
 
-    Attributes:
-        name: the parameter's name.
-        parameter_start: first owned element of the flattened parameter.
-        shard_start: the place of that element in the shard.
-        numel: owned elements; 0 if the rank owns nothing of this parameter. Both starts are in bounds even then, so
-            that ``shard[shard_start : shard_start + numel]`` is a valid empty slice.
-    """
-
-    name: str
-    parameter_start: int
-    shard_start: int
+    name: str  # the parameter's name
+    parameter_start: int  # first owned element of the flattened parameter
+    shard_start: int  # the place of that element in the shard
+    # Owned elements; 0 if the rank owns nothing of this parameter. Both starts are in bounds even then, so that
+    # ``shard[shard_start : shard_start + numel]`` is a valid empty slice.
     numel: int
 
 
@@ -134,28 +120,20 @@ class ShardSlice:
 class FlatLayout:
     """The layout of one flat buffer. See [Note: The flat buffer].
 
-    Attributes:
-        parameters: in buffer order; at least one; all of one dtype, all trainable or all frozen.
-        offsets: first element of each parameter in the buffer.
-        numel: elements of the whole buffer, gaps and tail padding included. Never 0.
-        world_size: of the shard group.
-        dtype: the parameters' own dtype = master dtype.
-        compute_dtype: of the unsharded buffer that the module computes with.
-        reduce_dtype: that gradients are reduced in; equal to ``compute_dtype`` (and unused) for frozen parameters.
-        trainable: whether the parameters are.
-
     Raises:
         ValueError: if the parts do not prove each other (alignment, order, disjointness, bounds, padding, dtypes).
     """
 
+    # In buffer order; at least one; all of one dtype, all trainable or all frozen.
     parameters: tuple[ParameterSpec, ...]
-    offsets: tuple[int, ...]
-    numel: int
-    world_size: int
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
+    offsets: tuple[int, ...]  # first element of each parameter in the buffer
+    numel: int  # elements of the whole buffer, gaps and tail padding included. Never 0.
+    world_size: int  # of the shard group
+    dtype: torch.dtype  # the parameters' own dtype = master dtype
+    compute_dtype: torch.dtype  # of the unsharded buffer that the module computes with
+    # That gradients are reduced in; equal to ``compute_dtype`` (and unused) for frozen parameters.
     reduce_dtype: torch.dtype
-    trainable: bool
+    trainable: bool  # whether the parameters are
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -263,20 +241,14 @@ class FlatLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Rest:
-    """The tier of memory that each part of a layout rests in between uses.
+    """The tier of memory that each part of a layout rests in between uses."""
 
-    Attributes:
-        master: the shard that the optimizer updates, in the parameters' dtype.
-        weights: a copy of it in the compute dtype, which units are gathered from; ``None``: there is none, the master
-            (or the full buffer) is used.
-        gradients: the reduced gradient shard.
-        state: the optimizer's state.
-    """
-
-    master: Tier
+    master: Tier  # the shard that the optimizer updates, in the parameters' dtype
+    # A copy of it in the compute dtype, which units are gathered from; ``None``: there is none, the master (or the full
+    # buffer) is used.
     weights: Tier | None
-    gradients: Tier
-    state: Tier
+    gradients: Tier  # the reduced gradient shard
+    state: Tier  # the optimizer's state
 
     @property
     def offloaded(self) -> bool:

@@ -23,6 +23,7 @@ from lightning_zero.config import (
     Offload,
     Placement,
     Tier,
+    check_whole,
     validate_bucket_mib,
     validate_offload,
     validate_prefetch,
@@ -87,28 +88,18 @@ def pack(parts: Iterable[tuple[int, torch.dtype]]) -> tuple[tuple[int, ...], int
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """Parameters that are gathered and reduced together.
+    """Parameters that are gathered and reduced together."""
 
-    Attributes:
-        index: its place in the plan's units.
-        name: the module's path ("" for the root); "bucket 0", ... for a gradient bucket.
-        module: the path of the module whose call gathers the unit; None for a bucket.
-        depth: how many units may be computing around it; 0 for the root and for buckets.
-        ancestors: indices of those units, the root included, ascending.
-        layouts: one flat buffer per (dtype, compute dtype, trainable); exactly one for a bucket, none for an empty
-            root.
-        slot: that its unsharded parameters use; None for a bucket.
-        gradient_slot: that its gradients use until they are reduced; None without trainable parameters, and where
-            gradients are replicated.
-    """
-
-    index: int
-    name: str
-    module: str | None
-    depth: int
-    ancestors: tuple[int, ...]
+    index: int  # its place in the plan's units
+    name: str  # the module's path ("" for the root); "bucket 0", ... for a gradient bucket.
+    module: str | None  # the path of the module whose call gathers the unit; None for a bucket
+    depth: int  # how many units may be computing around it; 0 for the root and for buckets
+    ancestors: tuple[int, ...]  # indices of those units, the root included, ascending
+    # One flat buffer per (dtype, compute dtype, trainable); exactly one for a bucket, none for an empty root.
     layouts: tuple[FlatLayout, ...]
-    slot: int | None = None
+    slot: int | None = None  # that its unsharded parameters use; None for a bucket
+    # That its gradients use until they are reduced; None without trainable parameters, and where gradients are
+    # replicated.
     gradient_slot: int | None = None
 
     @property
@@ -348,8 +339,7 @@ class Plan:
             ValueError: for settings out of range or that do not fit each other, for rules in ``units`` that match
                 nothing, and for what cannot be laid out (see ``plan.tree``), naming it.
         """
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise ValueError(f"world_size must be a whole number of ranks, 1 or more, got {world_size!r}.")
+        check_whole("world_size", world_size, least=1, unit="ranks")
         bucket_nbytes = max(int(validate_bucket_mib(bucket_mib) * 2**20), 1)
         chosen = placement if placement is not None else Placement.from_stage(stage)
         tree = ModuleTree(module)

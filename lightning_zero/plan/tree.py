@@ -24,20 +24,14 @@ __all__ = ["HeldParameter", "ModuleNode", "ModuleTree", "refuse_modules", "refus
 
 @dataclass
 class ModuleNode:
-    """One module object.
+    """One module object."""
 
-    Attributes:
-        index: in the tree, in order of the first visit; 0 is the root.
-        name: its first path, "" for the root.
-        module: the object itself, read for its type only.
-        paths: every way from the root to it, as node indices, both ends included.
-        children: its children as ``(attribute name, node index)``, a shared child once per attribute.
-    """
-
-    index: int
-    name: str
-    module: nn.Module
+    index: int  # in the tree, in order of the first visit; 0 is the root
+    name: str  # its first path, "" for the root
+    module: nn.Module  # the object itself, read for its type only
+    # Every way from the root to it, as node indices, both ends included.
     paths: list[tuple[int, ...]] = field(default_factory=list)
+    # Node indices of its children by attribute name, a shared child once per attribute.
     children: dict[str, int] = field(default_factory=dict)
 
 

@@ -78,19 +78,12 @@ CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.Sequential, nn.Modu
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """The parameters that are gathered by the call of one module.
+    """The parameters that are gathered by the call of one module."""
 
-    Attributes:
-        name: the module's first path; "" for the root.
-        parameters: what the unit owns, in registration order.
-        depth: how many units may be computing around it (the longest path, if the module is shared); 0 for the root.
-        ancestors: names of those units, over all paths, outermost first.
-    """
-
-    name: str
-    parameters: tuple[ParameterSpec, ...]
-    depth: int
-    ancestors: tuple[str, ...]
+    name: str  # the module's first path; "" for the root
+    parameters: tuple[ParameterSpec, ...]  # what the unit owns, in registration order
+    depth: int  # how many units may be computing around it (the longest path, if the module is shared); 0 for the root
+    ancestors: tuple[str, ...]  # names of those units, over all paths, outermost first
 
 
 def find_units(tree: ModuleTree, rules: Sequence[str] | None) -> tuple[UnitSpec, ...]:

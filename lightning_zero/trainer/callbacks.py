@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,13 +20,22 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.errors import ParameterAccessError
 
-__all__ = ["WatchedNames", "begin_epoch", "refuse_callbacks", "refuse_other_strategies", "running_trainer"]
+__all__ = [
+    "HeldSchedulers",
+    "WatchedNames",
+    "begin_epoch",
+    "refuse_callbacks",
+    "refuse_other_strategies",
+    "running_trainer",
+]
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], partial: bool) -> None:
@@ -81,6 +91,26 @@ class WatchedNames:
         for callback in self._watched:
             del callback.file_exists
         self._watched = []
+
+
+class HeldSchedulers:
+    """Keeps per-step schedulers of a skipped optimizer step from advancing: their next turn is put out of reach."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[LRSchedulerConfig, int]] = []
+
+    def hold(self, configs: Iterable[LRSchedulerConfig], optimizer: Optimizer) -> None:
+        """Hold those of one optimizer, until they are released."""
+        for config in configs:
+            if config.interval == "step" and config.scheduler.optimizer is optimizer:
+                self._held.append((config, config.frequency))
+                config.frequency = sys.maxsize
+
+    def release(self) -> None:
+        """Let all of them go on."""
+        for config, frequency in self._held:
+            config.frequency = frequency
+        self._held.clear()
 
 
 def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:

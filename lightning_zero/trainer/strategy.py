@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -25,14 +24,13 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Groups
 from lightning_zero.comm.groups import destroy_default_group_at_exit
-from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload, Offload, Placement
+from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload, Placement
 from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.init import InitRecorder
@@ -42,6 +40,7 @@ from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import SessionSettings, ZeroSession
 from lightning_zero.trainer.callbacks import (
+    HeldSchedulers,
     WatchedNames,
     begin_epoch,
     refuse_callbacks,
@@ -113,13 +112,14 @@ class ZeroStrategy(ParallelStrategy):
             broadcast_buffers=broadcast_buffers,
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, precision_plugin=precision_plugin)
+        self.placement, self.offload = self.settings.placement, offload
         self.num_nodes = 1  # the Trainer sets it
         self.process_group_backend = process_group_backend
         self._timeout = timeout
         self._session: ZeroSession | None = None
         self._recorder = InitRecorder()
         self._names: WatchedNames | None = None
-        self._held: list[tuple[LRSchedulerConfig, int]] = []
+        self._held = HeldSchedulers()
 
     # ------------------------------------------------------------- environment
 
@@ -130,24 +130,10 @@ class ZeroStrategy(ParallelStrategy):
 
     @property
     def session(self) -> ZeroSession:
-        """What runs, without Lightning.
-
-        Raises:
-            RuntimeError: before the strategy was set up.
-        """
+        """What runs, without Lightning; RuntimeError before the strategy was set up."""
         if self._session is None:
             raise RuntimeError("The strategy is not set up yet: its engine exists from `Trainer.fit` (or validate) on.")
         return self._session
-
-    @property
-    def placement(self) -> Placement:
-        """What is sharded."""
-        return self.settings.placement
-
-    @property
-    def offload(self) -> Offload | None:
-        """What rests in host memory or in files."""
-        return self.settings.offload
 
     @property
     def _module(self) -> LightningModule:
@@ -222,10 +208,9 @@ class ZeroStrategy(ParallelStrategy):
         if self.cluster_environment is None:
             raise RuntimeError("ZeroStrategy has no cluster environment; create it through Trainer(strategy=...).")
         if not dist.is_initialized():
-            options: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
-            _init_dist_connection(
-                self.cluster_environment, self.process_group_backend, timeout=self._timeout, **options
-            )
+            options: dict[str, Any] = {"timeout": self._timeout}
+            options |= {} if device.type == "cpu" else {"device_id": device}
+            _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
             destroy_default_group_at_exit()  # Lightning does so for nccl only
         expected = self.num_nodes * self.num_processes
         if dist.get_world_size() != expected:
@@ -258,7 +243,9 @@ class ZeroStrategy(ParallelStrategy):
         if fitting and self.settings.checkpoint.async_save:
             self._names = WatchedNames(callbacks, self.checkpoints.is_underway)
         self.model_to_device()
-        precision.attach(self.root_device, self.engine.control, self.adapter, self._hold_schedulers)
+        precision.attach(
+            self.root_device, self.engine.control, self.adapter, lambda o: self._held.hold(self.lr_scheduler_configs, o)
+        )
         self.session.begin(training=fitting)
         if fitting:
             self.setup_optimizers(trainer)
@@ -267,12 +254,8 @@ class ZeroStrategy(ParallelStrategy):
     def _shard(self, module: LightningModule) -> None:
         if self._session is None:
             groups = Groups.create(self.process_group_backend, self._timeout)
-            self._session = ZeroSession(
-                self.settings, groups, self.root_device, self.local_rank, local_ranks=self.num_processes
-            )
-        self._session.shard(
-            module, self.precision_plugin, self._recorder.record, lambda module: running_trainer(module) is not None
-        )
+            self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
+        self._session.shard(module, self.precision_plugin, self._recorder.record, lambda m: bool(running_trainer(m)))
         self._recorder = InitRecorder()
         self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
 
@@ -285,15 +268,11 @@ class ZeroStrategy(ParallelStrategy):
         return self._recorder
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Run ``configure_optimizers`` on the real parameter objects, then put shards in their place.
-
-        Collective: every rank.
-        """
+        """Run ``configure_optimizers`` on the real parameters, then put shards there. Collective: every rank."""
         with ConstantState():
             super().setup_optimizers(trainer)
         schedulers = [vars(config) for config in self.lr_scheduler_configs]
-        writable = self.precision_plugin.param_dtype is None
-        self.session.shard_optimizers(self.optimizers, schedulers, writable=writable)
+        self.session.shard_optimizers(self.optimizers, schedulers, writable=self.precision_plugin.param_dtype is None)
         note_optimizers(self.engine, self.session.adapters)
 
     def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
@@ -340,10 +319,7 @@ class ZeroStrategy(ParallelStrategy):
             return getattr(self._module, name)(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward; gradients are reduced when the user's ``on_after_backward`` runs.
-
-        Collective: every rank.
-        """
+        """Run the backward, after which gradients are reduced, then ``on_after_backward``. Collective: every rank."""
         module = self._module
         self.pre_backward(closure_loss)
         if not module.automatic_optimization:
@@ -367,20 +343,8 @@ class ZeroStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         """One optimizer step. Collective: every rank."""
-        self._let_schedulers_go()
+        self._held.release()
         return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def _hold_schedulers(self, optimizer: Optimizer) -> None:
-        """Keep per-step schedulers of a skipped optimizer step from advancing: their next turn is put out of reach."""
-        for config in self.lr_scheduler_configs:
-            if config.interval == "step" and config.scheduler.optimizer is optimizer:
-                self._held.append((config, config.frequency))
-                config.frequency = sys.maxsize
-
-    def _let_schedulers_go(self) -> None:
-        for config, frequency in self._held:
-            config.frequency = frequency
-        self._held.clear()
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave no pinned slot and no half-reduced gradient behind."""
@@ -389,7 +353,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """End a run. Shards stay where they are, so that the module can be validated, or fitted again, or called."""
-        self._let_schedulers_go()
+        self._held.release()
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
@@ -449,10 +413,7 @@ class ZeroStrategy(ParallelStrategy):
         self.checkpoints.save(checkpoint, filepath, self.engine, precision, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a checkpoint of this or another strategy; tensors are read when they are needed.
-
-        Collective: every rank.
-        """
+        """Open a checkpoint of any strategy; tensors are read when they are needed. Collective: every rank."""
         return self.checkpoints.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
