@@ -1,7 +1,7 @@
 """What a plan costs: memory at rest and at peak, what a step sends, and which stage to choose. Functions of a plan."""
 
-from lightning_zero.analysis.estimate import MemoryEstimate, Recommendation, StageMemory, estimate_memory
-from lightning_zero.analysis.memory import DiskBytes, HostBytes, Memory
+from lightning_zero.analysis.estimate import MemoryEstimate, Recommendation, estimate_memory
+from lightning_zero.analysis.memory import DiskBytes, HostBytes, Memory, StageMemory
 from lightning_zero.analysis.optimizers import ADAM, SEGMENT_NUMEL, SMALL_NUMEL, OptimizerCost
 from lightning_zero.analysis.report import ZeroPlan, build_plan, format_nbytes, table
 from lightning_zero.analysis.traffic import CollectiveTraffic, Traffic, gather_order

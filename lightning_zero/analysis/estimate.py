@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,22 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.analysis.memory import (
-    DiskBytes,
     HostBytes,
     Memory,
-    expected_disk,
-    expected_host_memory,
-    expected_memory,
+    StageMemory,
     fullest_rank,
     raw_gradient_nbytes,
+    stage_memory,
 )
 from lightning_zero.analysis.optimizers import OptimizerCost
 from lightning_zero.analysis.report import format_decimal, table
-from lightning_zero.analysis.traffic import sent_nbytes
 from lightning_zero.config import HostOffload, Offload, Placement, check_whole
 from lightning_zero.plan import ParameterSpec, Plan
 
-__all__ = ["MemoryEstimate", "Recommendation", "StageMemory", "estimate_memory", "parse_count"]
+__all__ = ["MemoryEstimate", "Recommendation", "estimate_memory", "parse_count"]
 
 MOST = 10**18
 """Parameters of the largest model that a number of parameters stands for. Beyond it, it is a slip of the pen."""
@@ -57,51 +54,6 @@ _WORDS = {
     "raw_gradients": "a gradient on its way",
     "temporaries": "temporaries of the step",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """What one stage takes of one rank.
-
-    Attributes:
-        name: ``"none"``, or what the strategy is called.
-        rest: on the device between steps.
-        peak: on the device at the worst moment of a step, without activations.
-        host: in host memory, because it is offloaded.
-        disk: in files.
-        sent_nbytes: that a rank sends in a step, and receives.
-    """
-
-    name: str
-    rest: Memory
-    peak: Memory
-    host: HostBytes = field(default_factory=HostBytes)
-    disk: DiskBytes = field(default_factory=DiskBytes)
-    sent_nbytes: int
-
-    def rows(self) -> dict[str, int]:
-        """Bytes in the order and in the words of the table."""
-        rest, peak = dict(self.rest.items()), dict(self.peak.items())
-        return {
-            **{word: rest[name] for name, word in _WORDS.items()},
-            "at rest": self.rest.total,
-            **{f"+ {word}": peak[name] - rest[name] for name, word in _WORDS.items()},
-            "at peak, without activations": self.peak.total,
-            "host memory": self.host.total,
-            "files": self.disk.total,
-            "sent in a step": self.sent_nbytes,
-        }
-
-    def lacks(self, room: int, host_nbytes: int | None) -> str:
-        """Why it does not fit into so much of a device and of the host; empty if it does."""
-        if self.peak.total > room:
-            return f"{self.name} needs {format_decimal(self.peak.total)}"
-        if host_nbytes is not None and self.host.total > host_nbytes:
-            return (
-                f"{self.name} needs {format_decimal(self.host.total)} of host memory, of which there are "
-                f"{format_decimal(host_nbytes)}"
-            )
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +110,7 @@ class MemoryEstimate:
         if room < 0:
             reason = f"{activations} of activations do not fit into {device}."
             return Recommendation(name=None, reason=reason, fits=())
-        problems = {stage.name: stage.lacks(room, host_nbytes) for stage in self.stages.values()}
+        problems = {stage.name: _lacks(stage, room, host_nbytes) for stage in self.stages.values()}
         fits = tuple(name for name, problem in problems.items() if not problem)
         device += f" beside {activations} of activations" if activations_nbytes else ""
         more = "" if self.counted else " Slots and buckets, which a number of parameters does not tell, come on top."
@@ -184,7 +136,7 @@ class MemoryEstimate:
         stages = [stage for stage in self.stages.values() if offload or not stage.name.endswith("_offload")]
         if not stages[1:]:
             stages = list(self.stages.values())
-        columns = [stage.rows() for stage in stages]
+        columns = [_rows(stage) for stage in stages]
         rows = [("bytes of one process", *(stage.name for stage in stages))]
         for word in columns[0]:
             sizes = [column[word] for column in columns]
@@ -194,6 +146,32 @@ class MemoryEstimate:
         lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {processes}", "", *table(rows)]
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
+
+
+def _rows(stage: StageMemory) -> dict[str, int]:
+    """Bytes in the order and in the words of the table."""
+    rest, peak = dict(stage.rest.items()), dict(stage.peak.items())
+    return {
+        **{word: rest[name] for name, word in _WORDS.items()},
+        "at rest": stage.rest.total,
+        **{f"+ {word}": peak[name] - rest[name] for name, word in _WORDS.items()},
+        "at peak, without activations": stage.peak.total,
+        "host memory": stage.host.total,
+        "files": stage.disk.total,
+        "sent in a step": stage.sent_nbytes,
+    }
+
+
+def _lacks(stage: StageMemory, room: int, host_nbytes: int | None) -> str:
+    """Why it does not fit into so much of a device and of the host; empty if it does."""
+    if stage.peak.total > room:
+        return f"{stage.name} needs {format_decimal(stage.peak.total)}"
+    if host_nbytes is not None and stage.host.total > host_nbytes:
+        return (
+            f"{stage.name} needs {format_decimal(stage.host.total)} of host memory, of which there are "
+            f"{format_decimal(host_nbytes)}"
+        )
+    return ""
 
 
 def estimate_memory(
@@ -287,15 +265,7 @@ def _of_plans(
     stages = [_without(first, cost, accelerator)]
     for name, plan in plans.items():
         rank = fullest_rank(plan, whole=cost.whole)
-        rest, peak = (
-            expected_memory(
-                plan, rank=rank, optimizer=cost, accelerator=accelerator, receive_buffer=receive_buffer, peak=peak
-            )
-            for peak in (False, True)
-        )
-        host = expected_host_memory(plan, rank=rank, optimizer_tensors=cost.state, accelerator=accelerator)
-        disk = expected_disk(plan, rank=rank, optimizer_tensors=cost.state)
-        stages.append(StageMemory(name=name, rest=rest, peak=peak, host=host, disk=disk, sent_nbytes=sent_nbytes(plan)))
+        stages.append(stage_memory(plan, name, rank, cost, receive_buffer=receive_buffer, accelerator=accelerator))
     return _side_by_side(first.numel, first.world_size, cost, stages, counted=True)
 
 

@@ -20,10 +20,11 @@ memory of its own for a moment, until the order of the backward is known.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
 from lightning_zero.analysis.optimizers import ADAM, SEGMENT_NUMEL, SMALL_NUMEL, OptimizerCost
+from lightning_zero.analysis.traffic import sent_nbytes
 from lightning_zero.config import HostOffload, NvmeOffload, Tier
 from lightning_zero.plan import (
     FETCH_UNITS,
@@ -41,11 +42,13 @@ __all__ = [
     "DiskBytes",
     "HostBytes",
     "Memory",
+    "StageMemory",
     "expected_disk",
     "expected_host_memory",
     "expected_memory",
     "fullest_rank",
     "raw_gradient_nbytes",
+    "stage_memory",
 ]
 
 
@@ -59,7 +62,7 @@ class _Categories:
 
     def items(self) -> tuple[tuple[str, int], ...]:
         """``(category, bytes)`` for each category, without the total."""
-        return tuple((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        return tuple((one.name, getattr(self, one.name)) for one in fields(self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,42 @@ class DiskBytes(_Categories):
     weights: int = 0
     masters: int = 0
     optimizer: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """What one stage takes of one rank.
+
+    Attributes:
+        name: ``"none"``, or what the strategy is called.
+        rest: on the device between steps.
+        peak: on the device at the worst moment of a step, without activations.
+        host: in host memory, because it is offloaded.
+        disk: in files.
+        sent_nbytes: that a rank sends in a step, and receives.
+    """
+
+    name: str
+    rest: Memory
+    peak: Memory
+    host: HostBytes = field(default_factory=HostBytes)
+    disk: DiskBytes = field(default_factory=DiskBytes)
+    sent_nbytes: int
+
+
+def stage_memory(
+    plan: Plan, name: str, rank: int, optimizer: OptimizerCost, *, receive_buffer: bool, accelerator: bool
+) -> StageMemory:
+    """What a plan takes of one rank, everywhere; arguments as for ``expected_memory``."""
+    rest, peak = (
+        expected_memory(
+            plan, rank=rank, optimizer=optimizer, receive_buffer=receive_buffer, accelerator=accelerator, peak=peak
+        )
+        for peak in (False, True)
+    )
+    host = expected_host_memory(plan, rank=rank, optimizer_tensors=optimizer.state, accelerator=accelerator)
+    disk = expected_disk(plan, rank=rank, optimizer_tensors=optimizer.state)
+    return StageMemory(name=name, rest=rest, peak=peak, host=host, disk=disk, sent_nbytes=sent_nbytes(plan))
 
 
 def expected_memory(

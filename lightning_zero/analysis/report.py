@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 
 from lightning_zero.analysis.memory import (
     DiskBytes,
@@ -12,6 +13,7 @@ from lightning_zero.analysis.memory import (
     expected_disk,
     expected_host_memory,
     expected_memory,
+    stage_memory,
 )
 from lightning_zero.analysis.optimizers import ADAM, OptimizerCost
 from lightning_zero.analysis.traffic import Traffic, expected_traffic
@@ -136,11 +138,9 @@ def _likeness(unit: UnitPlan) -> tuple[object, ...]:
 
 def _difference(first: str, last: str) -> str:
     """The part of ``last`` from the dotted part on in which it differs: ("model.0.a", "model.7.a") gives ".7.a"."""
-    first_parts, last_parts = first.split("."), last.split(".")
-    same = 0
-    while same < min(len(first_parts), len(last_parts)) and first_parts[same] == last_parts[same]:
-        same += 1
-    return "." * (same > 0) + ".".join(last_parts[same:])
+    pairs = zip(first.split("."), last.split("."), strict=False)
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return "." * (same > 0) + ".".join(last.split(".")[same:])
 
 
 def _traffic_rows(traffic: Traffic) -> list[tuple[str, ...]]:
@@ -160,17 +160,12 @@ def _traffic_rows(traffic: Traffic) -> list[tuple[str, ...]]:
 
 def _memory_rows(plan: Plan, optimizer: OptimizerCost, accelerator: bool) -> list[tuple[str, ...]]:
     """A column for each place where something may be: with a transport that keeps no receive buffer."""
-    rest, peak = (
-        expected_memory(plan, optimizer=optimizer, accelerator=accelerator, receive_buffer=False, peak=peak)
-        for peak in (False, True)
-    )
-    places: dict[str, Memory | HostBytes | DiskBytes] = {"at rest": rest}
+    found = stage_memory(plan, "", 0, optimizer, receive_buffer=False, accelerator=accelerator)
+    places: dict[str, Memory | HostBytes | DiskBytes] = {"at rest": found.rest, "at peak": found.peak}
     if plan.offload is not None:
-        host = expected_host_memory(plan, optimizer_tensors=optimizer.state, accelerator=accelerator)
-        places = {"device": rest, "host": host}
-        if plan.offload.tier is Tier.DISK:
-            places["disk"] = expected_disk(plan, optimizer_tensors=optimizer.state)
-    places["device at peak" if plan.offload is not None else "at peak"] = peak
+        places = {"device": found.rest, "host": found.host, "disk": found.disk, "device at peak": found.peak}
+        if plan.offload.tier is Tier.HOST:
+            del places["disk"]
     columns = [dict(memory.items()) for memory in places.values()]
     categories = dict.fromkeys(category for column in columns for category, nbytes in column.items() if nbytes)
     return [

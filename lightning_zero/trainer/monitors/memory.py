@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_zero.analysis import DiskBytes, HostBytes, Memory, OptimizerCost, format_nbytes
-from lightning_zero.analysis.memory import expected_disk, expected_host_memory, expected_memory
+from lightning_zero.analysis import OptimizerCost, StageMemory, format_nbytes
+from lightning_zero.analysis.memory import stage_memory
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.debug import Beside, MemoryStats, memory_stats
 from lightning_zero.engine import ZeroEngine
@@ -21,16 +21,6 @@ from lightning_zero.trainer.monitors.steps import StepMonitor, logging_step
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["MemoryMonitor"]
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """What the plan says about this rank."""
-
-    rest: Memory
-    peak: Memory
-    host: HostBytes
-    disk: DiskBytes
 
 
 class _Watermark:
@@ -72,7 +62,7 @@ class MemoryMonitor(StepMonitor):
     def _forget(self) -> None:
         super()._forget()
         self._watermark: _Watermark | None = None
-        self._expected: _Expected | None = None
+        self._expected: StageMemory | None = None
         self._held: MemoryStats | None = None
         self._beside = 0
         self._process: dict[str, int] = {}
@@ -154,17 +144,14 @@ class MemoryMonitor(StepMonitor):
         return found | {f"zero/memory/{name}": nbytes for name, nbytes in self._process.items()}
 
 
-def _expected_of(strategy: ZeroStrategy) -> _Expected:
+def _expected_of(strategy: ZeroStrategy) -> StageMemory:
     """What the plan says, for the optimizers that the run has."""
     engine, plan = strategy.engine, strategy.engine.plan
     rank, accelerator = engine.collectives.rank, engine.device.type != "cpu"
     receives = isinstance(engine.collectives, GlooCollectives)
     costs = [OptimizerCost.of(optimizer) for optimizer in strategy.optimizers]
     first = costs[0] if costs else OptimizerCost(name="none", state=0)
-    rest, peak = (
-        expected_memory(plan, rank=rank, optimizer=first, receive_buffer=receives, accelerator=accelerator, peak=peak)
-        for peak in (False, True)
-    )
+    found = stage_memory(plan, "", rank, first, receive_buffer=receives, accelerator=accelerator)
     if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
         # The formula knows one optimizer; of several, each counts for its own parameters.
         offloaded = plan.offload is not None and plan.offload.optimizer
@@ -172,13 +159,8 @@ def _expected_of(strategy: ZeroStrategy) -> _Expected:
             cost.state * _owned_nbytes(strategy.adapter(o)) for cost, o in zip(costs, strategy.optimizers, strict=True)
         ]
         state = 0 if offloaded else sum(owned)
-        rest, peak = replace(rest, optimizer=state), replace(peak, optimizer=state)
-    return _Expected(
-        rest=rest,
-        peak=peak,
-        host=expected_host_memory(plan, rank=rank, optimizer_tensors=first.state, accelerator=accelerator),
-        disk=expected_disk(plan, rank=rank, optimizer_tensors=first.state),
-    )
+        found = replace(found, rest=replace(found.rest, optimizer=state), peak=replace(found.peak, optimizer=state))
+    return found
 
 
 def _owned_nbytes(optimizer: ShardedOptimizer) -> int:
