@@ -42,14 +42,10 @@ _STAGES: Mapping[str, tuple[Placement, Offload | None]] = {
     "zero3_offload": (Placement.from_stage(3), HostOffload(parameters=True)),
 }
 
+# Categories of memory that the table calls by another name.
 _WORDS = {
-    "parameters": "parameters",
     "weights": "weights to compute with",
-    "masters": "masters",
-    "gradients": "gradients",
     "optimizer": "optimizer state",
-    "slots": "slots",
-    "gradient_slots": "gradient slots",
     "transport": "receive buffers",
     "raw_gradients": "a gradient on its way",
     "temporaries": "temporaries of the step",
@@ -151,10 +147,11 @@ class MemoryEstimate:
 def _rows(stage: StageMemory) -> dict[str, int]:
     """Bytes in the order and in the words of the table."""
     rest, peak = dict(stage.rest.items()), dict(stage.peak.items())
+    words = {name: _WORDS.get(name, name.replace("_", " ")) for name in rest}
     return {
-        **{word: rest[name] for name, word in _WORDS.items()},
+        **{word: rest[name] for name, word in words.items()},
         "at rest": stage.rest.total,
-        **{f"+ {word}": peak[name] - rest[name] for name, word in _WORDS.items()},
+        **{f"+ {word}": peak[name] - rest[name] for name, word in words.items()},
         "at peak, without activations": stage.peak.total,
         "host memory": stage.host.total,
         "files": stage.disk.total,
