@@ -48,12 +48,7 @@ Write = Callable[[Mapping[str, Any], ControlGroup], Sequence[str] | None]
 
 
 class _Outcome:
-    """What came of the last save in the background, which outlives the saver.
-
-    Attributes:
-        what: the save.
-        failure: why it failed; ``None`` again once it was raised.
-    """
+    """What the last save in the background was, and why it failed until that is raised. It outlives the saver."""
 
     def __init__(self) -> None:
         self.what = ""
@@ -90,7 +85,7 @@ class Saver:
         return self._outcome.failure is not None
 
     def save(self, write: Write, checkpoint: Mapping[str, Any], *, what: str, asynchronous: bool) -> None:
-        """Write a checkpoint, after the removals that were queued.
+        """Write a checkpoint, after the removals that were queued. Collective: every rank.
 
         Args:
             write: writes the checkpoint it is given, with the control group it is given. Collective. Called here, or in
@@ -102,8 +97,6 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if the save in the background before this one failed (this one is not begun
                 then), or if this one did, unless it is in the background.
-
-        Collective: every rank.
         """
         self._settle()
         snapshot = self._snapshot(checkpoint, what) if asynchronous else None
@@ -123,11 +116,7 @@ class Saver:
         self._removals.append(path)
 
     def wait(self) -> None:
-        """Wait until the save in flight, if any, is on disk.
-
-        Raises:
-            CheckpointError: on every rank and once, if it failed on any.
-            CommunicationError: if the ranks could not agree on that.
+        """Wait until the save in flight, if any, is on disk; ``CheckpointError`` on every rank and once, if it failed.
 
         Collective: every rank.
         """
@@ -283,20 +272,11 @@ class Snapshots:
         return self._memory.numel()
 
     def take(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy a checkpoint. The snapshot before is no longer valid.
+        """Copy a checkpoint of tensors on any device or in a file. The snapshot before is no longer valid.
 
-        Slices that lie in one buffer, as those of the engine do, are copied together.
-
-        Args:
-            checkpoint: tensors of any kind, on any device or in a file. Not changed.
-
-        Returns:
-            The same structure. FlatShards and plain tensors lie in this object's memory, on the host, and what was the
-            same memory is so in the copy; the rest is a deep copy.
-
-        Raises:
-            Exception: whatever copying a value raises, for example ``TypeError`` for a lock or an open file, or
-                ``OffloadError`` for what rests in a file that cannot be read.
+        FlatShards and plain tensors lie in this object's memory, on the host, and what was the same memory is so in the
+        copy; slices of one buffer, as those of the engine are, are copied together. The rest is a deep copy, which may
+        raise whatever copying raises, for example ``TypeError`` for a lock.
         """
         with untracked():
             sources = dict(_sources(checkpoint))
@@ -334,12 +314,10 @@ class Snapshots:
 
 
 class _Run(NamedTuple):
-    """A range of one storage that is copied at once.
+    """A range of one storage that is copied at once: 1-D bytes, or elements that rest in a file.
 
-    Attributes:
-        source: 1-D: bytes, or elements that rest in a file.
-        start: of the range in its storage, in bytes; 0 in a file.
-        members: the tensors in it, by identity, and the byte of the range where each begins.
+    ``start`` is the byte where it begins in its storage; 0 in a file. ``members`` are the tensors in it, by identity,
+    and the byte of the range where each begins.
     """
 
     source: Tensor

@@ -56,13 +56,8 @@ def save_consolidated_file(
 ) -> None:
     """Write one checkpoint file from what every rank holds, and publish it in one step.
 
-    Args:
-        checkpoint: Lightning's checkpoint dictionary. Every FlatShard under any key becomes a full tensor; of the rest,
-            rank 0's is written. Not changed. Its tensors are read until this returns.
-        path: the file to make or to replace, on a file system that all ranks share; rank 0's counts. A checkpoint
-            directory of that name is replaced too.
-        control: the ranks.
-        plan_summary: how the run is partitioned: information for people, not used in loading.
+    ``path`` is on a file system that all ranks share; a checkpoint directory of that name is replaced too. For the
+    other arguments see ``save_checkpoint_directory``.
 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why. What was at ``path`` is unchanged then.
@@ -223,11 +218,7 @@ def _identity(shard: FlatShard) -> Any:
 
 
 def _checked(key: str, nbytes: int, parts: Sequence[_Part]) -> int:
-    """The checksum of parts that must be the whole, without holes or overlaps.
-
-    Raises:
-        ValueError: if they are not.
-    """
+    """The checksum of parts, which must be the whole, without holes or overlaps."""
     end = crc32 = 0
     for part in parts:
         if part.start > end:

@@ -27,7 +27,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,6 @@ _COPIED = re.compile(r".+\.distcp|meta\.bin")  # of a checkpoint that was writte
 
 class Destination:
     """One save of one directory, on one rank: on a file system that all ranks share. See [Note: Publishing].
-
-    Args:
-        final: where the checkpoint shall be.
 
     Attributes:
         path: the folder this rank writes its files to, once it was entered.
@@ -98,11 +95,7 @@ class Destination:
 
 
 class RemoteDestination(Destination):
-    """A folder behind a URL. See [Note: Publishing without rename].
-
-    Args:
-        url: where the checkpoint shall be; of any protocol of fsspec.
-    """
+    """A folder behind a URL of any protocol of fsspec. See [Note: Publishing without rename]."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -152,17 +145,20 @@ class RemoteDestination(Destination):
         self._store.put_file(str(self.path / METADATA_FILE), f"{self._root}/{METADATA_FILE}")
         self._store.put_file(str(self.path / self.named(META_FILE)), f"{self._root}/{META_FILE}")
         with contextlib.suppress(Exception):  # what is left is deleted by the next save
-            for name in _names(self._store, self._root):
-                if name in before or ((ours := _OURS.fullmatch(name)) and ours[1] != self.suffix[1:]):
-                    self._store.rm_file(f"{self._root}/{name}")
+            self._delete(lambda name, save: name in before or save not in (None, self.suffix[1:]))
 
     def discard(self) -> None:
         super().discard()
         if self._is_first and self.suffix and not self._may_be_published:
             with contextlib.suppress(Exception):
-                for name in _names(self._store, self._root):
-                    if (ours := _OURS.fullmatch(name)) and ours[1] == self.suffix[1:]:
-                        self._store.rm_file(f"{self._root}/{name}")
+                self._delete(lambda name, save: save == self.suffix[1:])
+
+    def _delete(self, chosen: Callable[[str, str | None], bool]) -> None:
+        """Delete objects, chosen by their names and by the save that made them."""
+        for name in _names(self._store, self._root):
+            ours = _OURS.fullmatch(name)
+            if chosen(name, ours and ours[1]):
+                self._store.rm_file(f"{self._root}/{name}")
 
     def _connect(self) -> None:
         self._store, self._root = url_to_fs(self._url)
@@ -182,11 +178,8 @@ class RemoteDestination(Destination):
 def remove_at(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint, a folder or a file, at a path or behind a URL. Nothing there is fine.
 
-    Behind a URL, files that are not of the checkpoint stay.
-
-    Raises:
-        IsADirectoryError: if it is a folder that is no checkpoint, or one with folders in it.
-        OSError: if its name could not be removed; behind a URL, whatever the store raises.
+    Behind a URL, files that are not of the checkpoint stay. A folder that is no checkpoint, or has folders in it, is
+    refused with an ``IsADirectoryError``.
     """
     if is_remote(path):
         _remove_remote(os.fspath(path))

@@ -53,15 +53,10 @@ Path = tuple[Any, ...]  # the way through a checkpoint dictionary
 
 
 class Directory:
-    """An open checkpoint directory of our own.
+    """An open checkpoint directory of our own; ``CheckpointError`` if its record is missing or damaged.
 
-    Attributes:
-        source: reads its tensors.
-        record: the content of its ``zero.json``.
-        digest: of the bytes of ``zero.json``, for the ranks to compare.
-
-    Raises:
-        CheckpointError: if its record is missing or damaged.
+    ``source`` reads its tensors, ``record`` is the content of its ``zero.json``, and ``digest`` is for the ranks to
+    compare.
     """
 
     def __init__(self, files: Files) -> None:
@@ -96,11 +91,7 @@ class Directory:
 
 
 def read_directory(files: Files) -> Opened:
-    """What is in a checkpoint directory of our own.
-
-    Raises:
-        CheckpointError: if it is no whole checkpoint, naming the file.
-    """
+    """What is in a whole checkpoint directory of our own; ``CheckpointError`` otherwise, naming the file."""
     directory = Directory(files)
     for name in directory.record.files:
         directory.check_size(name)
@@ -188,15 +179,10 @@ _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
 class ForeignDirectory:
-    """An open directory whose files are as long as its index says.
+    """An open directory of DCP, whose files are as long as its index says; ``CheckpointError`` otherwise.
 
-    Attributes:
-        index: the content of ``.metadata``.
-        paths: of everything in it, in the order of the dictionary that was saved.
-        digest: of the bytes of ``.metadata``.
-
-    Raises:
-        CheckpointError: if it is no whole checkpoint, naming the file.
+    ``index`` is the content of ``.metadata``, ``paths`` has all that is in it in the order of the dictionary that was
+    saved, and ``digest`` is for the ranks to compare.
     """
 
     def __init__(self, files: Files) -> None:
@@ -235,14 +221,9 @@ class ForeignDirectory:
 
 
 def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
-    """What is in a stock directory.
+    """What is in a whole stock directory; ``CheckpointError`` otherwise, or if it could run code, naming the file.
 
-    Args:
-        files: of the directory.
-        weights_only: for ``meta.pt``, as for ``torch.load``. Nothing else is ever unpickled without restriction.
-
-    Raises:
-        CheckpointError: if it is no whole checkpoint or could run code, naming the file.
+    ``weights_only`` is for ``meta.pt``, as for ``torch.load``. Nothing else is ever unpickled without restriction.
     """
     directory = ForeignDirectory(files)
     layout = _layout(directory.paths)

@@ -51,19 +51,8 @@ def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress:
     """Make a directory that ``FSDPStrategy`` resumes from, of one of ours or of ``ModelParallelStrategy``.
 
     Neither reads a tensor nor unpickles anything but the index, which can call nothing. Our own data files are hard
-    links where the file system allows it, and copied otherwise. See [Note: Shared files].
-
-    Args:
-        source: the directory, local or behind a URL. Not changed.
-        out: the directory to make, or an empty one. Published in one step.
-        progress: show a progress bar on a terminal while files are copied.
-
-    Returns:
-        ``out``.
-
-    Raises:
-        CheckpointError: if the source is damaged or of another layout, naming what to do instead.
-        OSError: if the directory could not be written.
+    links where the file system allows it, and copied otherwise. See [Note: Shared files]. ``out`` is new or empty, and
+    is published in one step. A ``CheckpointError`` about the source names what to do instead.
     """
     text, folder = os.fspath(source), None if is_remote(source) else local_path(source)
     if not is_folder(source):

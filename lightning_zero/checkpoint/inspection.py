@@ -131,11 +131,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
-    """Look into a checkpoint of any kind.
-
-    Raises:
-        CheckpointError: if it is none, or not whole.
-    """
+    """Look into a checkpoint of any kind; ``CheckpointError`` if it is none, or not whole."""
     found = find_checkpoint(path)
     checkpoint = open_checkpoint(path, ControlGroup(None))
     own = _mapping(checkpoint.get(SUMMARY_KEY))

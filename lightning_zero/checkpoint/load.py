@@ -129,12 +129,8 @@ class Kind(Enum):
 
 
 class Found(NamedTuple):
-    """What is at a path.
-
-    Attributes:
-        kind: what it is.
-        files: the folder that is the checkpoint, or that it lies in.
-        name: of the file in it; empty for a folder.
+    """What is at a path: a checkpoint of a kind, the folder that it is or lies in, and there its name; empty for a
+    folder.
     """
 
     kind: Kind
@@ -143,11 +139,7 @@ class Found(NamedTuple):
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Found:
-    """Look what is at a path.
-
-    Raises:
-        CheckpointError: if it is nothing that can be a checkpoint.
-    """
+    """Look what is at a path; ``CheckpointError`` if it is nothing that can be a checkpoint."""
     if not (_is_folder_of_a_server(path) if is_http(path) else is_folder(path)):
         files, name = open_parent(path)
         if not files.has(name):

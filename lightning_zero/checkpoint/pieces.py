@@ -43,20 +43,10 @@ class Pieces:
     def write(
         self, what: Hashable | Tensor, descriptor: int, offset: int, advance: Callable[[int], Any] = lambda _: None
     ) -> int:
-        """Write a tensor's elements at an offset of a file.
+        """Write the elements of a tensor, or of the one added under a key, at an offset of a file.
 
-        Args:
-            what: the key of one that was added, or a tensor.
-            descriptor: of the file.
-            offset: of the first byte.
-            advance: told the bytes of every piece when it is written.
-
-        Returns:
-            The CRC-32 of what was written; 0 if torch is set to compute none.
-
-        Raises:
-            CheckpointError: if what is read does not match its checksum.
-            OSError: if it could not be written.
+        ``advance`` is told the bytes of every piece when it is written. Returns the CRC-32 of what was written; 0 if
+        torch is set to compute none. ``CheckpointError`` if what is read does not match its checksum.
         """
         tensor, dtype = (what, what.dtype) if isinstance(what, Tensor) else self._tensors[what]
         crc32, wanted = 0, torch.serialization.get_crc32_options()

@@ -154,14 +154,12 @@ class Divided(NamedTuple):
 def divide(
     checkpoint: Mapping[str, Any], control: ControlGroup, what: str, look: Callable[[dict[str, Leaf]], Any]
 ) -> Divided:
-    """Take a checkpoint apart, and decide whose values count.
+    """Take a checkpoint apart, and decide whose values count. Collective: every rank.
 
     Rank 0 has every name, unless an optimizer has no state for a parameter of which rank 0 owns nothing.
 
     Raises:
         CheckpointError: on every rank, if a value cannot be saved, ``look`` raises, or the ranks differ about a value.
-
-    Collective: every rank.
     """
     leaves: dict[str, Leaf] = {}
     rest: dict[str, Any] = {}
@@ -218,13 +216,8 @@ class _Outline(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one rank wrote.
-
-    Attributes:
-        written: the entries of its data file.
-        files: its data file, if it has one.
-        outlines: of what it owns, by DCP name.
-        lost: what of that does not come back as it is, each with its class.
+    """What one rank wrote: the entries of its data file, that file, what the record says of what it owns, and what
+    is lost.
     """
 
     written: list[Written]
@@ -259,18 +252,10 @@ def _write_record(
 ) -> list[str]:
     """Write what describes a checkpoint, last of it ``zero.json``; durably. On rank 0, when all data is delivered.
 
-    Args:
-        destination: to which every rank has delivered its data.
-        parts: what every rank wrote, in rank order.
-        rest: what of the checkpoint is not sharded.
-        plan_summary: how the run is partitioned.
+    The parts of the ranks have to make up every tensor, and the files have to be as long as they were written.
 
     Returns:
         What does not come back when this is loaded in a program like this one, each with its class.
-
-    Raises:
-        ValueError: if the parts do not make up every tensor.
-        OSError: if a file could not be written, or is not as everybody should see it.
     """
     directory, (meta_file, tensors_file) = destination.path, map(destination.named, (META_FILE, META_TENSORS_FILE))
     written: dict[str, list[Written]] = {}

@@ -21,10 +21,9 @@ from lightning_zero.comm.control import collect
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
-from lightning_zero.session.module_state import ModuleState, load_initial_weights
 from lightning_zero.session.random_state import RandomState
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "require_lightning"]
 
 # One for all that share a group of ranks: a save in flight has the group to itself.
 _SAVERS: WeakKeyDictionary[Groups, Saver] = WeakKeyDictionary()
@@ -60,11 +59,7 @@ class Checkpoints:
         self._handled: BaseException | None = None
 
     def begin(self, training: bool) -> None:
-        """Begin a run, which lasts until ``finish``.
-
-        Args:
-            training: whether saves may be in the background: there is something to go on with, and an end to wait.
-        """
+        """Begin a run, which lasts until ``finish``. Only in training are saves in the background: it goes on."""
         self.random.forget()
         self._handled = sys.exc_info()[1]  # of a caller that tries again in an ``except`` block
         self._training = training
@@ -111,7 +106,7 @@ class Checkpoints:
                 rank_zero_warn(str(error))
         self._saver.wait()
         self._agree(what, place, engine, path)
-        summary = {**_summary(engine), "precision": precision}
+        summary = _summary(engine, precision)
         if policy.format == "sharded" and "optimizer_states" in checkpoint:  # a run can go on from it
             own = {**checkpoint.get(SUMMARY_KEY, {}), RANDOM_KEY: self.random.save(engine.device)}
             checkpoint = {**checkpoint, SUMMARY_KEY: own}
@@ -140,10 +135,7 @@ class Checkpoints:
         ]
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Open a checkpoint of any kind; tensors are read when they are needed.
-
-        Collective: every rank.
-        """
+        """Open a checkpoint of any kind; tensors are read when they are needed. Collective: every rank."""
         self._saver.wait()
         checkpoint = open_checkpoint(path, self._control, verify=self._policy.verify, weights_only=weights_only)
         require_lightning(checkpoint, path)
@@ -158,20 +150,6 @@ class Checkpoints:
         if saved is not None:
             self.random.load(saved, checkpoint["global_step"], device)
 
-    def load_initial_weights(self, state: ModuleState) -> None:
-        """Read the weights the policy names, if it does, into a module that was just sharded.
-
-        Collective: every rank.
-        """
-        if self._policy.initial_weights is not None:
-            load_initial_weights(
-                state,
-                self._policy.initial_weights,
-                self._control,
-                strict=self._policy.strict_initial_weights,
-                verify=self._policy.verify,
-            )
-
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint at the next save, or at the end of the run: never before its successor is durable."""
         path = _absolute(path)
@@ -181,24 +159,15 @@ class Checkpoints:
         self._saver.remove(path)
 
     def raise_failure(self, control: ControlGroup) -> None:
-        """Raise what went wrong in a background save that has ended meanwhile.
+        """Raise what went wrong in a background save that has ended meanwhile: ``CheckpointError`` on every rank.
 
-        Args:
-            control: a group that no background save uses.
-
-        Raises:
-            CheckpointError: on every rank.
-
-        Collective: every rank.
+        Collective: every rank, through a control group that no background save uses.
         """
         if self._underway is not None and any(control.gather_objects(self._saver.failed)):
             self._saver.wait()
 
     def wait(self) -> None:
-        """Return when everything saved so far is durable.
-
-        Raises:
-            CheckpointError: on every rank, if a background save failed.
+        """Return when everything saved so far is durable; ``CheckpointError`` if a background save failed.
 
         Collective: every rank.
         """
@@ -207,10 +176,8 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait until everything is durable and removals are done. May be called again, and saved after.
 
-        Raises:
-            CheckpointError: on every rank, if a background save failed.
-
-        Collective: every rank, but for one that is handling an exception.
+        ``CheckpointError`` on every rank, if a background save failed. Collective: every rank, but for one that is
+        handling an exception.
         """
         self._training = False
         self._underway = None
@@ -227,11 +194,7 @@ class Checkpoints:
         return sys.exc_info()[1] not in (None, self._handled)
 
     def _attend(self, what: str, place: str) -> None:
-        """Make sure that all ranks are here, while an exception is being handled.
-
-        Raises:
-            CheckpointError: if some are not.
-        """
+        """Make sure that all ranks are here, while an exception is being handled: ``CheckpointError``."""
         notes = self._groups.rendezvous("save", place, _ATTENDANCE_SECONDS)
         missing = sorted(set(range(self._control.world_size)) - set(notes))
         if missing:
@@ -246,9 +209,6 @@ class Checkpoints:
         """Make sure that all ranks save the same moment, that masters are up to date, and that there is a folder.
 
         ``ModelCheckpoint`` links ``last.ckpt`` to the new checkpoint as soon as this returns, also in the background.
-
-        Raises:
-            CheckpointError: on every rank, if they do not.
         """
 
         def check() -> tuple[str, int]:
@@ -292,12 +252,8 @@ def _absolute(path: str | os.PathLike[str]) -> str:
     return os.fspath(path) if is_remote(path) else str(local_path(path))
 
 
-def _summary(engine: ZeroEngine) -> dict[str, Any]:
+def _summary(engine: ZeroEngine, precision: str) -> dict[str, Any]:
+    """How the run is partitioned, for people."""
     plan = engine.plan
-    return {
-        "world_size": plan.world_size,
-        "parameters": plan.placement.parameters.value,
-        "gradients": plan.placement.gradients.value,
-        "optimizer": plan.placement.optimizer.value,
-        "fingerprint": plan.fingerprint(),
-    }
+    placed = {part: getattr(plan.placement, part).value for part in ("parameters", "gradients", "optimizer")}
+    return {"world_size": plan.world_size, **placed, "fingerprint": plan.fingerprint(), "precision": precision}

@@ -36,23 +36,14 @@ _DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 class ModuleState:
-    """Weights and buffers of a sharded module.
-
-    Args:
-        engine: who holds the parameters.
-        module: the user's module.
-    """
+    """Weights and buffers of a sharded module; ``state_dict`` of another may decide about names."""
 
     def __init__(self, engine: ZeroEngine, module: nn.Module | None) -> None:
         self._engine = engine
         self._module: nn.Module = module if module is not None else engine.module
 
     def save(self, exclude_frozen: bool = False) -> dict[str, Any]:
-        """This rank's part of ``state_dict()``: the keys, order and hooks are the module's own. No communication.
-
-        Args:
-            exclude_frozen: leave out parameters that do not require gradients.
-        """
+        """This rank's part of ``state_dict()``: the keys, order and hooks are the module's own. No communication."""
         state = {}
         self._engine.take_over_shown(on_disk=False)
         for key, value in self._module.state_dict(keep_vars=True).items():
@@ -143,11 +134,10 @@ class ModuleState:
     def _noted_copies(
         self, state: Mapping[str, Any], strict: bool, expendable: Collection[str]
     ) -> list[tuple[ParameterShard, Any]]:
-        """Run the module's ``load_state_dict``. Returns what is to be read into shards after it.
+        """Run the module's ``load_state_dict``, to which ``expendable`` keys may be missing.
 
-        Raises:
-            RuntimeError: as ``nn.Module.load_state_dict`` does; a missing key that is ``expendable`` does not count.
-                Also if a parameter is another object afterwards, which the engine would not know.
+        Returns what is to be read into shards after it. A parameter that is another object afterwards, which the
+        engine would not know, is refused.
         """
 
         def forgive(_: nn.Module, keys: Any) -> None:
@@ -173,13 +163,8 @@ class ModuleState:
 class _NotedCopies(TorchFunctionMode):
     """While active, a copy into a sharded parameter is noted instead of made: only a placeholder stands there.
 
-    So is one into ``parameter.data`` or ``parameter.detach()``, but not into a part of it.
-
-    Args:
-        engine: who holds the parameters.
-
-    Attributes:
-        copies: the slices to fill and, of the parameter's shape, the values.
+    So is one into ``parameter.data`` or ``parameter.detach()``, but not into a part of it. ``copies`` has the slices to
+    fill and, of the parameter's shape, the values.
     """
 
     def __init__(self, engine: ZeroEngine) -> None:
@@ -218,24 +203,13 @@ class _NotedCopies(TorchFunctionMode):
 def load_initial_weights(
     state: ModuleState, path: str | os.PathLike[str], control: ControlGroup, *, strict: bool, verify: bool
 ) -> None:
-    """Read weights and buffers into a sharded module, each rank its own slices.
+    """Read weights and buffers into a sharded module, each rank its own slices. Collective: every rank.
 
-    Args:
-        state: of the module. Written.
-        path: the checkpoint. If none of its names is one of the module's, but all are once the same prefix is put
-            before them or cut off (``transformer.h.0`` and ``model.transformer.h.0``), they are read under the
-            module's names.
-        control: the ranks.
-        strict: whether missing, unexpected and differently shaped tensors are errors. If not, the first and the last
-            keep the values that they have, and rank 0 warns of all three kinds.
-        verify: check every checksum first.
-
-    Raises:
-        CheckpointError: on every rank, if the checkpoint cannot be read, naming the file.
-        RuntimeError: on every rank, as ``nn.Module.load_state_dict`` does, for what does not fit; also without
-            ``strict`` if nothing fits at all.
-
-    Collective: every rank.
+    If none of the stored names is one of the module's, but all are once the same prefix is put before them or cut off
+    (``transformer.h.0`` and ``model.transformer.h.0``), they are read under the module's names. With ``strict``,
+    missing, unexpected and differently shaped tensors are a ``RuntimeError`` as of ``nn.Module.load_state_dict``;
+    without it the first and the last keep the values that they have, and rank 0 warns of all three kinds, unless
+    nothing fits at all.
     """
     checkpoint = open_checkpoint(path, control, verify=verify)
     weights = weights_of(checkpoint, path)
@@ -262,11 +236,7 @@ def load_initial_weights(
 def _what_fits(
     stored: Mapping[str, Any], own: Mapping[str, Any], path: str | os.PathLike[str], control: ControlGroup
 ) -> dict[str, Any]:
-    """The stored tensors that have the name and shape of one of the module's; a warning names all others.
-
-    Raises:
-        RuntimeError: if there is none.
-    """
+    """The stored tensors that have the name and shape of one of the module's; a warning names all others."""
     known = {name: value for name, value in stored.items() if name in own}
     fitting = {name: value for name, value in known.items() if _shape(value) == _shape(own[name])}
     reshaped = [name for name in known if name not in fitting]
@@ -355,11 +325,7 @@ def under_own_names(
 ) -> dict[str, Any]:
     """The stored values under the module's names, if they differ in wrapped blocks or one common prefix only.
 
-    Args:
-        stored: by stored name.
-        own: the module's names.
-        path: where they are stored, for a message when a prefix made the difference.
-        strict: whether that prefix has to make all names fit, and not just most.
+    With ``strict`` that prefix has to make all names fit, and not just most. ``path`` is for the message about it.
     """
     names = {unwrapped(name): name for name in own}
     changes = _prefix_changes([unwrapped(name) for name in stored], names, strict)

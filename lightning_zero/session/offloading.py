@@ -16,7 +16,7 @@ from lightning_zero.plan import Plan
 from lightning_zero.storage.files import FileSystem
 from lightning_zero.storage.tiers import MemoryTiers, NvmeStore
 
-__all__ = ["check_room", "make_tiers", "offloaded_steps", "step_threads"]
+__all__ = ["make_tiers", "offloaded_steps", "step_threads"]
 
 _MIB = 2**20
 
@@ -30,21 +30,10 @@ def make_tiers(
     local_rank: int = 0,
     system: FileSystem | None = None,
 ) -> MemoryTiers:
-    """Memory for an engine, by tier.
+    """Memory for an engine, by tier. The first rank of a host reports what earlier runs have left on its disk.
 
-    Args:
-        offload: the policy.
-        plan: what is to rest where.
-        control: the ranks.
-        device: where the engine computes.
-        streams: of the device.
-        local_rank: of this process on its host. The first one reports what earlier runs have left behind.
-        system: how disks are used.
-
-    Raises:
-        OffloadError: on every rank, if the files of one cannot be made, or have no room for the masters.
-
-    Collective: every rank.
+    Collective: every rank; ``OffloadError`` on all, if the files of one cannot be made, or have no room for the
+    masters.
     """
     if not isinstance(offload, NvmeOffload):
         pin = offload.pin_mib if isinstance(offload, HostOffload) else None
@@ -65,7 +54,7 @@ def make_tiers(
         failure = error
     try:
         control.raise_together(failure, f"offload to '{offload.path}'")
-        check_room(store, expected_disk(plan, rank=control.rank, optimizer_tensors=0).total, control)
+        _check_room(store, expected_disk(plan, rank=control.rank, optimizer_tensors=0).total, control)
     except BaseException:
         if store is not None:
             store.close()
@@ -73,15 +62,8 @@ def make_tiers(
     return MemoryTiers(device, streams, store=store)
 
 
-def check_room(store: NvmeStore | None, nbytes: int, control: ControlGroup) -> None:
-    """Make sure that the disks have room for what is about to be put there.
-
-    Args:
-        store: this rank's files, if it has some.
-        nbytes: what it is about to put there, beyond what it has.
-
-    Raises:
-        OffloadError: on every rank, with the bytes needed and found, if one disk has not.
+def _check_room(store: NvmeStore | None, nbytes: int, control: ControlGroup) -> None:
+    """Make sure that the disks have room for bytes that are about to be put there: ``OffloadError`` on every rank.
 
     Collective: every rank.
     """
@@ -118,7 +100,7 @@ def offloaded_steps(engine: ZeroEngine, local_ranks: int) -> OffloadedSteps | No
     return OffloadedSteps(
         unit_stepped=engine.unit_stepped,
         agree=engine.agree_stepped,
-        check_room=lambda nbytes: check_room(engine.tiers.store, nbytes, engine.control),
+        check_room=lambda nbytes: _check_room(engine.tiers.store, nbytes, engine.control),
         store=engine.tiers.store,
         threads=step_threads(offload, local_ranks, engine.device),
     )

@@ -23,12 +23,7 @@ _SAME_GROUPS = "Build the optimizer with the same groups as when the checkpoint 
 
 
 class OptimizerState:
-    """State and options of one sharded optimizer.
-
-    Args:
-        engine: who holds the parameters.
-        optimizer: the sharded view of the user's optimizer.
-    """
+    """State and options of one sharded optimizer."""
 
     def __init__(self, engine: ZeroEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine
@@ -115,11 +110,7 @@ class OptimizerState:
     def _renaming(
         self, saved_groups: Sequence[Mapping[str, Any]], own_names: Sequence[Sequence[str]], weights: Mapping[str, Any]
     ) -> Callable[[Any], Any]:
-        """What a key of the saved state is called in this optimizer.
-
-        Raises:
-            ValueError: for indices, if the param groups are not of the same sizes.
-        """
+        """What a key of the saved state is called in this optimizer. Indices need param groups of the same sizes."""
         keys = list(chain.from_iterable(group["params"] for group in saved_groups))
         names: dict[Any, str] = {}
         if any(isinstance(key, int) for key in keys):
@@ -175,8 +166,7 @@ def _matched(
 ) -> list[dict[str, Any]]:
     """The saved options of each of the optimizer's param groups, found by the names in them; none for a new group.
 
-    Raises:
-        ValueError: if groups were split or joined, so that options would belong to several.
+    Groups that were split or joined are refused: options would belong to several.
     """
     group_of = {name: index for index, group in enumerate(saved_groups) for name in group["params"]}
     found: list[int | None] = []

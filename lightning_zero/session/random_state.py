@@ -46,30 +46,14 @@ _ROW_NBYTES = 24576  # 7 kB for python, 7 kB for torch, 4 kB for numpy, next to 
 
 
 class RandomState:
-    """Saves this rank's random number generators, and gives them back. See [Note: Random numbers of a resumed run].
-
-    Args:
-        control: the ranks.
-    """
+    """Saves this rank's random number generators, and gives them back. See [Note: Random numbers of a resumed run]."""
 
     def __init__(self, control: ControlGroup) -> None:
         self._control = control
         self._loaded: dict[str, Any] = {}  # by generator; what was not given back yet
 
     def save(self, device: torch.device) -> Tensor:
-        """This rank's row.
-
-        Args:
-            device: of this rank, whose generator is one of those that are saved.
-
-        Returns:
-            A FlatShard of shape (ranks, bytes).
-
-        Raises:
-            CheckpointError: on every rank, if one could not.
-
-        Collective: every rank.
-        """
+        """This rank's row: a FlatShard of shape (ranks, bytes). Collective: every rank."""
         encode = Encoder(strict=True).encode
         states: dict[str, Any] = {}
 
@@ -87,15 +71,8 @@ class RandomState:
     def load(self, saved: Tensor, step: int, device: torch.device) -> None:
         """Read what ``save`` returned, to be given back by ``go_on``; say so if some streams cannot be continued.
 
-        Args:
-            saved: shape (ranks that saved it, bytes), possibly on disk.
-            step: the global step.
-            device: of this rank.
-
-        Raises:
-            CheckpointError: on every rank, if one could not read its row or it is damaged.
-
-        Collective: every rank.
+        The global step seeds streams that begin. Collective: every rank; ``CheckpointError`` on all, if one could not
+        read its row or it is damaged.
         """
         ranks = saved.shape[0]
         same = ranks == self._control.world_size
@@ -144,13 +121,7 @@ class RandomState:
 
 
 class _Generator(NamedTuple):
-    """One of the generators that everybody draws from.
-
-    Attributes:
-        get: returns its state.
-        give: takes a state.
-        begin: the state that a seed of 64 bits gives.
-    """
+    """A generator that everybody draws from: what gets its state, sets it, and makes that of a seed of 64 bits."""
 
     get: Callable[[], Any]
     give: Callable[[Any], Any]

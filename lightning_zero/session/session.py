@@ -32,12 +32,12 @@ from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from lightning_zero.session.checkpoints import Checkpoints
-from lightning_zero.session.module_state import ModuleState
+from lightning_zero.session.module_state import ModuleState, load_initial_weights
 from lightning_zero.session.offloading import make_tiers, offloaded_steps
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.shards.binding import is_absent
 
-__all__ = ["Dtypes", "OwnDtypes", "SessionSettings", "ZeroSession"]
+__all__ = ["Dtypes", "SessionSettings", "ZeroSession"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,8 @@ class Dtypes(Protocol):
         return module
 
 
-class OwnDtypes(Dtypes):
-    """``Dtypes`` of a run in which everything keeps its own."""
+class _OwnDtypes(Dtypes):
+    """Everything keeps its own."""
 
 
 class ZeroSession:
@@ -167,7 +167,7 @@ class ZeroSession:
 
         Collective: every rank.
         """
-        dtypes = dtypes or OwnDtypes()
+        dtypes = dtypes or _OwnDtypes()
         existing, torn = _own_engine(module, is_running), False
         if existing is not None:
             fits = existing.device == self.device and not dtypes.would_cast(module)
@@ -194,8 +194,15 @@ class ZeroSession:
             tiers.close()
             raise
         self._engine.updating = torn
-        if existing is None:  # what was sharded before has been trained, and goes on from there
-            self.checkpoints.load_initial_weights(ModuleState(self._engine, module))
+        policy = self.settings.checkpoint
+        if existing is None and policy.initial_weights is not None:  # otherwise it has been trained, and goes on
+            load_initial_weights(
+                ModuleState(self._engine, module),
+                policy.initial_weights,
+                self.groups.checkpoint,
+                strict=policy.strict_initial_weights,
+                verify=policy.verify,
+            )
 
     def _plan(self, module: nn.Module, dtypes: Dtypes) -> ZeroPlan:
         settings = self.settings
@@ -267,11 +274,7 @@ class ZeroSession:
         engine.listeners = [adapter.masters_changed for adapter in self._adapters.values()]
 
     def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
-        """The sharded view of one of the optimizers.
-
-        Raises:
-            KeyError: if it is not one of ``shard_optimizers``.
-        """
+        """The sharded view of one of the optimizers of ``shard_optimizers``; ``KeyError`` for any other."""
         return self._adapters[id(optimizer)]
 
     # -------------------------------------------------------------------- steps
@@ -355,15 +358,7 @@ class ZeroSession:
 def _own_engine(module: nn.Module, is_running: Callable[[nn.Module], bool]) -> ZeroEngine | None:
     """The engine of an earlier fit of ``module`` itself. Those end that its parts bring along from other modules.
 
-    Args:
-        module: the root. A part is an encoder that was pretrained in another module, say.
-        is_running: whether a module is being trained at this moment.
-
-    Raises:
-        ParameterAccessError: for a part of a module that a Trainer runs at this moment, and for a parameter whose
-            shards have gone with the module it was sharded in.
-
-    Collective: every rank.
+    A part is an encoder that was pretrained in another module, say. Collective: every rank.
     """
     own = engine_of(module)
     for name, child in module.named_modules():
