@@ -228,11 +228,7 @@ class Collectives(ABC):
         self.abandoned += [transfer for transfer in transfers if not transfer.done]
 
     def settle(self) -> None:
-        """Wait for abandoned transfers: they still write into memory that is about to be used again.
-
-        Raises:
-            CommunicationError: if the other ranks never joined them.
-        """
+        """Wait for abandoned transfers: they still write into memory that is about to be used again."""
         while self.abandoned:
             self.abandoned.pop(0).wait()
 
@@ -351,11 +347,7 @@ class WrappedCollectives(Collectives):
 
 
 class RankOrderSum:
-    """Averages one tensor per rank: ``((first + second) + third + ...) / divisor``, each step rounded to the dtype.
-
-    Args:
-        rank: this one, whose tensor may be the result's memory.
-    """
+    """Averages one tensor per rank: ``((first + second) + third + ...) / divisor``, each step rounded to the dtype."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -367,12 +359,9 @@ class RankOrderSum:
         return tuple(self._scratch.values())
 
     def into(self, result: Tensor, pieces: Sequence[Tensor], divisor: int) -> None:
-        """Write the average.
+        """Write the average of at least two 1-D tensors in rank order; a divisor of 1 where they were divided before.
 
-        Args:
-            result: 1-D. May be the memory of ``pieces[rank]``, and of no other one.
-            pieces: at least two, in rank order, of as many elements and the same dtype. Read.
-            divisor: 1 where they have been divided before.
+        ``result`` may be the memory of this rank's piece, and of no other one.
         """
         # What is there has not been added yet, so that the first ones must not be written over it.
         apart = self._rank > 1 and pieces[self._rank].data_ptr() == result.data_ptr()

@@ -48,10 +48,7 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
 class ControlGroup:
     """Small agreements between the hosts of all ranks, never through the accelerator.
 
-    Args:
-        process_group: a gloo group over all ranks, or ``None`` when there is one rank only.
-        rank: this process in that group.
-        world_size: ranks in that group.
+    The process group is a gloo group, or ``None`` when there is one rank only.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int = 0, world_size: int = 1) -> None:
@@ -109,12 +106,7 @@ class ControlGroup:
     def raise_together(self, failure: BaseException | None, what: str, advice: str = "") -> None:
         """Raise an ``OffloadError`` on every rank, with the first rank's reason, if something went wrong on one.
 
-        Args:
-            failure: what went wrong here, if something did.
-            what: what was tried, in words that follow "could not".
-            advice: what to do now.
-
-        Collective: every rank.
+        ``what`` was tried, in words that follow "could not"; ``advice`` is what to do now. Collective: every rank.
         """
         if not self.agree_any(failure is not None):
             return
@@ -133,13 +125,8 @@ class ControlGroup:
     def agree_equal(self, what: str, lines: Sequence[str], fingerprint: str, advice: str = _SAME_PROGRAM) -> None:
         """Raise a ``DivergenceError`` on every rank, with the first different lines, unless all hold the same ones.
 
-        Args:
-            what: what the lines describe, for the message.
-            lines: the description, compared line by line only when the fingerprints differ.
-            fingerprint: hex digest over the lines.
-            advice: what to do if they differ.
-
-        Collective: every rank.
+        The lines describe ``what``, and are compared only where their fingerprints, hex digests, differ. ``advice`` is
+        what to do then. Collective: every rank.
         """
         prints = self.gather_objects(fingerprint)
         other = next((rank for rank, value in enumerate(prints) if value != prints[0]), None)

@@ -137,14 +137,9 @@ class Groups:
         Not collective: a rank that failed alone cannot start a collective, because the others are in the middle of
         another one, and would wait in it for this rank. The store of the default group has no order.
 
-        Args:
-            occasion: the place, in words.
-            note: what this rank has to say about it.
-            seconds: how long to wait for the others, all together.
-
         Returns:
-            The notes of the ranks that came in time, by rank; this rank's own among them. If they are not complete,
-            this rank counts as not here for those who look later.
+            The notes of the ranks that came within so many seconds, by rank; this rank's own among them. If they are
+            not complete, this rank counts as not here for those who look later.
         """
         self._meetings[occasion] += 1
         key = f"lightning_zero/{self._number}/{occasion}/{self._meetings[occasion]}"

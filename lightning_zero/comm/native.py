@@ -35,15 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose_collectives(groups: Groups, streams: Streams, device: torch.device) -> Collectives:
-    """The collectives for ranks that compute on ``device``.
-
-    Args:
-        groups: the engine's process groups.
-        streams: side streams of the device.
-        device: where this rank computes; of the same type on every rank.
-
-    Collective: every rank.
-    """
+    """The collectives for ranks that compute on ``device``, of the same type on every rank. Collective: every rank."""
     if groups.shard.world_size == 1:
         return LocalCollectives(streams)
     if device.type != "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ __all__ = ["FileTensor", "fill_from"]
 
 
 class FileTensor(Tensor):
-    """A tensor whose elements rest in a file.
+    """A tensor whose elements, in this shape, rest in a region of a file from ``start`` on.
 
     It has a shape and a dtype, and no memory. Views of it that are a range of its elements (slices of the first
     dimension, other shapes) are handles on the same elements. ``copy_``, ``fill_`` and ``zero_`` write to the file in
@@ -24,14 +25,6 @@ class FileTensor(Tensor):
     tensors. What would need an address, or a view that is no range, is refused.
 
     Nothing is kept in memory, so two threads must not write to the same elements at a time.
-
-    Args:
-        region: where the elements are.
-        start: the first of them in the region.
-        shape: of the handle; contiguous.
-
-    Raises:
-        ValueError: if they are not inside the region.
     """
 
     region: Region  # which may hold other elements as well
@@ -69,43 +62,25 @@ class FileTensor(Tensor):
         return whole.view(self.shape)
 
     def read_into(self, destination: Tensor, start: int = 0) -> None:
-        """Read a range of the flattened elements, in pieces.
+        """Read a range of the flattened elements, in pieces, from ``start`` on into a 1-D tensor, cast to its dtype.
 
-        Args:
-            destination: 1-D, on any device, of any dtype: the elements are cast to it. Written.
-            start: the flattened element that ``destination[0]`` gets.
-
-        Raises:
-            ValueError: if the range is not inside.
-            OffloadError: if they cannot be read.
+        A ``ValueError`` if they are not inside, an ``OffloadError`` if they cannot be read.
         """
-        part = self._part_for(destination, start)
-        if isinstance(destination, FileTensor):
-            fill_from(destination, part)
-        else:
-            self.region.move(destination.detach(), part.start, write=False)
+        fill_from(destination, self._part_for(destination, start))
 
     def write(self, values: Tensor, start: int = 0) -> None:
         """Write a range of the flattened elements, in pieces; see ``read_into``."""
-        part = self._part_for(values, start)
-        if isinstance(values, FileTensor):
-            fill_from(part, values)
-        else:
-            self.region.move(values.detach(), part.start, write=True)
+        fill_from(self._part_for(values, start), values)
 
     def fill(self, value: Any) -> None:
         """Give every element the same value, in pieces."""
-        with untracked():
-            piece = _piece(self.dtype, self.numel()).fill_(value)
-        for start in range(0, self.numel(), max(1, piece.numel())):
-            self.write(piece[: min(piece.numel(), self.numel() - start)], start)
+        for start, piece in _pieces(self.numel(), self.dtype):
+            self.write(piece.fill_(value), start)
 
     def _part_for(self, tensor: Tensor, start: int) -> FileTensor:
         if tensor.dim() != 1:
             raise ValueError(f"{self} is read and written with 1-D tensors, got one of shape {tuple(tensor.shape)}.")
         return self.part(start, tensor.numel())
-
-    # ------------------------------------------------------------- as a tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -121,7 +96,7 @@ class FileTensor(Tensor):
         shown, written = _aliased(func, args, kwargs)
         if shown:
             return _view(func, shown[0], args, kwargs)
-        if written and (torch.Tag.inplace_view in func.tags):
+        if written and torch.Tag.inplace_view in func.tags:
             raise TypeError(
                 f"{func}: {written[0]} cannot show something else. Use `read()`, and `write()` to change it."
             )
@@ -176,34 +151,29 @@ class FileTensor(Tensor):
 
 
 def fill_from(destination: Tensor, source: Tensor) -> None:
-    """``destination.copy_(source)`` of 1-D tensors, wherever they rest, in pieces where one of them rests in a file.
-
-    Raises:
-        ValueError: if they are not 1-D and of one size.
-        OffloadError: if a file cannot be read or written.
-    """
+    """``destination.copy_(source)`` of 1-D tensors, wherever they rest, in pieces where one of them rests in a file."""
     if destination.dim() != 1 or destination.shape != source.shape:
         raise ValueError(f"Shape {tuple(destination.shape)} cannot be filled from shape {tuple(source.shape)}.")
     if not isinstance(source, FileTensor):
         if isinstance(destination, FileTensor):
-            destination.write(source)
+            destination.region.move(source.detach(), destination.start, write=True)
         else:
             with untracked():
                 destination.copy_(source)
     elif not isinstance(destination, FileTensor):
-        source.read_into(destination)
+        source.region.move(destination.detach(), source.start, write=False)
     elif destination.identity != source.identity:
-        with untracked():
-            piece = _piece(source.dtype, source.numel())
-        for start in range(0, source.numel(), max(1, piece.numel())):
-            values = piece[: min(piece.numel(), source.numel() - start)]
-            source.read_into(values, start)
-            destination.write(values, start)
+        for start, piece in _pieces(source.numel(), source.dtype):
+            source.read_into(piece, start)
+            destination.write(piece, start)
 
 
-def _piece(dtype: torch.dtype, numel: int) -> Tensor:
-    """Memory for some of ``numel`` elements: a bounded number of them."""
-    return _memory(min(numel, PIECE_NBYTES // dtype.itemsize), dtype)
+def _pieces(numel: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Memory for ``numel`` elements, the same for a bounded number of them after the other, and where these start."""
+    with untracked():
+        piece = _memory(min(numel, PIECE_NBYTES // dtype.itemsize), dtype)
+    for start in range(0, numel, max(1, piece.numel())):
+        yield start, piece[: numel - start]
 
 
 def _memory(numel: int, dtype: torch.dtype) -> Tensor:
@@ -217,11 +187,12 @@ def _copy(target: Tensor, source: Tensor) -> Tensor:
     """``target.copy_(source)``: at least one of them rests."""
     if source.shape != target.shape:
         source = _elements(source).expand(target.shape)
-    if isinstance(target, FileTensor):
-        flat = source.part(0, source.numel()) if isinstance(source, FileTensor) else source.reshape(-1)
-        fill_from(target.part(0, target.numel()), flat)
-    elif target.is_contiguous() and isinstance(source, FileTensor):
-        fill_from(target.view(-1), source.part(0, source.numel()))
+    if isinstance(target, FileTensor) or (isinstance(source, FileTensor) and target.is_contiguous()):
+        target_elements, source_elements = (
+            tensor.part(0, tensor.numel()) if isinstance(tensor, FileTensor) else tensor.reshape(-1)
+            for tensor in (target, source)
+        )
+        fill_from(target_elements, source_elements)
     else:
         with untracked():
             target.copy_(_elements(source))

@@ -51,19 +51,12 @@ class FileSystem:
 
 
 class DataFile:
-    """A file of whole pages that grows, and is read and written from any thread.
+    """A file of whole pages that grows, and is read and written from any thread. Its errors are ``OffloadError``.
 
-    It goes past the page cache where the file system takes that (``direct``): what is offloaded then takes no memory
-    but the buffers. Everything that is read or written then has to be aligned, in memory and in the file.
-
-    Args:
-        path: created exclusively; readable for this user only.
-        rank: for messages.
-        system: how the system is called.
-        staging: aligned memory, of whole pages, that one thread at a time reads and writes unaligned elements through.
-
-    Raises:
-        OffloadError: if it cannot be created, written or read.
+    It is created exclusively, readable for this user only. It goes past the page cache where the file system takes that
+    (``direct``): what is offloaded then takes no memory but the buffers. Everything that is read or written then has to
+    be aligned, in memory and in the file; one thread at a time does so for other elements through ``staging``, whole
+    pages.
     """
 
     def __init__(self, path: Path, rank: int, system: FileSystem, staging: Tensor) -> None:
@@ -77,8 +70,8 @@ class DataFile:
         self._lock = threading.RLock()  # of the next three; a store may be freed, and closed, wherever memory is taken
         self._descriptor = -1
         self._users = 0
-        self._nameless = False  # removed by this package itself; what is in it stays until it is closed
         self._closed = False
+        self.nameless = False  # removed from its folder by its store, and to be used all the same until ``close``
         self.direct = False
         try:
             self._open()
@@ -114,8 +107,14 @@ class DataFile:
                     self._system.fallocate(descriptor, offset, nbytes)
             except OSError as error:
                 if error.errno not in _NOT_OFFERED:
-                    raise self._refused(error, nbytes, what) from error
-                self._write_zeros(offset, nbytes, what)
+                    raise OffloadError(
+                        f"Rank {self._rank}: {amount(nbytes)} for {what}, beside {amount(self.nbytes)} there already, "
+                        f"cannot be reserved in '{self.path}': {error.strerror or error}{self._free(error)}. Free some "
+                        "space, or take another path."
+                    ) from error
+                zeros = host_memory(min(nbytes, PIECE_NBYTES), locked=False)
+                for start in range(0, nbytes, zeros.numel()):
+                    self.write(zeros[: nbytes - start], offset + start, what)
             self.nbytes = offset + nbytes
             return offset
 
@@ -134,19 +133,15 @@ class DataFile:
         try:
             with self._in_use() as descriptor:
                 ours = self._system.fstat(descriptor)
-                there = ours if self._nameless else self._system.stat(self.path)
+                there = ours if self.nameless else self._system.stat(self.path)
         except OSError as error:
             raise self._lost(error.strerror or str(error)) from error
         if (ours.st_dev, ours.st_ino) != (there.st_dev, there.st_ino):
             raise self._lost("another file is in its place")
-        if not ours.st_nlink and not self._nameless:
+        if not ours.st_nlink and not self.nameless:
             raise self._lost("it was removed")
         if ours.st_size < self.nbytes:
             raise self._lost(f"it has {ours.st_size} bytes instead of {self.nbytes}")
-
-    def outlive_its_name(self) -> None:
-        """Note that the file is about to be removed from its folder, and is to be used all the same until ``close``."""
-        self._nameless = True
 
     def close(self) -> None:
         """Close the file, as soon as no thread is reading or writing. The second time, and after a fork, nothing."""
@@ -216,7 +211,10 @@ class DataFile:
                 try:
                     count = call(descriptor, view[done:], offset + done)
                 except OSError as error:
-                    raise self._failed(error, doing, offset + done, nbytes - done) from error
+                    raise OffloadError(
+                        f"Rank {self._rank}: {doing} ({nbytes - done} bytes at byte {offset + done} of '{self.path}') "
+                        f"failed: {error.strerror or error}{self._free(error)}. {_CURE}"
+                    ) from error
                 # Past the page cache only whole pages can be asked for: the part of one is asked for again.
                 moved = count if done + count == nbytes else count - count % self.alignment
                 stalled = 0 if moved else stalled + 1
@@ -228,31 +226,14 @@ class DataFile:
                 done += moved
                 self.check_usable()  # closed meanwhile: do not go on for long
 
-    def _write_zeros(self, offset: int, nbytes: int, what: str) -> None:
-        """What ``fallocate`` does, where it is not offered."""
-        zeros = host_memory(min(nbytes, PIECE_NBYTES), locked=False)
-        for start in range(0, nbytes, zeros.numel()):
-            self.write(zeros[: min(zeros.numel(), nbytes - start)], offset + start, what)
-
-    def _failed(self, error: OSError, doing: str, offset: int, nbytes: int) -> OffloadError:
-        space = f" ({self._free()} free)" if error.errno in _FULL else ""
-        return OffloadError(
-            f"Rank {self._rank}: {doing} ({nbytes} bytes at byte {offset} of '{self.path}') failed: "
-            f"{error.strerror or error}{space}. {_CURE}"
-        )
-
-    def _refused(self, error: OSError, nbytes: int, what: str) -> OffloadError:
-        found = f"; {self._free()} are free" if error.errno in _FULL else ""
-        return OffloadError(
-            f"Rank {self._rank}: {amount(nbytes)} for {what}, beside {amount(self.nbytes)} there already, cannot be "
-            f"reserved in '{self.path}': {error.strerror or error}{found}. Free some space, or take another path."
-        )
-
-    def _free(self) -> str:
+    def _free(self, error: OSError) -> str:
+        """How much space there is, if there was not enough of it."""
+        if error.errno not in _FULL:
+            return ""
         try:
-            return amount(self._system.free_nbytes(self.path.parent))
-        except OSError as error:
-            return f"an unknown number of bytes ({error.strerror})"
+            return f" ({amount(self._system.free_nbytes(self.path.parent))} free)"
+        except OSError as unknown:
+            return f" (an unknown number of bytes free: {unknown.strerror})"
 
     def _lost(self, reason: str) -> OffloadError:
         return OffloadError(

@@ -70,27 +70,15 @@ def host_memory(nbytes: int, locked: bool, *, inherited: bool = True) -> Tensor:
     """Zero-filled bytes on the host, at a whole page, given back to the system with the last tensor that shows any.
 
     They are mapped and then registered, because torch's own page-locked allocator rounds up to a power of two and keeps
-    what is freed.
-
-    Args:
-        nbytes: how many.
-        locked: whether to page-lock them, if there is a CUDA device and the system lets us.
-        inherited: whether forked processes get a copy. Otherwise they find zeros, where the system can do that.
-
-    Raises:
-        MemoryError: if the system has not that much.
+    what is freed. ``locked`` are page-locked, if there is a CUDA device and the system lets us. Forked processes find
+    zeros in what is not ``inherited``, where the system can do that. A ``MemoryError`` if the system has not that much.
     """
     with untracked():
         return _allocate(nbytes, locked, inherited).memory
 
 
 class HostMemory:
-    """The host memory of one engine, of which a bounded part is page-locked.
-
-    Args:
-        device: where the engine computes. Memory is locked for CUDA only.
-        pin_nbytes: most bytes to lock; what does not fit whole is not locked. ``None``: all of it.
-    """
+    """The host memory of one engine, of which at most ``pin_nbytes`` (``None``: all) are page-locked, for CUDA only."""
 
     def __init__(self, device: torch.device, pin_nbytes: int | None) -> None:
         self._lockable = device.type == "cuda"
@@ -102,11 +90,7 @@ class HostMemory:
         self.locked_nbytes = 0
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zero-filled, page-aligned, 1-D. Counted until ``release``, whoever still uses it.
-
-        Raises:
-            MemoryError: if the system has not that much.
-        """
+        """Zero-filled, page-aligned, 1-D. Counted until ``release``, whoever still uses it."""
         nbytes = numel * dtype.itemsize
         padded = padded_nbytes(nbytes)
         locked = self._lockable and (self._pin_nbytes is None or self.locked_nbytes + padded <= self._pin_nbytes)
@@ -185,11 +169,7 @@ class HostBuffers:
             return self._used_nbytes
 
     def take(self, nbytes: int) -> HostBuffer:
-        """A buffer of at least ``nbytes`` bytes, with whatever is in it.
-
-        Raises:
-            MemoryError: if the system has not that much.
-        """
+        """A buffer of at least ``nbytes`` bytes, with whatever is in it."""
         # Up to an eighth more, in whole pages, so that sizes that are nearly alike share buffers.
         step = max(PAGE_NBYTES, 1 << max(nbytes.bit_length() - 4, 0))
         size = -(-nbytes // step) * step

@@ -136,14 +136,11 @@ class Waitable(Protocol):
 
 @dataclass
 class Request:
-    """One window.
+    """One window: ``numel`` elements of each of its parts, and a ``tag`` for ``work``.
 
-    Attributes:
-        numel: elements of each part.
-        regions: its parts: 1-D, of as many elements; whether the buffer holds them when ``work`` begins (otherwise it
-            holds anything); and whether what ``work`` leaves there goes to the file. What is written begins and ends at
-            pages of the file, or ends with its region.
-        tag: for ``work``.
+    A part is a 1-D tensor; whether the buffer holds its elements when ``work`` begins (otherwise it holds anything);
+    and whether what ``work`` leaves there goes to the file. What is written begins and ends at pages of the file, or
+    ends with its region.
     """
 
     numel: int
@@ -190,10 +187,7 @@ Work = Callable[[Request, list[Tensor]], Sequence[Waitable] | None]
 class Pipeline:
     """Brings windows of files through a pool of memory: reads some ahead of the work, and writes behind it.
 
-    Args:
-        pool: the memory. Used by one run at a time.
-        workers: the threads that read and write.
-        check_alive: raises if the files are gone; asked before every run.
+    ``check_alive`` raises if the files are gone, and is asked before every run.
     """
 
     def __init__(self, pool: BufferPool, workers: Workers, check_alive: Callable[[], None]) -> None:
@@ -208,18 +202,12 @@ class Pipeline:
         """Have ``work`` done on every window, in order, in the caller's thread.
 
         All that is written is in the files when this returns. Until then nobody else may use the elements of these
-        requests. A window whose elements an earlier one still writes is read after that.
+        requests. A window whose elements an earlier one still writes is read after that. Requests are taken one by one,
+        some of them ahead of their work, which gets one 1-D tensor for each part, valid until ``work`` returns and what
+        it has returned has been waited for.
 
-        Args:
-            requests: taken one by one, some of them ahead of their work.
-            work: gets a request and one 1-D tensor for each of its parts, of the part's dtype, valid until ``work``
-                returns and what it has returned has been waited for.
-
-        Raises:
-            OffloadError: if something could not be read or written, or the files are gone.
-            ValueError: if a window is larger than the pool, or what it writes are not whole pages.
-            BaseException: whatever ``requests`` or ``work`` raises. In any case nothing is under way any more, and what
-                windows before have done is written, unless that failed.
+        Whatever is raised, by a disk, ``requests`` or ``work``, nothing is under way any more then, and what windows
+        before have done is written, unless that failed.
         """
         if self._running or self._abandoned:
             why = "was interrupted while it waited for a disk" if self._abandoned else "is running already"

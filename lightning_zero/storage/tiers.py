@@ -63,20 +63,8 @@ class NvmeStore:
     """A folder with one file in it, threads that read and write, and one pool of memory for all that passes through.
 
     Everything ends with ``close``, at the latest when this object is freed or the process ends normally. Handles do not
-    keep it alive; using one afterwards is an error.
-
-    Args:
-        path: an existing directory on a disk. A folder of its own is created in it.
-        rank: of this process in its run.
-        world_size: of the run.
-        buffer_nbytes: memory for all buffers together.
-        io_threads: that read and write.
-        device: where the engine computes. For CUDA the memory is page-locked.
-        system: how the disk is used.
-        report: whether to warn of what earlier runs have left in ``path``. One rank for each host is enough.
-
-    Raises:
-        OffloadError: if the path cannot be used.
+    keep it alive; using one afterwards is an error. ``path`` is an existing directory, ``buffer_nbytes`` are for all
+    buffers together, and with ``report`` it warns of what earlier runs have left (one rank for each host is enough).
     """
 
     def __init__(
@@ -163,13 +151,9 @@ class NvmeStore:
         return self._pipeline
 
     def window_numel(self, itemsizes: Sequence[int]) -> int:
-        """How many elements a window should have so that several of them fit into the pool.
+        """How many elements a window should have so that several fit into the pool: a multiple of ``WINDOW_ALIGNMENT``.
 
-        Args:
-            itemsizes: of the dtypes of its parts, in bytes.
-
-        Returns:
-            A multiple of ``WINDOW_ALIGNMENT``.
+        ``itemsizes`` are those of the dtypes of its parts, in bytes.
         """
         least = max(1, sum(itemsizes)) * WINDOW_ALIGNMENT
         if least > self.pool.nbytes:
@@ -189,7 +173,7 @@ class NvmeStore:
         if os.getpid() == self._folder.pid:
             self._workers.pause()
             self.pool.release()
-            self._file.outlive_its_name()
+            self._file.nameless = True
             self._folder.remove()
 
     def close(self) -> None:
@@ -202,14 +186,7 @@ class NvmeStore:
 
 
 class MemoryTiers:
-    """Memory by tier.
-
-    Args:
-        device: where the engine computes.
-        streams: its streams.
-        pin_nbytes: most host memory to page-lock; ``None``: all.
-        store: files, where the plan puts something on disk.
-    """
+    """Memory by tier. At most ``pin_nbytes`` of host memory are page-locked (``None``: all of it)."""
 
     def __init__(
         self,

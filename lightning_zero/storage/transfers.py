@@ -40,10 +40,8 @@ class Copy(NamedTuple):
 class Transfer:
     """Copies under way.
 
-    Args:
-        streams: of the device.
-        jobs: what the worker thread does for it. A result is the event behind the device's part, if there is one.
-        event: the same, where it is known already.
+    A job is what the worker thread does for it, and results in the event behind the device's part, if there is one;
+    ``event`` is the same, where it is known already.
     """
 
     def __init__(self, streams: Streams, jobs: Sequence[Future[Event]], event: Event = None) -> None:
@@ -90,10 +88,8 @@ class Transfers:
     def reserve(self, buffers: int, out_nbytes: int, back_nbytes: int) -> None:
         """Take memory for copies that the host has to compute for. Nothing on the CPU, which computes in place.
 
-        Args:
-            buffers: how many for each direction: one is filled while another is used up.
-            out_nbytes: of the largest gradient shard that comes to the host.
-            back_nbytes: of what is cast at a time on its way to the device.
+        For each direction there are so many buffers, one being filled while another is used up: for the largest
+        gradient shard that comes to the host, and for what is cast at a time on its way to the device.
         """
         if self._device.type != "cpu":
             self.settle()
@@ -109,10 +105,8 @@ class Transfers:
     def out(self, copies: Sequence[Copy], ready: Waitable | None = None) -> Transfer:
         """Start to bring device memory to the host.
 
-        Args:
-            copies: from the device to the host.
-            ready: what still produces the sources, and orders behind it what is issued after its ``wait``; ``None``:
-                all that was issued so far.
+        ``ready`` still produces the sources, and orders behind it what is issued after its ``wait``; ``None``: all that
+        was issued so far does.
         """
         if self._device.type == "cpu":
             if ready is not None:

@@ -21,19 +21,14 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Pending, RankOrderSum
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.shared_memory.transport import Channel, Transport
+from lightning_zero.comm.shared_memory.transport import Channel, Transfer, Transport
 from lightning_zero.comm.streams import Event
 
 __all__ = ["SharedMemoryCollectives"]
 
 
 class SharedMemoryCollectives(Collectives):
-    """Collectives for CPU ranks that all run on this host.
-
-    Args:
-        groups: the engine's process groups.
-        transport: to the memory of the other ranks.
-    """
+    """Collectives for CPU ranks that all run on this host."""
 
     def __init__(self, groups: Groups, transport: Transport) -> None:
         super().__init__(groups.shard.rank, groups.shard.world_size, groups.abandoned)
@@ -125,15 +120,11 @@ class SharedMemoryCollectives(Collectives):
         taken: Mapping[int, Tensor],
         run: Callable[[Mapping[int, int]], None] | None = None,
     ) -> Pending:
-        """Offer elements of a tensor to the others, and read theirs.
+        """Offer elements of a 1-D tensor to the others, and read theirs.
 
-        Args:
-            channel: the kind of traffic.
-            what: what is carried.
-            offered: 1-D, what the others read of.
-            given: for each rank that reads: from which element, and how many.
-            taken: for each rank that is read from: a tensor of as many elements.
-            run: reads them, given where they begin; ``None``: each into its tensor.
+        ``given`` says for each rank that reads from which element, and how many; ``taken`` is for each rank that is
+        read from a tensor of as many elements. ``run`` reads them, given where they begin; ``None``: each into its
+        tensor.
         """
 
         def collect(offsets: Mapping[int, int]) -> None:
@@ -148,5 +139,7 @@ class SharedMemoryCollectives(Collectives):
         place = heap.offset(offered)
         owes = {rank: (place + start * size, numel * size) for rank, (start, numel) in given.items() if numel}
         needs = {rank: target.nbytes for rank, target in taken.items() if target.numel()}
+        transfer = Transfer(self.transport, what, owes, needs, run or collect, offered, whole=not staged)
         with naming_failures(what, self.rank):
-            return self.transport.begin(channel, what, owes, needs, run or collect, offered, whole=not staged)
+            self.transport.begin(channel, transfer)
+        return transfer

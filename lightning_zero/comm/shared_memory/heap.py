@@ -36,16 +36,10 @@ _HUGE_NBYTES = 4 << 20  # from here on, ask for huge pages, where the system giv
 
 
 class Heap:
-    """This rank's memory that the others can read.
+    """This rank's memory that the others can read; ``label`` are its first bytes, by which they know the right file.
 
-    A tensor keeps the heap and its mapping until the last view of it is gone; then its pages go back to the system.
-
-    Args:
-        world_size: ranks on this host, each of which has a heap of the same size.
-        label: the first bytes of the file, by which the others know that they got the right one.
-
-    Raises:
-        OSError: if the system has no such files, or no address space left.
+    A tensor keeps the heap and its mapping until the last view of it is gone; then its pages go back to the system. An
+    ``OSError`` if the system has no such files, or no address space left.
     """
 
     def __init__(self, world_size: int, label: bytes) -> None:
@@ -66,11 +60,7 @@ class Heap:
         _HEAPS.add(self)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zero-filled memory, 1-D, page-aligned.
-
-        Raises:
-            MemoryError: if the heap has no range left that is long enough.
-        """
+        """Zero-filled memory, 1-D, page-aligned. A ``MemoryError`` if the heap has no range left of that length."""
         nbytes = numel * dtype.itemsize
         if not nbytes:
             with untracked():
@@ -143,17 +133,7 @@ class Heap:
 
 
 class PeerHeap:
-    """Another rank's memory, to be read.
-
-    Args:
-        file: its descriptor.
-        nbytes: its size.
-        label: what it has to begin with.
-
-    Raises:
-        OSError: if it cannot be mapped.
-        ValueError: if it is another file.
-    """
+    """Another rank's memory, to be read: a ``ValueError`` if the file does not begin with its label."""
 
     def __init__(self, file: int, nbytes: int, label: bytes) -> None:
         self._memory = _mapped(file, nbytes)

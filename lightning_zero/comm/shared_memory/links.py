@@ -52,12 +52,9 @@ class Message(NamedTuple):
 
 
 class Links:
-    """One pipe to and one from every other rank of this host. Used by one thread at a time.
+    """One pipe to and one from every other rank of this host, closed with the links. Used by one thread at a time.
 
-    Args:
-        readers: by rank, what its messages arrive at. Closed with the links.
-        writers: by rank, where messages to it go. Closed with the links.
-        timeout: seconds to wait for a rank that does not read what it is told.
+    ``timeout`` are the seconds to wait for a rank that does not read what it is told.
     """
 
     def __init__(self, readers: dict[int, int], writers: dict[int, int], timeout: float) -> None:
@@ -85,10 +82,8 @@ class Links:
     ) -> None:
         """Tell a rank something. A rank that is gone is told nothing; who waits for it finds out.
 
-        Waits only while the pipe is full, and takes in meanwhile what the others have to say.
-
-        Raises:
-            RuntimeError: if that takes longer than the timeout.
+        Waits only while the pipe is full, and takes in meanwhile what the others have to say; not longer than the
+        timeout.
         """
         deadline = time.monotonic() + self._timeout
         data = _HEADER.pack(kind, channel, len(payload), check, number, offset, nbytes) + payload
@@ -184,20 +179,14 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def connect(control: ControlGroup, timeout: float) -> tuple[Heap, dict[int, PeerHeap], Links] | str:
-    """Connect every rank to every other one, if all of them run on this host and may.
+    """Connect every rank to every other one, if all of them run on this host and may. Collective: every rank.
 
     Each rank makes its memory and one pipe to every other rank. The others open them through ``/proc``, which the
-    kernel allows for processes of one user only.
-
-    Args:
-        control: the ranks.
-        timeout: seconds that messages may take, later on.
+    kernel allows for processes of one user only. Messages may take ``timeout`` seconds, later on.
 
     Returns:
         This rank's memory, that of the others, and the messages between them; on every rank alike, or on none: then why
         not.
-
-    Collective: every rank.
     """
     attempt = _Attempt(control.rank, control.world_size)
     try:

@@ -23,7 +23,7 @@ import threading
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from enum import IntEnum
 
 import torch
@@ -56,13 +56,19 @@ class _Kind(IntEnum):
 
 
 class Transfer(Pending):
-    """One collective under way on this rank. Made by ``Transport.begin``."""
+    """One collective on this rank, under way from ``Transport.begin`` on.
+
+    ``owes`` says for each rank that reads from this one where, and how many bytes; ``needs`` how many bytes are read
+    from which rank. ``run`` reads them, given where they are, and is called once, by any method of the transport.
+    ``keep`` is what the others read, which stays as it is until they have; waiting for the transfer includes that if it
+    is ``whole``.
+    """
 
     def __init__(
         self,
         transport: Transport,
         what: str,
-        owes: Iterable[int],
+        owes: Mapping[int, tuple[int, int]],
         needs: Mapping[int, int],
         run: Callable[[Mapping[int, int]], None],
         keep: Tensor,
@@ -71,8 +77,10 @@ class Transfer(Pending):
         super().__init__(what, transport.rank)
         self._transport = transport
         self._whole = whole
+        self.key = (0, 0)  # its channel, and its number there
         self.check = zlib.crc32(what.encode())
         self.needs = needs
+        self.owes = owes
         self.due = set(needs)  # ranks that have not said yet where their bytes are
         self.owed = set(owes)  # ranks that have not taken this rank's bytes yet
         self.offsets: dict[int, int] = {}
@@ -99,12 +107,7 @@ class Transfer(Pending):
 class Transport:
     """What a rank reads of the others, and when. One per world; every engine of the process uses it.
 
-    Args:
-        heap: this rank's memory.
-        peers: the other ranks' memory.
-        links: messages between them.
-        rank: this one.
-        timeout: seconds to wait for a rank that is alive.
+    ``timeout`` are the seconds to wait for a rank that is alive.
     """
 
     def __init__(self, heap: Heap, peers: Mapping[int, PeerHeap], links: Links, rank: int, timeout: float) -> None:
@@ -122,7 +125,7 @@ class Transport:
         self._numbers: Counter[Channel] = Counter()
         self._transfers: dict[tuple[int, int], Transfer] = {}
         self._early: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
-        self._ready: list[tuple[tuple[int, int], Transfer]] = []
+        self._ready: list[Transfer] = []
         self._rows: defaultdict[int, dict[int, tuple[int, bytes]]] = defaultdict(dict)  # of agreements: check and bytes
         self._sessions = itertools.count()
         self._versions: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by session and rank; from 1
@@ -138,71 +141,35 @@ class Transport:
         self.moved += numel * dtype.itemsize
         return self._heaps[peer].view(offset, numel, dtype)
 
-    # --------------------------------------------------------------- transfers
-
-    def begin(
-        self,
-        channel: Channel,
-        what: str,
-        owes: Mapping[int, tuple[int, int]],
-        needs: Mapping[int, int],
-        run: Callable[[Mapping[int, int]], None],
-        keep: Tensor,
-        whole: bool,
-    ) -> Transfer:
-        """Offer memory to other ranks, and read theirs as soon as they offer it.
-
-        Args:
-            channel: the kind of traffic; calls of one kind pair up by their order.
-            what: what is carried, equal on all ranks.
-            owes: for each rank that reads from this one: where, and how many bytes. Kept as they are until taken.
-            needs: for each rank that is read from: how many bytes.
-            run: reads them, given where they are for each rank. Called once, by any method of this class.
-            keep: the memory that others read.
-            whole: whether waiting for the transfer includes that they have.
-
-        Collective: every rank.
-        """
+    def begin(self, channel: Channel, transfer: Transfer) -> None:
+        """Offer memory to other ranks, and read theirs as soon as they offer it. Collective: every rank."""
         with self._lock:
-            key = (int(channel), self._numbers[channel])
+            key = transfer.key = (int(channel), self._numbers[channel])
             self._numbers[channel] += 1
-            transfer = Transfer(self, what, owes, needs, run, keep, whole)
             self._transfers[key] = transfer
-            for peer, (offset, nbytes) in owes.items():
+            for peer, (offset, nbytes) in transfer.owes.items():
                 self._links.send(peer, _Kind.FILLED, *key, offset, nbytes, transfer.check)
             for message in self._early.pop(key, ()):
-                self._filled(key, transfer, message)
-            if not needs:
-                self._ready.append((key, transfer))
+                self._filled(transfer, message)
+            if not transfer.needs:
+                self._ready.append(transfer)
             self.progress()
-            return transfer
 
     def wait(self, transfer: Transfer, whole: bool, seconds: float | None = None) -> bool:
-        """Wait for a transfer's result, and serve the other ranks meanwhile. Whether it is here.
+        """Wait until a transfer's result is here, if ``whole`` also until nobody reads this rank's memory.
 
-        Args:
-            transfer: what to wait for.
-            whole: also wait until nobody reads this rank's memory any more.
-            seconds: the longest wait; ``None``: the timeout, and running into it is an error.
-
-        Raises:
-            RuntimeError: if it will never be: a rank is gone, is somewhere else in the program, or does not come.
+        Whether it is; a ``RuntimeError`` if it will never be: a rank is gone, is somewhere else in the program, or has
+        not come within the timeout. Running out of ``seconds``, where they are given, is no error.
         """
         with self._lock:
             owed: Set[int] = transfer.owed if whole else set()
             return self._until(lambda: transfer.due, owed, transfer, seconds)
 
-    # -------------------------------------------------------------- agreements
-
     def exchange(self, row: bytes, what: str = "") -> list[bytes] | None:
         """Every rank's bytes in rank order; ``None`` if they are too many to come this way. Collective: every rank.
 
-        Args:
-            row: equally many bytes on every rank.
-            what: what they are, the same on every rank.
-
-        Raises:
-            RuntimeError: if a rank is gone, tells another number of bytes, or does not come.
+        ``row`` is as long, and ``what`` it is the same on every rank; if not, and if one is gone, this is a
+        ``RuntimeError``.
         """
         if len(row) > LARGEST_PAYLOAD:
             return None
@@ -225,8 +192,6 @@ class Transport:
                 )
             return [rows[rank][1] for rank in range(self.world_size)]
 
-    # ---------------------------------------------------------------- versions
-
     def session(self) -> int:
         """A new number, equal on all ranks. Collective: every rank."""
         return next(self._sessions)
@@ -238,11 +203,7 @@ class Transport:
                 self._links.send(peer, _Kind.PLACE, number=number, offset=offset, nbytes=nbytes, check=session)
 
     def places(self, session: int, number: int, nbytes: int) -> dict[int, int] | None:
-        """Where the others have their memory of a number; ``None``, on every rank, if one of them has it elsewhere.
-
-        Raises:
-            RuntimeError: if a rank is gone, does not come, or has memory of another size.
-        """
+        """Where the others have their memory of a number; ``None``, on every rank, if one of them has it elsewhere."""
         with self._lock:
             told = self._places[session, number]
             self._until(lambda: self._heaps.keys() - told.keys())
@@ -253,9 +214,6 @@ class Transport:
 
     def reach(self, session: int, version: int) -> None:
         """Say that this rank's memory is of a version (1 or more), and wait until that of all others is.
-
-        Raises:
-            RuntimeError: if a rank is gone or does not come.
 
         Collective: every rank.
         """
@@ -282,13 +240,11 @@ class Transport:
                 for message in messages:
                     self._take_in(message)
                 if self._ready:
-                    self._run(*self._ready.pop(0))
+                    self._run(self._ready.pop(0))
             except BaseException:  # what was not taken in or read is lost: nobody may wait for good for what follows
                 self._give_up()
                 raise
             messages = self._links.receive()
-
-    # ----------------------------------------------------------------- private
 
     def _until(
         self,
@@ -297,13 +253,10 @@ class Transport:
         transfer: Transfer | None = None,
         seconds: float | None = None,
     ) -> bool:
-        """Serve the other ranks until no rank is ``missing`` or ``owed``, and a transfer's result is here.
+        """Serve the other ranks until none is ``missing`` or ``owed``, and a transfer's result is here.
 
-        Args:
-            missing: the ranks that have to do something first.
-            owed: the ranks that have only to serve.
-            transfer: what is waited for, if it is one.
-            seconds: the longest wait; ``None``: the timeout, which is an error.
+        Ranks that are missing have to do something first, those owed have only to serve. Running out of ``seconds``
+        gives False, running out of the timeout is an error.
         """
         limit = self._timeout if seconds is None else seconds
         deadline = time.monotonic() + limit
@@ -345,10 +298,10 @@ class Transport:
             case _Kind.FILLED if transfer is None:
                 self._early[key].append(message)
             case _Kind.FILLED if transfer is not None:
-                self._filled(key, transfer, message)
+                self._filled(transfer, message)
             case _Kind.TAKEN if transfer is not None:
                 transfer.owed.discard(message.peer)
-                self._forget_if_over(key, transfer)
+                self._forget_if_over(transfer)
             case _Kind.EXCHANGE:
                 self._rows[message.number][message.peer] = (message.check, message.payload)
             case _Kind.VERSION:
@@ -358,7 +311,7 @@ class Transport:
             case _Kind.GIVEN_UP:
                 self._given_up.add(message.peer)
 
-    def _filled(self, key: tuple[int, int], transfer: Transfer, message: Message) -> None:
+    def _filled(self, transfer: Transfer, message: Message) -> None:
         expected = transfer.needs.get(message.peer)
         if message.check != transfer.check or message.nbytes != expected:
             transfer.failure = (
@@ -369,9 +322,9 @@ class Transport:
         transfer.offsets[message.peer] = message.offset
         transfer.due.discard(message.peer)
         if not transfer.due:
-            self._ready.append((key, transfer))
+            self._ready.append(transfer)
 
-    def _run(self, key: tuple[int, int], transfer: Transfer) -> None:
+    def _run(self, transfer: Transfer) -> None:
         run, transfer.run = transfer.run, None  # it holds memory
         try:
             if run is not None:
@@ -382,10 +335,10 @@ class Transport:
             raise
         transfer.received = True
         for peer in transfer.needs:
-            self._links.send(peer, _Kind.TAKEN, *key)
-        self._forget_if_over(key, transfer)
+            self._links.send(peer, _Kind.TAKEN, *transfer.key)
+        self._forget_if_over(transfer)
 
-    def _forget_if_over(self, key: tuple[int, int], transfer: Transfer) -> None:
+    def _forget_if_over(self, transfer: Transfer) -> None:
         if transfer.received and not transfer.owed:
             transfer.keep = None
-            self._transfers.pop(key, None)
+            self._transfers.pop(transfer.key, None)
