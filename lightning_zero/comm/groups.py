@@ -60,18 +60,6 @@ class Groups:
     Who agrees (``control``), who shares a flat buffer (``shard``) and how many gradients an average is made of
     (``divisor``) are three things, although today all of them are all ranks.
 
-    Args:
-        gather: carries parameters.
-        reduce: carries gradients.
-        control: carries agreements between hosts; all ranks.
-        checkpoint: carries what hosts agree on while they save; all ranks.
-        shard: who takes part in a gather or a reduction.
-        divisor: what a sum of gradients is divided by.
-        abandoned: transfers that an error left under way. They belong to the groups and not to an engine: the ranks
-            never fail at the same moment, and gloo's thread spins for ever, and serves nobody, when a peer sends into
-            a receive that was let go of.
-        timeout: how long any of their calls may take; ``None``: torch's default.
-
     [Note: groups end before the interpreter does]
     A gloo group has threads, and a thread that lets go of the last tensor of a transfer needs the interpreter for it.
     If that happens while the interpreter is shutting down, the process aborts, after a training that went well. So the
@@ -79,14 +67,17 @@ class Groups:
     transfers under way fail at once, with a silent one after the group's timeout at the latest.
     """
 
-    gather: dist.ProcessGroup | None
-    reduce: dist.ProcessGroup | None
-    control: ControlGroup
-    checkpoint: ControlGroup
-    shard: ShardGroup
-    divisor: int
+    gather: dist.ProcessGroup | None  # carries parameters
+    reduce: dist.ProcessGroup | None  # carries gradients
+    control: ControlGroup  # carries agreements between hosts; all ranks
+    checkpoint: ControlGroup  # carries what hosts agree on while they save; all ranks
+    shard: ShardGroup  # who takes part in a gather or a reduction
+    divisor: int  # of a sum of gradients
+    # Transfers that an error left under way. They belong to the groups and not to an engine: the ranks never fail at
+    # the same moment, and gloo's thread spins for ever, and serves nobody, when a peer sends into a receive that was
+    # let go of.
     abandoned: list[Pending] = field(default_factory=list)
-    timeout: timedelta | None = None
+    timeout: timedelta | None = None  # of any of their calls; ``None``: torch's default
 
     @classmethod
     def create(cls, backend: str | None = None, timeout: timedelta | None = None) -> Groups:
@@ -119,12 +110,9 @@ class Groups:
         return groups
 
     def __post_init__(self) -> None:
-        self.transport: Transport | None = None
-        """What the ranks read each other's memory through, once they are connected."""
-        self.problem = ""
-        """Why they could not be connected."""
-        self.told = ""
-        """What the log says about it."""
+        self.transport: Transport | None = None  # to each other's memory, once the ranks are connected
+        self.problem = ""  # why they could not be connected
+        self.told = ""  # what the log says about it
         self._owner = os.getpid()
         self._default: Callable[[], dist.ProcessGroup | None] = lambda: None  # weak: it ends without them
         self._asked: tuple[str | None, timedelta | None] | None = None
