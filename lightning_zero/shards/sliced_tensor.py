@@ -204,11 +204,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _computed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an elementwise function gives."""
     first = _first((args, kwargs))
-    known = _checked(first, name, getattr(func, "__module__", None), args, kwargs)
-    history, operands = _prepared(first, known, args, kwargs)
-    names = list(kwargs)
-    given = operands[: len(args)], dict(zip(names, operands[len(args) :], strict=True))
-    result = func(*given[0], **given[1])
+    known, history, operands = _prepared(first, name, getattr(func, "__module__", None), args, kwargs)
+    result = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
     if known.in_place:
         first._slice.edited(operands[0], history)
         return first
@@ -227,8 +224,7 @@ def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if first is None:
             continue
         first._slice.trace.check_alive(f"{name}()")
-        known = _checked(first, name, None, each, kwargs)
-        history, operands = _prepared(first, known, each, kwargs)
+        _, history, operands = _prepared(first, name, None, each, kwargs)
         found.append((index, first, history))
         for position in lists:
             given[position][index] = operands[position]
@@ -243,10 +239,13 @@ def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return results
 
 
-def _checked(
+def _prepared(
     first: SlicedTensor, name: str, module: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Elementwise:
-    """The function, if it can do with a slice. ``args`` are those of one tensor."""
+) -> tuple[Elementwise, int, list[Any]]:
+    """A function that can do with a slice, what is told of a call, and what it gets: positional, then named arguments.
+
+    ``args`` are those of one tensor.
+    """
     refuse = first._slice.trace.refuse
     known = elementwise(name.removeprefix("_foreach_"), module)
     if known is None or "out" in kwargs:
@@ -255,15 +254,8 @@ def _checked(
         refuse(f"{name}() of a tensor that is not")
     if first.shape and not known.exact(args, kwargs):
         refuse(f"{name}() with these arguments (it gives other last bits for a slice than for the whole)")
-    return known
-
-
-def _prepared(
-    first: SlicedTensor, known: Elementwise, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[int, list[Any]]:
-    """What is told of a call, and what the function gets of positional and then of named arguments."""
     args, kwargs = tree_map_only(SlicedTensor, attrgetter("_slice"), (args, kwargs))
-    return history_of(known.name, args, kwargs), first._slice.operands(known, (*args, *kwargs.values()))
+    return known, history_of(known.name, args, kwargs), first._slice.operands(known, (*args, *kwargs.values()))
 
 
 def _attribute(subject: SlicedTensor, func: Any, name: str, args: tuple[Any, ...]) -> Any:

@@ -108,11 +108,6 @@ class GradientBucket:
         """Whether this rank had a gradient for a parameter since the gradients were last cleared and published."""
         return self.arrived[position] or self.used[position] or self.still_local(position)
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether that is so for all of them."""
-        return False not in self.arrived or all(map(self.has_gradient, range(len(self.arrived))))
-
     def give_buffer(self, full: Tensor | None, lasting: bool = False) -> None:
         """Collect into ``full``, 1-D of the reduce dtype, from now on. ``lasting``: it will be given again."""
         if self._leaving is not None:
@@ -143,7 +138,7 @@ class GradientBucket:
         if not self.dirty and self._in_place:
             self._save_reduced()
         again = self.arrived[position] or (self.local[position] and self._has_grad(position))
-        if not again and not self.used[position] and not self._has_grad(position):
+        if self._carry is not None and not (again or self.used[position] or self._has_grad(position)):
             self._carried[position] = False
         with untracked():
             if gradient.layout is not torch.strided:

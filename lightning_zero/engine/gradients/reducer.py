@@ -119,7 +119,7 @@ class GradientReducer:
     def report(self) -> list[int]:
         """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits."""
         touched = [bucket.touched for bucket in self.buckets]
-        complete = [bucket.has_gradients for bucket in self.buckets]
+        complete = [False not in b.arrived or all(map(b.has_gradient, range(len(b.arrived)))) for b in self.buckets]
         late = [bucket.launched and bucket.dirty for bucket in self.buckets]
         return [word for flags in (touched, complete, late) for word in _pack(flags)]
 
@@ -147,7 +147,8 @@ class GradientReducer:
                     bucket.start_round()
                 self._launch_now(bucket)
         for bucket in self.buckets:
-            self._drain(bucket)
+            if bucket.pending is not None:
+                self._drain(bucket)
         used = self._agree_used(touched, complete)
         self._remember_order(touched)
         for bucket in self.buckets:
@@ -192,9 +193,8 @@ class GradientReducer:
             bucket.launch(self._patience)
 
     def _drain(self, bucket: GradientBucket) -> None:
-        if bucket.pending is not None:
-            with self._spans.of(Phase.WAIT_REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
-                bucket.drain()
+        with self._spans.of(Phase.WAIT_REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
+            bucket.drain()
 
     def _claim(self, bucket: GradientBucket) -> None:
         """Give a unit's buckets memory: their slot, or fresh memory while another unit still collects there."""
@@ -209,7 +209,8 @@ class GradientReducer:
             busy = [holder for holder in holders if holder.dirty or not (holder.launched or not holder.touched)]
             if not busy and self._drainable(holders):
                 for holder in holders:
-                    self._drain(holder)
+                    if holder.pending is not None:
+                        self._drain(holder)
                     holder.give_buffer(None)
                 slot.owner = None
         own = slot.owner is None or slot.owner == bucket.unit.index
