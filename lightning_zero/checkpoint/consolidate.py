@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY, by_parameter_index
 from lightning_zero.checkpoint.directories import Directory, read_directory
 from lightning_zero.checkpoint.format.record import RECORD_FILE
-from lightning_zero.checkpoint.format.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorSpec
+from lightning_zero.checkpoint.format.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFile
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, is_plain
@@ -301,7 +301,7 @@ def _write_safetensors(
     layouts = []
     for shard in shards:
         metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in shard}}
-        layouts.append(SafetensorsFile({n: TensorSpec(h.dtype, tuple(h.shape)) for n, h in shard.items()}, metadata))
+        layouts.append(SafetensorsFile(shard, metadata))
     staged: list[StagedFile] = []
     try:
         with progress_bar(target.name, sum(layout.nbytes for layout in layouts), progress) as bar:

@@ -1,6 +1,6 @@
 """Models built on the meta device: their initialisation is recorded there, and replayed for one unit at a time."""
 
 from lightning_zero.init.record import InitRecord
-from lightning_zero.init.recorder import InitRecorder, has_meta
+from lightning_zero.init.recorder import InitRecorder
 
-__all__ = ["InitRecord", "InitRecorder", "has_meta"]
+__all__ = ["InitRecord", "InitRecorder"]

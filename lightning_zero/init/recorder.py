@@ -42,21 +42,14 @@ from lightning_zero._torch import (
     no_functions,
 )
 from lightning_zero.errors import MaterialiseError
-from lightning_zero.init.record import ON_THE_CPU, InitRecord
-from lightning_zero.init.replay import META, map_leaves
+from lightning_zero.init.record import META, ON_THE_CPU, InitRecord, map_leaves
 
-__all__ = ["InitRecord", "InitRecorder", "has_meta"]
+__all__ = ["InitRecorder"]
 
 # Python functions whose data never reaches the dispatcher when the result is on meta.
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _AS_CPU: Final = torch.device("cpu")
 _QUESTIONS: Final = (Tensor.is_meta, Tensor.device, Tensor.is_cpu)
-
-
-def has_meta(module: torch.nn.Module) -> list[str]:
-    """Names of ``module``'s parameters and buffers on the meta device, aliases included."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return [name for name, tensor in named if tensor.is_meta]
 
 
 class InitRecorder:
@@ -112,7 +105,10 @@ class _Calls(TorchFunctionMode):
         answered = _answer(self._record, func, args[0], sys._getframe(1)) if len(args) == 1 else NotImplemented
         if answered is not NotImplemented:
             return answered
-        args, kwargs = _lead_back(args, kwargs)
+        # The device that `_answer` gave leads back to meta.
+        args = tuple(META if argument is _AS_CPU else argument for argument in args)
+        if kwargs.get("device") is _AS_CPU:
+            kwargs = {**kwargs, "device": META}
         if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
             args = (args[0], _index_on_cpu(args[1]), *args[2:])
         elif func in (Tensor.numpy, Tensor.__array__) and args[0].is_meta:
@@ -124,9 +120,12 @@ class _Calls(TorchFunctionMode):
         if func in _LITERALS and result.is_meta and not self._record.tracks(result):
             position = 1 if func is Tensor.new_tensor else 0
             data = args[position] if position < len(args) else kwargs.get("data", kwargs.get("obj"))
-            data = map_leaves(lambda leaf: self._record.read(leaf) if isinstance(leaf, Tensor) else leaf, data)
+            data = map_leaves(self._read, data)
             self._record.literal(torch.as_tensor(data, dtype=result.dtype, device="cpu"), result)
         return result
+
+    def _read(self, leaf: Any) -> Any:
+        return self._record.materialise([leaf])[0] if isinstance(leaf, Tensor) else leaf
 
 
 def _index_on_cpu(index: Any) -> Any:
@@ -164,15 +163,6 @@ def _answer(record: InitRecord, func: Any, tensor: Tensor, caller: FrameType) ->
     if module.split(".")[0] == "torch" or default.type != "meta" or _loader_above(caller) is not None:
         return NotImplemented
     return _AS_CPU if question is Tensor.device else True
-
-
-def _lead_back(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with meta where one of them is the device that ``_answer`` gave."""
-    if any(argument is _AS_CPU for argument in args):
-        args = tuple(META if argument is _AS_CPU else argument for argument in args)
-    if kwargs.get("device") is _AS_CPU:
-        kwargs = {**kwargs, "device": META}
-    return args, kwargs
 
 
 def _is_meta(record: InitRecord, tensor: Tensor, caller: FrameType, module: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.safetensors import SafetensorsFile, TensorSpec
+from lightning_zero.checkpoint.format.safetensors import SafetensorsFile
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import raw_memory
 from lightning_zero.checkpoint.pieces import write_bytes
@@ -207,7 +207,7 @@ def test_offsets_beyond_4_gib_are_those_that_torch_computes(tmp_path: Path) -> N
 
 
 def write_safetensors(path: Path, values: dict[str, Tensor]) -> SafetensorsFile:
-    layout = SafetensorsFile({n: TensorSpec(v.dtype, tuple(v.shape)) for n, v in values.items()}, {"format": "pt"})
+    layout = SafetensorsFile({n: Hole("w", v.dtype, tuple(v.shape)) for n, v in values.items()}, {"format": "pt"})
     with open(path, "wb") as file:
         write_bytes(file.fileno(), 0, layout.head)
         for name, offset in layout.offsets.items():
@@ -237,7 +237,7 @@ def test_a_safetensors_file_is_the_one_that_the_library_writes(tmp_path: Path) -
 
 def test_a_dtype_that_safetensors_do_not_have_is_named() -> None:
     with pytest.raises(ValueError, match=r"'my\.weight' is of complex128"):
-        SafetensorsFile({"my.weight": TensorSpec(torch.complex128, (2,))}, {})
+        SafetensorsFile({"my.weight": Hole("w", torch.complex128, (2,))}, {})
 
 
 # ---------------------------------------------------------------------------------------------------------- publishing

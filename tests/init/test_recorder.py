@@ -18,7 +18,7 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.errors import MaterialiseError
-from lightning_zero.init import InitRecord, InitRecorder, has_meta
+from lightning_zero.init import InitRecord, InitRecorder
 
 Build = Callable[[], nn.Module]
 
@@ -56,7 +56,7 @@ def check(build: Build) -> None:
     assert torch.equal(torch.get_rng_state(), end), "the build has to leave the generator where an ordinary one does"
     expected, tensors = named_tensors(ordinary), named_tensors(deferred)
     assert list(expected) == list(tensors)
-    order = has_meta(deferred)
+    order = [name for name, tensor in tensors.items() if tensor.is_meta]
     record.check([tensors[name] for name in order], order)
     random.Random(0).shuffle(order)
     for name in order:
@@ -380,7 +380,7 @@ def makes_more_where_the_first_is() -> nn.Module:
 def test_tensors_made_on_the_device_of_a_meta_tensor_are_meta_tensors() -> None:
     check(makes_more_where_the_first_is)
     model, _ = recorded(makes_more_where_the_first_is)
-    assert has_meta(model) == list(named_tensors(model))
+    assert all(tensor.is_meta for tensor in named_tensors(model).values())
 
 
 def test_outside_of_a_device_context_the_device_is_what_it_is() -> None:
@@ -491,7 +491,7 @@ def test_the_lifting_of_a_literal_is_no_operation_of_its_own() -> None:
 def test_without_a_device_context_nothing_is_recorded_of_real_tensors() -> None:
     with InitRecorder() as record:
         real = nn.Linear(3, 3)
-    assert has_meta(real) == []
+    assert not any(tensor.is_meta for tensor in named_tensors(real).values())
     assert record.nbytes == 0
 
 
@@ -646,9 +646,3 @@ def test_real_tensor_is_a_mistake_of_the_caller() -> None:
 def test_errors_of_the_model_stay_what_they_are() -> None:
     with InitRecorder(), torch.device("meta"), pytest.raises(RuntimeError, match="reduction dim"):
         torch.ones(3, 4) @ torch.ones(3, 4)
-
-
-def test_has_meta() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, device="meta"))
-    names = ["1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    assert has_meta(model) == names

@@ -251,28 +251,30 @@ def _stored_bytes(name: str, info: Any) -> StoredBytes:
     return StoredBytes(file, offset, nbytes)
 
 
-def _mapping(value: Any) -> Mapping[Any, Any]:
-    if type(value) is not dict:
-        raise ValueError(f"it holds a {type(value).__name__} instead of a dictionary")
+def _expect(value: Any, is_right: bool, what: str) -> Any:
+    if not is_right:
+        raise ValueError(f"it holds {reprlib.repr(value)} instead of {what}")
     return value
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    found: Mapping[Any, Any] = _expect(value, type(value) is dict, "a dictionary")
+    return found
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if type(value) is not tuple or any(type(size) is not int or size < 0 for size in value):
-        raise ValueError(f"it holds {reprlib.repr(value)} instead of sizes")
-    return value
+    is_right = type(value) is tuple and all(type(size) is int and size >= 0 for size in value)
+    sizes: tuple[int, ...] = _expect(value, is_right, "sizes")
+    return sizes
 
 
 def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"it holds {reprlib.repr(value)} instead of a name")
-    return value
+    return str(_expect(value, type(value) is str, "a name"))
 
 
 def _path(value: Any) -> tuple[Any, ...]:
-    if type(value) is not tuple or not value or any(type(part) not in (str, int) for part in value):
-        raise ValueError(f"it holds {reprlib.repr(value)} instead of a path")
-    return value
+    is_right = type(value) is tuple and bool(value) and all(type(part) in (str, int) for part in value)
+    return tuple(_expect(value, is_right, "a path"))
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -304,7 +306,7 @@ class Written(NamedTuple):
         key: the DCP name.
         box: of the tensor; ``None`` for a value.
         archive: where the entry lies.
-        elements: byte of the file where the elements begin as raw memory; ``None`` for a value.
+        elements: byte of the file where they begin as raw memory; ``None`` if there are none.
         crc32: of the elements; ``None`` if unknown.
     """
 

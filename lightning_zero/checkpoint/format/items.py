@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,8 +23,7 @@ __all__ = ["Leaf", "Opened", "changed", "check_savable", "describe", "digest", "
 _ALWAYS_ROUTED = ("state_dict", "optimizer_states")
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One value of the sharded part of a checkpoint.
 
     Attributes:
@@ -99,13 +97,10 @@ def _top_level_leaves(key: str, value: Any) -> Iterator[Leaf]:
 
 
 def _leaves(path: tuple[Any, ...], stored_path: tuple[str | int, ...], value: Any) -> Iterator[Leaf]:
-    if isinstance(value, Mapping) and value and not _is_whole(value):
-        for key, item in value.items():
-            yield from _leaves((*path, key), (*stored_path, str(key)), item)
-    elif isinstance(value, list) and not _is_terminal(value):
-        for number, item in enumerate(value):
-            yield from _leaves((*path, Index(number)), (*stored_path, number), item)
-    else:
+    parts = list(_inside(value))
+    for part, item in parts:
+        yield from _leaves((*path, part), (*stored_path, int(part) if type(part) is Index else str(part)), item)
+    if not parts:
         leaf = Leaf(path, stored_path, value)
         if not isinstance(value, FlatShard) and _holds_shards(value):
             raise ValueError(f"'{leaf.key}' holds sharded parameters in a tuple: use a list or a dictionary")
@@ -120,14 +115,18 @@ def changed(checkpoint: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], st
 
 
 def _changed(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], str]]:
+    if isinstance(value, Mapping) and type(value) not in (dict, OrderedDict) and not _is_whole(value):
+        yield path, f"{type_name(value)}, which comes back as a dict"
+    for part, item in _inside(value):
+        yield from _changed((*path, part), item)
+
+
+def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The parts of what is taken apart, each with its place on a path; nothing of what is one value."""
     if isinstance(value, Mapping) and not _is_whole(value):
-        if type(value) not in (dict, OrderedDict):
-            yield path, f"{type_name(value)}, which comes back as a dict"
-        for key, item in value.items():
-            yield from _changed((*path, key), item)
+        yield from value.items()
     elif isinstance(value, list) and not _is_terminal(value):
-        for number, item in enumerate(value):
-            yield from _changed((*path, Index(number)), item)
+        yield from ((Index(number), item) for number, item in enumerate(value))
 
 
 def _is_whole(value: Mapping[Any, Any]) -> bool:
@@ -160,11 +159,7 @@ def _holds(value: Any, kind: type[Tensor], depth: int = 0) -> bool:
 
 
 def check_savable(leaf: Leaf) -> None:
-    """Check that a value is one that can be saved.
-
-    Raises:
-        ValueError: if it has no elements here, or is sharded in a way of its own, naming it.
-    """
+    """``ValueError`` if a value has no elements here, or is sharded in a way of its own."""
     value = leaf.value
     if not isinstance(value, Tensor) or isinstance(value, FlatShard):
         return
@@ -176,13 +171,15 @@ def check_savable(leaf: Leaf) -> None:
 
 def describe(leaves: Mapping[str, Leaf]) -> dict[str, tuple[Any, ...]]:
     """What the ranks must agree on for each name: its kind, dtype and shape."""
-    return {key: _description(leaf.value) for key, leaf in leaves.items()}
-
-
-def _description(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, Tensor):
-        return ("shard" if isinstance(value, FlatShard) else "tensor", str(value.dtype), tuple(value.shape))
-    return ("value", type_name(value))
+    found: dict[str, tuple[Any, ...]] = {}
+    for key, leaf in leaves.items():
+        value = leaf.value
+        if isinstance(value, Tensor):
+            kind = "shard" if isinstance(value, FlatShard) else "tensor"
+            found[key] = (kind, str(value.dtype), tuple(value.shape))
+        else:
+            found[key] = ("value", type_name(value))
+    return found
 
 
 def digest(leaves: Mapping[str, Leaf]) -> str:

@@ -123,9 +123,8 @@ Item = TensorItem | ValueItem | BlobItem
 class Record:
     """The content of ``zero.json``. See [Note: The directory].
 
-    Raises:
-        ValueError: if a chunk or a blob lies outside the files that the record lists, a file name is none, or what
-            tells where it comes from is of another type.
+    Making one raises ``ValueError`` if a chunk or a blob lies outside the files that the record lists, a file name is
+    none, or what tells where it comes from is of another type.
     """
 
     files: Mapping[str, FileEntry]
@@ -136,11 +135,11 @@ class Record:
     writer: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in self.files:
+        for name, entry in self.files.items():
             if not _FILE_NAME.fullmatch(name) or name in (".", "..", RECORD_FILE):
                 raise ValueError(f"it lists the file {name!r}, which is not a plain file name")
-            if type(self.files[name].nbytes) is not int or not _is_crc32(self.files[name].crc32):
-                raise ValueError(f"it lists the file {name!r} with {self.files[name]}")
+            if type(entry.nbytes) is not int or not _is_crc32(entry.crc32):
+                raise ValueError(f"it lists the file {name!r} with {entry}")
         if type(self.world_size) is not int or self.world_size < 1:
             raise ValueError(f"it has the world size {self.world_size!r}")
         if not isinstance(self.writer, Mapping) or not all(isinstance(value, str) for value in self.writer.values()):
@@ -179,24 +178,13 @@ class Record:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        """Read and check a file's content.
-
-        Raises:
-            ValueError: with the reason, if it is damaged, of another version or byte order, or not ours.
-        """
+        """Read and check a file; ``ValueError`` if it is damaged, of another version or byte order, or not ours."""
         content = _checked_content(data)
         try:
             files = {name: FileEntry(*entry) for name, entry in content["files"].items()}
             names = list(files)
             items = {key: _item_from_json(key, item, names) for key, item in content["items"].items()}
-            return cls(
-                files=files,
-                items=items,
-                meta=content["meta"],
-                plan=content["plan"],
-                world_size=content["world_size"],
-                writer=content["writer"],
-            )
+            return cls(files, items, *(content[key] for key in ("meta", "plan", "world_size", "writer")))
         except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             raise ValueError(f"its content is not what this version writes: {error!r}") from error
 

@@ -14,13 +14,14 @@ import math
 import sys
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
+from lightning_zero.checkpoint.format.torch_file import Hole
 from lightning_zero.checkpoint.format.typed_json import check_stored, dtype_name
 from lightning_zero.checkpoint.storage.files import Files, read_bytes
 from lightning_zero.errors import CheckpointError
@@ -30,7 +31,6 @@ __all__ = [
     "SAFETENSORS_DTYPES",
     "SINGLE_FILE",
     "SafetensorsFile",
-    "TensorSpec",
     "read_safetensors",
     "read_safetensors_directory",
 ]
@@ -39,7 +39,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _MAX_HEADER_NBYTES = 100_000_000  # as the reference implementation
-_MAX_INDEX_NBYTES = 100_000_000
+_DAMAGES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what a forged file raises
 
 
 def read_safetensors(files: Files, name: str) -> Opened:
@@ -66,7 +66,7 @@ def read_safetensors_directory(files: Files) -> Opened:
     if not files.has(INDEX_FILE):
         return read_safetensors(files, SINGLE_FILE)
     where = f"'{files.name}/{INDEX_FILE}'"
-    if files.size(INDEX_FILE) > _MAX_INDEX_NBYTES:
+    if files.size(INDEX_FILE) > _MAX_HEADER_NBYTES:
         raise CheckpointError(f"{where} has {files.size(INDEX_FILE)} bytes, which is too large for an index.")
     index = read_bytes(files, INDEX_FILE)
     try:
@@ -74,11 +74,10 @@ def read_safetensors_directory(files: Files) -> Opened:
         for key, name in places.items():
             if type(name) is not str or name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):
                 raise ValueError(f"'{key}' lies in the file {name!r}, which is not a plain file name")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _DAMAGES as error:
         raise CheckpointError(f"{where} cannot be used: {type(error).__name__}: {error}.") from error
     opened = {name: _open(files, name) for name in sorted(set(places.values()))}
-    source = Source(files)
-    state = {}
+    source, state = Source(files), {}
     for key, name in places.items():
         if key not in opened[name][1]:
             raise CheckpointError(f"{where} says that '{key}' is in '{name}', which does not hold it.")
@@ -113,7 +112,7 @@ def _open(files: Files, name: str) -> tuple[bytes, dict[str, TensorItem]]:
             end += chunk.numel * items[key].dtype.itemsize
         if end != nbytes:
             raise ValueError(f"its tensors end at byte {end}, the file has {nbytes}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _DAMAGES as error:
         raise CheckpointError(
             f"'{files.name}/{name}' is cut off, damaged or no safetensors file: {type(error).__name__}: {error}."
         ) from error
@@ -172,18 +171,6 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
-class TensorSpec(NamedTuple):
-    """A contiguous tensor without its elements."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class SafetensorsFile:
     """Where everything lies in a file of these tensors.
 
@@ -201,7 +188,7 @@ class SafetensorsFile:
         nbytes: size of the whole file.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
+    def __init__(self, tensors: Mapping[str, Hole], metadata: Mapping[str, str]) -> None:
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         begins: dict[str, int] = {}
         end = 0

@@ -25,6 +25,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any, NamedTuple
 
@@ -63,24 +64,18 @@ _MAX_16 = 0xFFFF
 _MAX_32 = 0xFFFFFFFF
 
 
+@dataclass(frozen=True)
 class Hole:
-    """Stands for a contiguous tensor in host memory.
+    """Stands for a contiguous tensor in host memory. Holes with the same key share elements, as tied weights do."""
 
-    Args:
-        key: what the elements are; holes with the same key share them, as tied weights do.
-        dtype: of the elements.
-        shape: of the tensor.
-    """
-
-    def __init__(self, key: Hashable, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        self.key = key
-        self.dtype = dtype
-        self.shape = torch.Size(shape)
+    key: Hashable
+    dtype: torch.dtype
+    shape: Sequence[int]
 
     @property
     def nbytes(self) -> int:
         """Size of the elements."""
-        return self.shape.numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Place(NamedTuple):
@@ -332,7 +327,7 @@ def _form(dtype: torch.dtype) -> _Form:
     return _Form(rebuild, getattr(torch, arguments[0]._pickle_storage_type()), arguments[6:])  # private: 2.11 to 2.15
 
 
-def _reduced(storage: _Storage, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Any:
+def _reduced(storage: _Storage, dtype: torch.dtype, shape: Sequence[int], requires_grad: bool) -> Any:
     """How torch itself pickles a contiguous tensor, with another storage in it."""
     strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
     form = _form(dtype)
