@@ -2,8 +2,8 @@
 
 [Note: a step before the step]
 ``optimizer.step()`` stays what schedulers, step hooks and the user call. Its last pre-hook updates the units one after
-the other, so that each one's weights are on their way to the device while the next one is stepped on. The groups are
-empty then: the call that torch makes of the optimizer's own ``step`` finds nothing left to do.
+the other, so that each one's weights are on their way to the device while the next one is stepped on. The groups hold
+none of them then: the call that torch makes of the optimizer's own ``step`` finds nothing left to do.
 
 [Note: a failure on one rank]
 Publishing a unit may be a collective. A rank that cannot step on a unit (a full disk, an optimizer that raises)

@@ -143,11 +143,8 @@ class ShardedOptimizer:
         self._hooks.remove()
         self._leave()
         self._take_over()
-        if self._whole is None:
-            named = self._state_of_slices(self._adopted)
-            kept = Kept(self.optimizer, self.label, list(self._adopted), lambda: named, self.homes)
-        else:
-            kept = Kept(self.optimizer, self.label, list(self._adopted), self._state_of_whole(self._whole), self.homes)
+        entries = list(self._adopted)
+        kept = Kept(self.optimizer, self.label, entries, self._named_state_of(entries), self.homes)
         self._view.let_go()
         self._forget_segments()
         return kept
@@ -275,29 +272,25 @@ class ShardedOptimizer:
         """Optimizer state by parameter name. Collective: every rank, for an optimizer with whole parameters; local
         otherwise."""
         self._take_over()
-        if self._whole is not None:
-            return self._state_of_whole(self._whole)()
-        return self._state_of_slices(self.entries)
+        return self._named_state_of(self.entries)()
 
-    def _state_of_whole(self, whole: WholeParameters) -> Callable[[], dict[str, WholeState]]:
+    def _named_state_of(self, entries: Iterable[OwnedParameter]) -> Callable[[], dict[str, WholeState]]:
         """What gives the state as it is now, and does not hold the optimizer."""
-        names = [entry.name for entry in self._dealt]
+        named: dict[str, WholeState] = {}
+        if self._whole is None:
+            for entry in entries:
+                if state := self.state.get(entry.target):
+                    slices = {key: value for key, value in state.items() if covers(value, entry.slice.numel)}
+                    values = {key: value for key, value in state.items() if key not in slices}
+                    named[entry.name] = WholeState(slices, values)
+            return lambda: named
+        whole, names = self._whole, [entry.name for entry in self._dealt]
         states = [None if (p := self._owned_whole(entry)) is None else self.state.get(p) for entry in self._dealt]
         return lambda: {
             name: state
             for name, state in zip(names, whole.state_to_slices(states), strict=True)
             if state.slices or state.values
         }
-
-    def _state_of_slices(self, entries: Iterable[OwnedParameter]) -> dict[str, WholeState]:
-        named = {}
-        for entry in entries:
-            state = self.state.get(entry.target)
-            if state:
-                slices = {key: value for key, value in state.items() if covers(value, entry.slice.numel)}
-                values = {key: value for key, value in state.items() if key not in slices}
-                named[entry.name] = WholeState(slices, values)
-        return named
 
     def slices_state(self, entry: OwnedParameter, key: str, shape: Sequence[int]) -> bool:
         """Whether state of a full ``shape`` covers the parameter's elements, so that each rank takes its slice."""
