@@ -113,16 +113,6 @@ class UnitPlan:
         return tuple(layout for layout in self.layouts if layout.trainable)
 
     @property
-    def numel(self) -> int:
-        """Real elements, without gaps and padding."""
-        return sum(layout.parameter_numel for layout in self.layouts)
-
-    @property
-    def trainable_numel(self) -> int:
-        """Real elements of trainable parameters."""
-        return sum(layout.parameter_numel for layout in self.trainable_layouts)
-
-    @property
     def slot_nbytes(self) -> int:
         """Bytes that the unsharded parameters take in compute dtype."""
         return pack((layout.numel, layout.compute_dtype) for layout in self.layouts)[1]
@@ -218,13 +208,13 @@ class Plan:
 
     @property
     def numel(self) -> int:
-        """Real elements of all units."""
-        return sum(unit.numel for unit in self.units)
+        """Real elements of all units, without gaps and padding."""
+        return sum(layout.parameter_numel for layout in self.layouts)
 
     @property
     def trainable_numel(self) -> int:
         """Real elements of trainable parameters."""
-        return sum(unit.trainable_numel for unit in self.units)
+        return sum(layout.parameter_numel for layout in self.trainable_layouts)
 
     @property
     def layouts(self) -> tuple[FlatLayout, ...]:

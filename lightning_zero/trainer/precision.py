@@ -92,12 +92,8 @@ class ZeroPrecision(Precision):
             return plugin
         if type(plugin) is MixedPrecision and plugin.precision == "16-mixed" and plugin.scaler is not None:
             given = plugin.scaler
-            growth, backoff, interval = (
-                given.get_growth_factor(),
-                given.get_backoff_factor(),
-                given.get_growth_interval(),
-            )
-            return cls("16-mixed", scaler=LossScaler(given._init_scale, growth, backoff, interval))
+            factors = given.get_growth_factor(), given.get_backoff_factor()
+            return cls("16-mixed", scaler=LossScaler(given._init_scale, *factors, given.get_growth_interval()))
         if type(plugin) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
             return cls(plugin.precision)  # type: ignore[arg-type]
         raise ValueError(

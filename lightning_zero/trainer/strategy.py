@@ -82,6 +82,7 @@ class ZeroStrategy(ParallelStrategy):
     """
 
     is_distributed = True  # without it the Trainer switches the distributed sampler and sync_dist off, silently
+    restore_checkpoint_after_setup = True  # shards exist only then
 
     def __init__(
         self,
@@ -383,11 +384,6 @@ class ZeroStrategy(ParallelStrategy):
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
     # -------------------------------------------------------------- checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Shards exist only after set-up."""
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the weights (fp32 masters), by full name. No communication."""
