@@ -60,7 +60,7 @@ class Wire(pl.Callback):
         control = trainer.strategy.engine.control
         if control.process_group is None:
             return 0
-        passed_by = 0 if control.shortcut is None else control.shortcut.exchanges
+        passed_by = 0 if control.shortcut is None else control.shortcut.__self__.exchanges
         return control.process_group._get_sequence_number_for_group() + passed_by
 
 
