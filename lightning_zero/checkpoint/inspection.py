@@ -35,13 +35,9 @@ _KINDS = {
 
 
 class TensorGroup:
-    """Tensors counted together; those that share their elements once.
+    """Tensors counted together, and their elements by dtype; those that share their elements once.
 
-    Attributes:
-        tensors: how many.
-        dtypes: their elements by short dtype name.
-        nbytes: their size.
-        shared: how many more names there are for the same elements.
+    ``shared`` counts how many more names there are for the same elements.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -77,15 +73,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What ``inspect_checkpoint`` found.
-
-    Attributes:
-        path: of the checkpoint.
-        checkpoint: Lightning's dictionary, tensors on disk.
-        facts: what else is known, by what it says.
-        files: sizes by name.
-        has_checksums: whether there are checksums to verify.
-    """
+    """What ``inspect_checkpoint`` found: the dictionary, facts by what they say, and sizes of files by name."""
 
     path: str
     checkpoint: Mapping[str, Any]

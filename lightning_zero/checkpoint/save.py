@@ -136,13 +136,9 @@ def _save(
 
 
 class Divided(NamedTuple):
-    """A checkpoint taken apart.
+    """A checkpoint taken apart: what is written value by value, the other entries, and what ``look`` gave on each rank.
 
-    Attributes:
-        leaves: the values that are written apart, by name.
-        rest: the other entries of the dictionary.
-        own: the names that this rank is the lowest to have. Of what several ranks have alike, its owner's is written.
-        seen: what ``look`` gave on each rank.
+    This rank owns the names that it is the lowest to have. Of what several ranks have alike, its owner's is written.
     """
 
     leaves: dict[str, Leaf]

@@ -36,12 +36,7 @@ _ATTENDANCE_SECONDS = 15.0
 class Checkpoints:
     """Saving, loading and removing for one strategy.
 
-    Args:
-        policy: what is saved, and how.
-        groups: the ranks.
-
-    Attributes:
-        random: the random number generators, as they were when the checkpoint was saved from which the run goes on.
+    ``random`` has the random number generators, as they were when the checkpoint was saved from which the run goes on.
     """
 
     def __init__(self, policy: CheckpointPolicy, groups: Groups) -> None:

@@ -74,11 +74,7 @@ class ModuleState:
             excluded: names that were left out when the checkpoint was saved: they are not missing, and a warning says
                 how many keep their values.
 
-        Raises:
-            RuntimeError: as ``nn.Module.load_state_dict`` does, for keys or shapes that do not fit.
-            CheckpointError: on every rank, if one could not read its part or was given other keys than this one.
-
-        Collective: every rank.
+        Collective: every rank. What does not fit raises as ``nn.Module.load_state_dict`` does.
         """
         current = self._module.state_dict(keep_vars=True)
         own = {unwrapped(key): (key, value) for key, value in current.items()}

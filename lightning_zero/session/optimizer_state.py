@@ -60,11 +60,7 @@ class OptimizerState:
                 was stored under another name than it is loaded under, and takes over the dtype of the weights if it
                 was saved in that of the stored ones.
 
-        Raises:
-            ValueError: if state or param groups do not fit.
-            CheckpointError: on every rank, if one could not read its part.
-
-        Collective: every rank.
+        Collective: every rank. ``ValueError`` if state or param groups do not fit.
         """
         label = self._optimizer.label
         saved_groups = [dict(group) for group in saved["param_groups"]]
