@@ -27,11 +27,7 @@ def choose_hparams(
     hparams_file: str | os.PathLike[str] | None,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Put the hyper-parameters of the file, if there is one, and the arguments into the checkpoint, as Lightning does.
-
-    Raises:
-        ValueError: for a file of another kind.
-    """
+    """Put the hyper-parameters of a file and the arguments into the checkpoint, by Lightning's rules."""
     key = model_class.CHECKPOINT_HYPER_PARAMS_KEY
     if hparams_file is not None:
         suffix = os.path.splitext(os.fspath(hparams_file))[1].lower()
@@ -70,8 +66,7 @@ def instantiate(model_class: type[ModelT], checkpoint: Mapping[str, Any], kwargs
 def _instantiator(name: Any, class_path: Any, model_class: type) -> Any:
     """The function that a checkpoint of LightningCLI wants to be built by.
 
-    Raises:
-        ValueError: if it is not LightningCLI's own, or would import a class: either could run any code.
+    ``ValueError`` if it is not LightningCLI's own, or would import a class: either could run any code.
     """
     if name is None:
         return None
@@ -81,19 +76,13 @@ def _instantiator(name: Any, class_path: Any, model_class: type) -> Any:
             f"The checkpoint wants its module built by {name!r}, which is not a function of Lightning: calling it "
             "could run any code. If you trust it, add it to `lightning.pytorch.core.saving._ALLOWED_INSTANTIATORS`."
         )
-    if class_path is not None and not _is_imported_subclass(class_path, model_class):
-        raise ValueError(
-            f"The checkpoint was saved for {class_path!r}, which is not an imported subclass of "
-            f"{model_class.__name__}. Import the module that defines it before loading."
-        )
+    if class_path is not None:
+        path, _, class_name = str(class_path).rpartition(".")
+        found = getattr(sys.modules.get(path), class_name, None)  # imports nothing
+        if not isinstance(found, type) or not issubclass(found, model_class):
+            raise ValueError(
+                f"The checkpoint was saved for {class_path!r}, which is not an imported subclass of "
+                f"{model_class.__name__}. Import the module that defines it before loading."
+            )
     module, function = name.rsplit(".", 1)
     return getattr(importlib.import_module(module), function)
-
-
-def _is_imported_subclass(class_path: Any, model_class: type) -> bool:
-    """Whether a dotted name is that of a subclass whose module is imported already; imports nothing."""
-    if not isinstance(class_path, str):
-        return False
-    module, _, name = class_path.rpartition(".")
-    found = getattr(sys.modules.get(module), name, None)
-    return isinstance(found, type) and issubclass(found, model_class)

@@ -171,19 +171,15 @@ class FlatShard(Tensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """DCP: what this rank writes."""
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
-            )
-            for box in self.boxes
-        ]
+        properties, written = TensorProperties(dtype=self.dtype), []
+        for chunk in self.__create_chunk_list__():
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
+            written.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return written
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """DCP: what this rank wants to read."""
-        return [_chunk(box) for box in self.boxes]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """DCP: the memory of one box, to read from or to write to; a handle if it rests in a file."""
@@ -235,7 +231,3 @@ def memory_identity(tensor: Tensor) -> Hashable:
     if isinstance(tensor, FileTensor):
         return tensor.identity
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
