@@ -276,9 +276,7 @@ def test_files_functions_and_folders_stay_small() -> None:
                 if lines > FUNCTION_LINES:
                     wrong.append(f"{source.name}:{node.lineno} {node.name} has {lines} lines")
     wrong += [
-        f"{folder or 'the top level'} has {number} files"
-        for folder, number in folders.items()
-        if number > FOLDER_FILES
+        f"{folder or 'the top level'} has {number} files" for folder, number in folders.items() if number > FOLDER_FILES
     ]
     assert not wrong, told(wrong)
 

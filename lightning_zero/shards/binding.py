@@ -396,7 +396,7 @@ def _bring(bindings: Sequence[Binding]) -> bool:
 
 def _same_memory(value: Tensor, data: Tensor) -> bool:
     alike = value.shape == data.shape and value.dtype == data.dtype and storage_key(value) == storage_key(data)
-    return alike and value.storage_offset() == data.storage_offset() and value.stride() == data.stride()
+    return alike and (value.storage_offset(), value.stride()) == (data.storage_offset(), data.stride())
 
 
 class HandedOut:
