@@ -1,6 +1,6 @@
 """Whatever users do at whichever hook: the result is that of DDP, or an error names the object; never anything else.
 
-A fixed selection of random programs. All of them: ``python -m tests.fuzz --programs 500``, or ``FUZZ_PROGRAMS=500``.
+A fixed selection of random programs. More of them: ``python -m tests.fuzz --programs 500``, or ``FUZZ_PROGRAMS=500``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,27 @@ from tests.fuzz.programs import Placed, Program, draw, matrix, simpler
 from tests.fuzz.vocabulary import ACTIONS, HOOKS, Action, Context, action, load_vocabulary
 from tests.fuzz.worlds import judged
 
-PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "120"))
+PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "64"))
+SEEDS = 500  # of which they are chosen
+
+
+def chosen(count: int) -> list[Program]:
+    """The programs that show most for what they take, one after the other: actions at hooks, models and settings."""
+    left = [(program, set(shown(program))) for program in map(draw, range(max(SEEDS, count)))]
+    found: list[Program] = []
+    seen: set[Any] = set()
+    while len(found) < count:
+        best = max(left, key=lambda entry: len(entry[1] - seen) / (1 + len(entry[0].actions)))
+        left.remove(best)
+        found.append(best[0])
+        seen |= best[1]
+    return found
+
+
+def shown(program: Program) -> Iterator[Any]:
+    yield from ((name, value) for name, value in vars(program).items() if name not in ("actions", "seed"))
+    for placed in program.actions:
+        yield from (placed.action, placed.hook, (placed.action, placed.hook), (placed.hook, placed.callback))
 
 
 def failures(programs: list[Program]) -> tuple[list[str], Counter[str]]:
@@ -37,7 +57,7 @@ def failures(programs: list[Program]) -> tuple[list[str], Counter[str]]:
 
 @pytest.mark.timeout(120 + 3 * PROGRAMS)
 def test_programs_are_equal_to_ddp_or_an_error_says_why_not() -> None:
-    failed, kinds = failures(list(map(draw, range(PROGRAMS))))
+    failed, kinds = failures(chosen(PROGRAMS))
     assert not failed, f"{len(failed)} programs failed, {dict(kinds)}:\n\n" + "\n\n".join(failed[:20])
     assert kinds["equal"] > PROGRAMS // 4, f"hardly a program ran through, so that little was compared: {dict(kinds)}"
 
@@ -81,6 +101,15 @@ def test_a_program_comes_from_its_seed_and_can_be_written_down() -> None:
         assert Program.from_json(program.to_json()) == program
     used = {placed.action for seed in range(500) for placed in draw(seed).actions}
     assert len(used) > 0.9 * len(load_vocabulary())
+
+
+def test_the_programs_that_are_played_show_most_of_what_there_is() -> None:
+    """More than as many in their order: all settings, and of actions four in five."""
+    programs = chosen(64)
+    every = {what for seed in range(SEEDS) for what in shown(draw(seed))}
+    missing = every - {what for program in programs for what in shown(program)}
+    assert not [what for what in missing if isinstance(what, tuple) and what[0] in vars(programs[0])]
+    assert len({placed.action for program in programs for placed in program.actions}) > 0.8 * len(load_vocabulary())
 
 
 def test_simpler_programs_have_one_thing_less() -> None:
