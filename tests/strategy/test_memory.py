@@ -228,7 +228,6 @@ def count(rank: int, precision_name: str, stage: int) -> dict[str, Any]:
         (1, True),
         (2, True),
         (3, True),
-        (4, True),
         pytest.param(3, False, id="3-gloo"),
     ],
 )

@@ -76,25 +76,28 @@ def wide() -> Case:
 
 
 class Peak(pl.Callback):
-    """Most bytes that were alive at once in a step beyond those at its beginning, by step."""
+    """Most bytes that were alive at once in the second step beyond those at its beginning."""
 
     def __init__(self) -> None:
-        self.most: list[int] = []
+        self.most = 0
         self._profile: Any = None
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
         gc.collect()  # what an earlier step has left in a cycle would be counted as given back by this one
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._profile.__enter__()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
         self._profile.__exit__(None, None, None)
         events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        alive = most = 0
+        alive = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
             alive += event.nbytes()
-            most = max(most, alive)
-        self.most.append(most)
+            self.most = max(self.most, alive)
 
 
 def measure(
@@ -122,7 +125,7 @@ def measure(
         peak=True,
     )
     rest = sum(sum(part.values()) for part in found.values())
-    return rest + watch.most[-1], plan.total, dict(plan.items())
+    return rest + watch.most, plan.total, dict(plan.items())
 
 
 def measure_offloaded(rank: int, name: str, stage: int, offload: HostOffload) -> tuple[int, int, dict[str, int]]:
@@ -143,7 +146,7 @@ def measure_offloaded(rank: int, name: str, stage: int, offload: HostOffload) ->
     pieces = max(0, 2 * 4 * (3 * WIDE * WIDE // 2) - device.raw_gradients)
     held = [*categories(trainer.strategy).values(), *on_host(trainer.strategy).values()]
     rest = sum(sum(part.values()) for part in held)
-    return rest + watch.most[-1], device.total + host.total + pieces, dict(device.items())
+    return rest + watch.most, device.total + host.total + pieces, dict(device.items())
 
 
 def assert_as_planned(found: dict[str, tuple[int, int, dict[str, int]]], where: str) -> None:
@@ -151,7 +154,7 @@ def assert_as_planned(found: dict[str, tuple[int, int, dict[str, int]]], where: 
         assert counted == pytest.approx(expected, rel=0.02), f"{where}, {name}: {counted}, not {expected} of {parts}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_memory_at_peak_is_the_plan_s_formula(world_size: int) -> None:
     def every(rank: int) -> dict[str, Any]:
         return {f"{name}, stage {stage}": measure(rank, name, stage) for name in PRECISIONS for stage in STAGES}
@@ -245,6 +248,6 @@ def test_the_count_sees_what_is_made_in_a_step() -> None:
             micro_steps=2,
             callbacks=[watch],
         )
-        return watch.most[-1]
+        return watch.most
 
     assert run_world(1, run)[0] == pytest.approx(8_000_000, rel=0.01)
