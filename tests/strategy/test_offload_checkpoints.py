@@ -29,6 +29,11 @@ def kinds(files: Path) -> dict[str, tuple[int, Offload | None]]:
     }
 
 
+# Everything resumes from these. The others of stage 3 saved the same bytes, as the test below sees: from each of them
+# one run without offload and one of its own kind go on.
+SOURCES = ("stage 3", "stage 1, files", "stage 2, host")
+
+
 class Adagrad(Net):
     """An optimizer whose constructor makes state."""
 
@@ -56,6 +61,8 @@ def test_every_kind_saves_the_same_bytes_and_resumes_from_every_other(net: type[
             trainer.save_checkpoint(tmp_path / name)
         for source in kinds(files):
             for name, (stage, offload) in kinds(files).items():
+                if source not in SOURCES and name not in ("stage 3", source):
+                    continue
                 module = net()
                 trainer = make_trainer(zero(stage, offload=offload), max_steps=5, **plugin)
                 trainer.fit(module, batches(6), ckpt_path=tmp_path / source)
@@ -64,7 +71,7 @@ def test_every_kind_saves_the_same_bytes_and_resumes_from_every_other(net: type[
 
     for ends in run_world(2, run, timeout=200):
         expected = ends["stage 3 -> stage 3"]
-        assert len(ends) == 49
+        assert len(ends) == 29
         assert len(expected) > 5
         for name, values in ends.items():
             assert all(torch.equal(value, values[key]) for key, value in expected.items()), name
