@@ -15,7 +15,7 @@ from lightning_zero.checkpoint.consolidated import save_consolidated_file
 from lightning_zero.checkpoint.inspection import inspect_checkpoint, readable_size
 from lightning_zero.cli import main
 from tests.checkpoint.samples import checkpoint, control, end_to_end, parameters
-from tests.helpers.script import run_script
+from tests.helpers.script import run_forked
 from tests.helpers.world import run_world
 
 PLAN = {
@@ -253,6 +253,6 @@ def test_an_interrupt_is_one_line(
 
 
 def test_the_exit_code_reaches_the_shell(tmp_path: Path) -> None:
-    _, stderr = run_script(["-m", "lightning_zero", "inspect", "missing.ckpt"], cwd=tmp_path, code=1)
+    _, stderr = run_forked(["-m", "lightning_zero", "inspect", "missing.ckpt"], cwd=tmp_path, code=1)
     assert stderr.startswith("lightning-zero inspect: error: ")
     assert "Traceback" not in stderr

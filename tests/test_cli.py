@@ -111,8 +111,11 @@ def test_a_wrong_setting_of_offload_is_named(
 
 @pytest.mark.parametrize("module", [True, False], ids=["python -m lightning_zero", "lightning-zero"])
 def test_help_lists_the_commands(tmp_path: Path, module: bool) -> None:
-    start = ["-m", "lightning_zero"] if module else ["-c", "from lightning_zero.cli import main; main()"]
-    stdout, stderr = run_script([*start, "--help"], cwd=tmp_path)
+    if module:
+        stdout, stderr = run_script(["-m", "lightning_zero", "--help"], cwd=tmp_path)
+    else:  # the test of modules in the current folder starts it in an interpreter of its own
+        (tmp_path / "lightning-zero").write_text("from lightning_zero.cli import main\nmain()\n")
+        stdout, stderr = run_forked(["lightning-zero", "--help"], cwd=tmp_path)
 
     assert all(
         f"  {command} " in stdout

@@ -13,6 +13,7 @@ from typing import NamedTuple, get_args
 
 import pytest
 import torch
+import torch.distributed.run
 from torch import nn
 
 import lightning_zero
@@ -23,7 +24,6 @@ from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.sharded import optimizer_rule
 from lightning_zero.trainer.precision import PrecisionName
 from tests.helpers.script import ROOT, run_forked, run_script
-from tests.helpers.world import free_port
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BORING = "lightning.pytorch.demos.boring_classes.BoringModel"
@@ -134,7 +134,13 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
     elif program == "torchrun":
         (text,) = (block.text for block in BLOCKS if block.text.count("class Classifier"))
         (tmp_path / "train.py").write_text(text, encoding="utf-8")
-        run_forked(["-m", "torch.distributed.run", f"--master-port={free_port()}", *arguments], cwd=tmp_path)
+        # As torchrun understands it, and in two ranks as it starts them; tests/strategy/test_launch.py starts torchrun.
+        understood = torch.distributed.run.parse_args(arguments)
+        run_forked(
+            [understood.training_script, *understood.training_script_args],
+            cwd=tmp_path,
+            ranks=int(understood.nproc_per_node),
+        )
     elif program == "lightning-zero":
         save_checkpoint(tmp_path / "runs" / "last.ckpt")
         run_forked(["-m", "lightning_zero", *arguments], cwd=tmp_path)

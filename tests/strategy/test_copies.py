@@ -69,23 +69,20 @@ def _made(way: str, module: Net) -> tuple[Tensor, int]:
     return computed, hooks
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["after", "in full_parameters"])
-def test_whole_where_values_are(inside: bool) -> None:
+def test_whole_where_values_are() -> None:
     """In stages 1 and 2 after a fit, and in all stages where full values are asked for."""
 
     def play(strategy: Strategy) -> dict[str, Any]:
         module = Net()
         fit(strategy, module)
-        if name_of(strategy) == "stage 3" and not inside:
-            return {}
-        if not inside:
-            return {way: _made(way, module) for way in WAYS}
+        after = {way: _made(way, module) for way in WAYS} if name_of(strategy) in ("stage 1", "stage 2") else {}
         with full_parameters(module):
-            return {way: _made(way, module) for way in WAYS}
+            inside = {way: _made(way, module) for way in WAYS}
+        return {"after": after or inside, "inside": inside}
 
     results = each_strategy(play)
-    assert_same(results, ["stage 1", "stage 2", "stage 3"] if inside else ["stage 1", "stage 2"])
-    assert [results[0]["ddp"][way][1] for way in WAYS] == [0] * len(WAYS)
+    assert_same(results)
+    assert [results[0]["ddp"]["inside"][way][1] for way in WAYS] == [0] * len(WAYS)
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(3, "32-true"), (1, "bf16-mixed"), (2, "bf16-mixed")])
@@ -222,17 +219,15 @@ SCRIPT = """
 import sys
 sys.modules["lightning_zero"] = None  # an import of it raises
 import torch
-module = torch.load(sys.argv[1], weights_only=False)
-assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-torch.save(module(torch.ones(1, 32)), sys.argv[2])
+for file in sys.argv[1:]:
+    module = torch.load(file, weights_only=False)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    torch.save(module(torch.ones(1, 32)), file + ".computed")
 """
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_process_without_this_package_loads_it(stage: int, tmp_path: Path) -> None:
-    file, computed = tmp_path / "module.pt", tmp_path / "computed.pt"
-
-    def play(rank: int) -> Tensor:
+def test_a_process_without_this_package_loads_it(tmp_path: Path) -> None:
+    def play(rank: int, stage: int, file: Path) -> Tensor:
         module = BoringModel()
         module.layer = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 2))
         with quiet():
@@ -243,7 +238,10 @@ def test_a_process_without_this_package_loads_it(stage: int, tmp_path: Path) -> 
             with torch.no_grad():
                 return module(torch.ones(1, 32))
 
-    expected = run_world(2, play)[0]
-    command = [sys.executable, "-c", SCRIPT, str(file), str(computed)]
-    subprocess.run(command, check=True, env=subprocess_env(), timeout=120)
-    assert torch.equal(torch.load(computed), expected)
+    expected = {}
+    for stage in (1, 3):
+        file = tmp_path / f"stage{stage}.pt"
+        expected[str(file)] = run_world(2, play, stage, file)[0]
+    subprocess.run([sys.executable, "-c", SCRIPT, *expected], check=True, env=subprocess_env(), timeout=120)
+    for file, value in expected.items():
+        assert torch.equal(torch.load(f"{file}.computed"), value)
