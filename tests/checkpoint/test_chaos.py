@@ -121,7 +121,7 @@ def whole(path: Path) -> int:
     return int(loaded["epoch"])
 
 
-@pytest.mark.parametrize(("exchange", "kills"), [(True, 70), (False, 40)], ids=["exchange", "link"])
+@pytest.mark.parametrize(("exchange", "kills"), [(True, 40), (False, 25)], ids=["exchange", "link"])
 def test_killed_at_any_moment(tmp_path: Path, exchange: bool, kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchange:
         monkeypatch.setattr(publish, "_exchange", no_exchange)  # in the ranks too: they are forked

@@ -251,7 +251,7 @@ def test_last_step_is_validated() -> None:
     assert trainer["max_steps"] % trainer["val_check_interval"] == 0
 
 
-STEPS = 30
+STEPS = 12
 
 
 def run_example(command: str, config: Path, data: Path, folder: Path, *options: str) -> Finished:
@@ -262,7 +262,7 @@ def run_example(command: str, config: Path, data: Path, folder: Path, *options: 
             command,
             f"--config={config}",
             f"--trainer.max_steps={STEPS}",
-            "--trainer.val_check_interval=15",
+            "--trainer.val_check_interval=6",
             "--trainer.log_every_n_steps=1",
             f"--data.path={data}",
             "--data.validation_share=0.25",
