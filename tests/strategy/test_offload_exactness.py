@@ -120,7 +120,7 @@ def test_every_stage_and_policy(world_size: int, tmp_path: Path) -> None:
     def run(rank: int) -> dict[str, list[str]]:
         options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
         found = {}
-        for stage in (1, 2, 3) if world_size < 3 else (2, 3):
+        for stage in {1: (1, 2, 3), 2: (1,), 3: (2, 3)}[world_size]:
             found |= differences(tmp_path, adamw, stage, options=lambda: options)
         return found
 

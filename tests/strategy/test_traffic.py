@@ -127,6 +127,8 @@ def run_all(world_size: int, settings: dict[str, tuple[Callable[[], dict[str, An
 def test_every_step_sends_what_the_plan_says(world_size: int, stage: int) -> None:
     settings = {}
     for name, model in MODELS.items():
+        if world_size == 3 and name not in ("gpt_tied", "odd_sizes"):
+            continue  # three ranks have other shards and padding, not other exchanges
         for accumulate in (1, 3):
             settings[f"{name}, stage {stage}, {accumulate} micro-steps"] = (
                 lambda model=model, accumulate=accumulate: observe(model, stage, accumulate, bucket_mib=0.004),
