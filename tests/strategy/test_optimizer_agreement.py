@@ -304,7 +304,9 @@ SIMPLE = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadel
 def test_equal_optimizers_never_raise(stage: int, offload: Any) -> None:
     def play(rank: int) -> list[str]:
         errors: list[str] = []
-        makes = [lambda module, name=name: getattr(torch.optim, name)(module.parameters(), lr=0.01) for name in SIMPLE]
+        # Each in one stage here; tests/optim/test_optimizers.py trains with all of them in two.
+        names = SIMPLE[stage - 1 :: 3]
+        makes = [lambda module, name=name: getattr(torch.optim, name)(module.parameters(), lr=0.01) for name in names]
         for configure in [*EQUAL, *makes]:
             with quiet(), raised(errors):
                 fit(zero(stage, offload=offload), Custom(configure), 3)
