@@ -6,6 +6,7 @@ Every test gets the marker of its rung (``tests/helpers/rungs.py``). Those that 
 from __future__ import annotations
 
 import fcntl
+import functools
 import gc
 import importlib
 import os
@@ -36,6 +37,7 @@ import lightning.pytorch  # noqa: E402, F401  (imported here once, inherited by 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
+from lightning.fabric.utilities import registry  # noqa: E402
 
 import lightning_zero  # noqa: E402
 from tests.helpers import rungs  # noqa: E402
@@ -44,6 +46,10 @@ torch.set_num_threads(1)
 for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero."):  # also those that are imported late
     if not _module.name.endswith("__main__"):
         importlib.import_module(_module.name)
+
+# Every Trainer asks what callbacks are installed, which reads the folders of all packages: a twentieth of a short fit.
+registry.entry_points = functools.cache(registry.entry_points)
+registry._load_external_callbacks("lightning.pytorch.callbacks_factory")
 
 if not torch.accelerator.is_available():
     # Seeding notes a stack of the whole program for each kind of device that is not there: an eighth of a short fit.

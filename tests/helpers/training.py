@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy, full_gradient, full_parameters, grad_norm
+from lightning_zero import ZeroStrategy, full_gradients, full_parameters, grad_norm
 from tests.helpers.cases import Case
 
 __all__ = [
@@ -180,8 +180,10 @@ class LightningCase(pl.LightningModule):
         if self.record.gradients:
             whole = _assembled(self.trainer.strategy.engine)
             self.record.gradients.append({name: whole[name] for name in self._names})
-        else:  # the public way, once: two collectives for each parameter
-            self.record.gradients.append({name: full_gradient(self, name) for name in self._names})
+        else:  # the public way, once; one by one it is the same, as tests/test_debug.py and tests/engine say
+            with full_gradients(self):
+                whole = dict(self.named_parameters())
+                self.record.gradients.append({name: _dense(whole[name].grad) for name in self._names})
         self.record.norms.append(grad_norm(self).float())
 
     def on_train_end(self) -> None:
