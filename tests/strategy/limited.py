@@ -1,10 +1,10 @@
-"""A training in a process that may have only so much memory: ``python -m tests.strategy.limited STAGE FOLDER``.
+"""A training in a process that may have only so much memory: ``python -m tests.strategy.limited FOLDER STAGE...``.
 
 It is trained twice, in a process each: with ``none``, and with ``files`` (``NvmeOffload``). Beyond what the process has
 before it makes the model, it may have what the plan of the run with files expects, and ``SLACK_NBYTES``. The limit is
 the system's own (``RLIMIT_DATA``: heap and private mappings, touched or not): it is hard, and needs no privilege.
 
-Prints one line of JSON: what was allowed, expected and found, in bytes, for each of the two.
+Prints one line of JSON: what was allowed, expected and found, in bytes, for each of the two, by stage.
 """
 
 from __future__ import annotations
@@ -193,4 +193,4 @@ def main(stage: int, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), Path(sys.argv[2]))))
+    print(json.dumps({stage: main(int(stage), Path(sys.argv[1])) for stage in sys.argv[2:]}))

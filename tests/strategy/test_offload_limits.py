@@ -15,17 +15,22 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /pro
 MIB = 2**20
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["stage 2", "stage 3"])
-def limited(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What limited processes have found, by kind of offload."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What limited processes have found, by stage and kind of offload."""
     folder = tmp_path_factory.mktemp("limited")
     with pytest.MonkeyPatch.context() as patch:
         # What is freed goes back to the system, instead of staying with the C library for later: the limit and the peak
         # are then about what is in use. Otherwise the peak of one and the same run varies by 40 MB.
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
         patch.setenv("MALLOC_ARENA_MAX", "1")
-        arguments = ["-m", "tests.strategy.limited", str(request.param), str(folder)]
-        return json.loads(run_script(arguments, cwd=folder, timeout=200).stdout.splitlines()[-1])
+        arguments = ["-m", "tests.strategy.limited", str(folder), "2", "3"]
+        return json.loads(run_script(arguments, cwd=folder, timeout=250).stdout.splitlines()[-1])
+
+
+@pytest.fixture(params=["2", "3"], ids=["stage 2", "stage 3"])
+def limited(request: pytest.FixtureRequest, runs: dict[str, Any]) -> dict[str, Any]:
+    return runs[request.param]
 
 
 def test_state_that_has_no_room_in_memory_is_trained_in_files(limited: dict[str, Any]) -> None:

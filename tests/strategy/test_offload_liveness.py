@@ -266,8 +266,7 @@ class Fragile(Net):
         return optimizer
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_and_a_second_fit_leave_nothing_and_train_as_without_offload(kind: str, tmp_path: Path) -> None:
+def test_an_exception_and_a_second_fit_leave_nothing_and_train_as_without_offload(tmp_path: Path) -> None:
     places = ["forward", "backward", "before step", "step", "after step"]
 
     @quiet()
@@ -275,8 +274,9 @@ def test_an_exception_and_a_second_fit_leave_nothing_and_train_as_without_offloa
         found: dict[str, Any] = {}
         for place in places:
             for error in (Stop, KeyboardInterrupt) if place == "backward" else (Stop,):
-                results = []
-                for offload in (None, KINDS[kind](tmp_path)):
+                results: list[list[Tensor]] = []
+                for kind in ("nothing", *KINDS):
+                    offload = KINDS[kind](tmp_path) if results else None
                     module = Fragile(place, error)
                     trainer = make_trainer(zero(3, offload=offload))
                     with pytest.raises((Stop, SystemExit)):
@@ -289,12 +289,12 @@ def test_an_exception_and_a_second_fit_leave_nothing_and_train_as_without_offloa
                     tiers = again.strategy.engine.tiers
                     left += (threads(), [name for name in os.listdir(tmp_path) if name.endswith(f"rank{rank}")])
                     left += (tiers.memory.locked_nbytes,)
-                same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-                found[f"{place} {error.__name__}"] = (same, left)
+                    same = all(torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True))
+                    found[f"{kind}, {place} {error.__name__}"] = (same, left)
         return found
 
     for found in run_world(2, run, timeout=200):
-        assert len(found) == 6
+        assert len(found) == 6 * (1 + len(KINDS))
         for where, (same, left) in found.items():
             assert left == ([], [], [], [], 0), where
             assert same, where

@@ -242,8 +242,10 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("estimates", [False, True], ids=["", "estimated"])
+@pytest.mark.parametrize(
+    ("name", "estimates"),
+    [*((name, False) for name in LOADERS), ("shuffled", True), ("with workers", True)],
+)
 def test_an_epoch_begins_with_the_order_and_the_workers_seeds_of_the_uninterrupted_run(
     name: str, estimates: bool, tmp_path: Path
 ) -> None:
