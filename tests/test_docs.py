@@ -36,7 +36,7 @@ SMALL = {
         *["--engines", "zero3", "--results=."],
     ],
     "memory": ["--models=1m", "--worlds=2", "--precisions=fp32", "--engines", "zero3", "--results=."],
-    "scaling": ["--worlds", "8", "64", "--blocks=2", "--units", "4", "8", "--rounds=1", "--steps=1", "--results=."],
+    "scaling": ["--worlds", "8", "--blocks=2", "--units", "4", "--rounds=1", "--steps=1", "--results=."],
     "gpu": [],
     "trace": ["--width=64", "--layers=2", "--warm-up=2", "--length=17", "--output=."],
 }
