@@ -99,6 +99,8 @@ def test_offsets_can_be_computed_instead_of_looked_up(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_tensors_that_are_there_keep_what_torch_keeps(tmp_path: Path) -> None:
     base = torch.arange(12.0).view(3, 4)
     content = {
@@ -107,6 +109,7 @@ def test_tensors_that_are_there_keep_what_torch_keeps(tmp_path: Path) -> None:
         "again": base[0],
         "requires_grad": torch.ones(2, requires_grad=True),
         "sparse": torch.eye(3).to_sparse(),
+        "quantised": torch.quantize_per_tensor(base, 0.5, 1, torch.qint8),
         "conjugate": torch.view_as_complex(torch.ones(3, 2)).conj(),
     }
     layout = write(tmp_path / "f", content, {})
@@ -119,6 +122,7 @@ def test_tensors_that_are_there_keep_what_torch_keeps(tmp_path: Path) -> None:
     assert torch.equal(loaded["parameter"], base[0])
     assert loaded["parameter"].data_ptr() == loaded["again"].data_ptr()
     assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(loaded["quantised"], content["quantised"])
     assert layout.places[0].nbytes == 4 * 4  # four elements and not the whole storage
 
 

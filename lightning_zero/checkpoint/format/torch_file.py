@@ -301,7 +301,7 @@ class _Pickler(pickle.Pickler):
         memory = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
         nbytes = untyped.nbytes()
         identity = ("storage", untyped.device, untyped.data_ptr(), dtype) if nbytes else object()
-        kind = torch.UntypedStorage if is_untyped else _form(dtype).storage_class
+        kind = torch.UntypedStorage if is_untyped else _storage_class(storage)
         return self._numbered(identity, kind, nbytes // dtype.itemsize, nbytes, None, memory)
 
     def _numbered(self, identity: Hashable, *what: Any) -> _Storage:
@@ -324,7 +324,11 @@ def _form(dtype: torch.dtype) -> _Form:
     rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(_PROTOCOL)
     if isinstance(arguments[0], torch.UntypedStorage):
         return _Form(rebuild, torch.UntypedStorage, arguments[6:])
-    return _Form(rebuild, getattr(torch, arguments[0]._pickle_storage_type()), arguments[6:])  # private: 2.11 to 2.15
+    return _Form(rebuild, _storage_class(arguments[0]), arguments[6:])
+
+
+def _storage_class(storage: Any) -> Any:
+    return getattr(torch, storage._pickle_storage_type())  # private: 2.11 to 2.15
 
 
 def _reduced(storage: _Storage, dtype: torch.dtype, shape: Sequence[int], requires_grad: bool) -> Any:
