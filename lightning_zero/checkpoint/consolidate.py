@@ -8,6 +8,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, is_plai
 from lightning_zero.checkpoint.fsdp import write_fsdp_directory
 from lightning_zero.checkpoint.load import open_checkpoint
 from lightning_zero.checkpoint.pieces import Pieces, progress_bar, write_bytes
-from lightning_zero.checkpoint.storage.files import is_folder, is_remote, local_output, local_path, open_folder
+from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
@@ -191,7 +192,9 @@ def _is_single(target: Path) -> bool:
 
 
 def _is_own(source: str | os.PathLike[str]) -> bool:
-    return is_folder(source) and open_folder(source).has(RECORD_FILE)
+    with suppress(CheckpointError):  # a local file, for example; what is wrong shows when it is opened
+        return open_folder(source).has(RECORD_FILE)
+    return False
 
 
 def _opened(source: str | os.PathLike[str], own: Directory | None) -> dict[str, Any]:

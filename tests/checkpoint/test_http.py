@@ -20,7 +20,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_zero import load_full_state_dict
+from lightning_zero import consolidate_checkpoint, load_full_state_dict
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint, verify_checkpoint
 from lightning_zero.checkpoint.storage.files import open_folder, read_bytes
 from lightning_zero.errors import CheckpointError
@@ -174,6 +174,9 @@ def test_a_run_of_two_ranks_goes_on_from_a_directory(server: Server, ranges: boo
     expected, found = load_full_state_dict(directory), load_full_state_dict(url)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert torch.equal(BoringModel.load_from_checkpoint(url).layer.weight, expected["layer.weight"])
+    consolidate_checkpoint(directory, server.folder / "expected.ckpt")
+    consolidate_checkpoint(url, server.folder / "found.ckpt")
+    assert (server.folder / "found.ckpt").read_bytes() == (server.folder / "expected.ckpt").read_bytes()
     assert run_world(2, train(directory, ckpt_path=url, epochs=2)) == [4, 4]
 
 
