@@ -100,8 +100,8 @@ class NvmeStore:
         """Bytes of memory for all buffers together."""
         self.pool = BufferPool(host_memory(pool_nbytes, locked=self._locked, inherited=False))
         self._workers = Workers(io_threads, "lightning_zero-offload")
-        self._folder = RunFolder(self.path, rank, world_size)
         staging = host_memory(staging_nbytes, locked=False, inherited=False)
+        self._folder = RunFolder(self.path, rank, world_size)
         try:
             self._file = DataFile(self._folder.path / _DATA, rank, self._system, staging)
         except BaseException:

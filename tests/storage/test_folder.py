@@ -164,6 +164,22 @@ def test_a_path_that_is_not_writable(tmp_path: Path) -> None:
     assert "'/usr' is not writable for this user" in run_world(1, unprivileged, init_group=False)[0]
 
 
+@pytest.mark.parametrize("most", [0, 1])
+def test_too_little_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    memories: list[int] = []
+
+    def scarce(nbytes: int, **settings: bool) -> torch.Tensor:
+        memories.append(nbytes)
+        if len(memories) > most:
+            raise MemoryError
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(tiers, "host_memory", scarce)
+    with pytest.raises(MemoryError):
+        store(tmp_path).__enter__()
+    assert not os.listdir(tmp_path)
+
+
 def test_too_little_space_names_both_numbers(tmp_path: Path) -> None:
     with store(tmp_path, Disk(free=3 * GIB // 2)) as opened:
         opened.check_space(3 * GIB // 2)
