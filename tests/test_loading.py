@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import os
 import shutil
@@ -370,6 +371,19 @@ def test_lightnings_call_is_wrapped_once() -> None:
     before = core_datamodule._load_from_checkpoint, core_module._load_from_checkpoint
     let_lightning_load_directories()
     assert (core_datamodule._load_from_checkpoint, core_module._load_from_checkpoint) == before
+
+
+def test_what_another_program_has_wrapped_is_wrapped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, directory = saved(Mlp(), tmp_path)
+
+    @functools.wraps(saving._load_from_checkpoint)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return saving._load_from_checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr(core_module, "_load_from_checkpoint", watched)
+    let_lightning_load_directories()
+    for path in (file, directory):
+        assert isinstance(Mlp.load_from_checkpoint(path, weights_only=False), Mlp)
 
 
 @pytest.mark.parametrize("given", [{"cuda:0": "cpu", "cuda:1": "cpu"}, {}, lambda storage, location: storage])

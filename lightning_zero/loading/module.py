@@ -129,11 +129,12 @@ def let_lightning_load_directories() -> None:
     """
     for place in (lightning_module, datamodule):
         original = getattr(place, _NAME, None)
-        if original is not None and not hasattr(original, "__wrapped__"):
+        if original is not None and not hasattr(original, _OURS):
             setattr(place, _NAME, _with_directories(original))
 
 
 _NAME: Final = "_load_from_checkpoint"  # private: 2.6
+_OURS: Final = "loads_directories"  # of a function that is wrapped here, also if another program wraps it again
 
 
 def _with_directories(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,6 +153,7 @@ def _with_directories(original: Callable[..., Any]) -> Callable[..., Any]:
             return _load(cls, checkpoint_path, kwargs, open_one, map_location, hparams_file, strict, None)
         return original(cls, checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 
+    setattr(load, _OURS, True)
     return load
 
 
