@@ -41,13 +41,7 @@ from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder
 from lightning_zero.checkpoint.storage.files import Files, read_bytes
 from lightning_zero.errors import CheckpointError
 
-__all__ = [
-    "Directory",
-    "ForeignDirectory",
-    "load_safely",
-    "read_directory",
-    "read_foreign_directory",
-]
+__all__ = ["Directory", "ForeignDirectory", "load_safely", "read_directory", "read_foreign_directory"]
 
 Path = tuple[Any, ...]  # the way through a checkpoint dictionary
 

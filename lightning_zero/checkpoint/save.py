@@ -45,13 +45,7 @@ from lightning_zero.checkpoint.format.record import (
     ValueItem,
 )
 from lightning_zero.checkpoint.format.torch_file import TorchFile
-from lightning_zero.checkpoint.format.typed_json import (
-    Encoder,
-    Inexpressible,
-    dtype_name,
-    is_plain,
-    type_name,
-)
+from lightning_zero.checkpoint.format.typed_json import Encoder, Inexpressible, dtype_name, is_plain, type_name
 from lightning_zero.checkpoint.storage.files import is_remote
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect

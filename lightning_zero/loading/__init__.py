@@ -4,10 +4,6 @@ Nothing here loads optimizer states, takes open files in place of paths, or send
 ``map_location``: a module has one device here, and a sharded directory does not say where its tensors were.
 """
 
-from lightning_zero.loading.module import (
-    let_lightning_load_directories,
-    load_from_checkpoint,
-    load_full_state_dict,
-)
+from lightning_zero.loading.module import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
 
 __all__ = ["let_lightning_load_directories", "load_from_checkpoint", "load_full_state_dict"]

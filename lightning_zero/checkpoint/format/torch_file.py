@@ -38,16 +38,7 @@ from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.errors import CheckpointError
 
-__all__ = [
-    "ADVICE",
-    "Hole",
-    "Place",
-    "TorchFile",
-    "describe_tensor",
-    "load_torch",
-    "read_torch_file",
-    "start_of",
-]
+__all__ = ["ADVICE", "Hole", "Place", "TorchFile", "describe_tensor", "load_torch", "read_torch_file", "start_of"]
 
 _ARCHIVE = "archive"  # torch takes the name of the file, readers take any
 _ALIGNMENT = 64
