@@ -21,7 +21,7 @@ def gradient_norm(gradients: Sequence[Tensor], control: ControlGroup, norm_type:
     float32 tensor by tensor and differs from it in the last bit.
 
     Args:
-        gradients: this rank's 1-D slices, any floating dtype.
+        gradients: this rank's 1-D slices, any floating or complex dtype.
         control: the control plane.
         norm_type: 1, 2, another positive number, or ``inf``.
 
@@ -31,13 +31,14 @@ def gradient_norm(gradients: Sequence[Tensor], control: ControlGroup, norm_type:
     Collective: every rank.
     """
     real = [g.detach() for g in gradients if g.numel()]
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in real] or [torch.zeros(())]
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float64)) for g in real]
+    norms = norms or [torch.zeros(())]
     if norm_type == float("inf"):
         rows = control.gather_objects(float(torch.stack(norms).max()))
         total = float(torch.tensor(rows, dtype=torch.float64).max())  # torch's maximum keeps NaN, Python's does not
     else:
         total = control.sum_float64([float(torch.stack(norms).pow_(norm_type).sum())])[0] ** (1.0 / norm_type)
-    wide = control.agree_any(any(g.dtype is torch.float64 for g in gradients))
+    wide = control.agree_any(any(g.dtype in (torch.float64, torch.complex128) for g in gradients))
     return torch.tensor(total, dtype=torch.float64 if wide else torch.float32)
 
 

@@ -49,6 +49,18 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert float(norm) == pytest.approx(exact(whole(dtype), 2.0), rel=1e-15 if dtype is torch.float64 else 1e-7)
 
 
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_gradients(dtype: torch.dtype, norm_type: float) -> None:
+    gradients = [torch.view_as_complex(torch.arange(2.0 * n).view(n, 2)).to(dtype) for n in (3, 5)]
+    expected = torch.linalg.vector_norm(torch.cat(gradients).to(torch.complex128), norm_type)
+    norm = gradient_norm(gradients, ALONE, norm_type)
+    assert norm.dtype is (torch.float64 if dtype is torch.complex128 else torch.float32)
+    assert float(norm) == pytest.approx(float(expected), rel=1e-15 if dtype is torch.complex128 else 1e-7)
+    clip_by_norm(gradients, 0.5, norm)
+    assert float(gradient_norm(gradients, ALONE, norm_type)) == pytest.approx(0.5, rel=1e-5)
+
+
 def test_fp16_does_not_overflow() -> None:
     assert float(gradient_norm([torch.full((4,), 60000.0, dtype=torch.float16)], ALONE)) == 120000.0
 
