@@ -47,6 +47,7 @@ class RunsUnits(Protocol):
     @property
     def gathered(self) -> bool: ...
     def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]: ...
+    def stay(self, unit: ShardedUnit, parameter: str) -> None: ...
     def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None: ...
 
 
@@ -85,12 +86,13 @@ class ParameterAccess:
 
     # ------------------------------------------------------------ what a binding asks
 
-    def bring(self, binding: Binding) -> bool:
-        """Let an absent parameter show its values, if this rank can do so alone."""
+    def bring(self, binding: Binding, together: bool) -> bool:
+        """Let a parameter show its values, if this rank can do so alone, or with the others in the same phase."""
         unit = self._units[binding.parameter]
-        if not isinstance(unit, ReplicatedUnit):
-            return False
-        self._engine.weights.bring([unit])
+        if isinstance(unit, ReplicatedUnit):
+            self._engine.weights.bring([unit])
+        elif together and isinstance(unit, ShardedUnit) and is_absent(binding.parameter) and not self._engine.updating:
+            self._engine.stay(unit, binding.name)
         return not is_absent(binding.parameter)
 
     def assigned(self, binding: Binding, value: Tensor | None) -> bool:
@@ -103,7 +105,7 @@ class ParameterAccess:
         if unit in self._plain:
             self._keep_for_later(binding, value)
             return False
-        if not is_absent(parameter):  # its unit computes, in memory that has to stay
+        if self.bring(binding, together=True):  # its unit computes, in memory that has to stay
             unit.note_assigned(parameter)
             return True
         if self._engine.computes:

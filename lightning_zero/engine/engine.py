@@ -7,6 +7,7 @@ A step: ``before_optimizer_step`` -> ``after_optimizer_step``; where masters are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -53,6 +54,7 @@ class ZeroEngine(Passes):
             root = self._schedule.root
             scoped = [*self._replicated, *([root] if root is not None else [])]
             self._hooks.watch_forwards(self.module, self._sharded, scoped)
+        self._schedule.stayed = partial(self._hooks.watch_parts, self.module, self._sharded)
         for part in self.module.modules():
             _ENGINES[part] = ref(self)
 

@@ -20,6 +20,7 @@ from lightning_zero._torch import (
     forward_hooks,
     hook_gradient,
     in_function_transform,
+    is_compiled_module,
     is_tracing,
     opaque_to_dynamo,
     sequence_number,
@@ -56,6 +57,7 @@ class EngineHooks:
     def __init__(self, engine: Verbs) -> None:
         self._engine = engine
         self._handles: list[Any] = []
+        self._watched: set[str] = set()  # names of modules whose forwards have hooks
 
     def watch_forwards(self, module: nn.Module, units: Sequence[ShardedUnit], scoped: Sequence[Unit]) -> None:
         """Watch every unit's module, and every module around units or with parameters that no unit's forward brings.
@@ -75,12 +77,31 @@ class EngineHooks:
                 if isinstance(owner, ReplicatedUnit):
                     for name in names:
                         brought.setdefault(name, {})[owner] = None
+        self._watched = {*by_module, *scopes}
         for name, child in module.named_modules():
             unit = by_module.get(name)
             if unit is not None:
                 self._watch_unit(child, unit)
             elif name in scopes:
                 self._watch_scope(child, name or type(child).__name__, tuple(brought.get(name, ())))
+
+    def watch_parts(self, module: nn.Module, units: Sequence[ShardedUnit]) -> None:
+        """Watch the modules inside units as the units' own: somebody calls these past the module around them.
+
+        Once is enough, twice does no harm. Not where ``torch.compile`` would meet the hooks.
+        """
+        if any(is_compiled_module(child) for child in module.modules()):
+            return
+        for unit in units:
+            top = f"{unit.plan.module}." if unit.plan.module else ""
+            names = [name for spec in unit.plan.parameters for name in (spec.name, *spec.aliases)]
+            for name in names if top else ():
+                parts = name.removeprefix(top).split(".")[:-1] if name.startswith(top) else []
+                for count in range(1, len(parts) + 1):
+                    part = top + ".".join(parts[:count])
+                    if part not in self._watched:
+                        self._watched.add(part)
+                        self._watch_unit(module.get_submodule(part), unit)
 
     def _watch_unit(self, module: nn.Module, unit: ShardedUnit) -> None:
         """Gather ``unit`` around every forward of ``module``, before the user's own hooks see it."""

@@ -102,7 +102,7 @@ class Passes:
         self._reduces = True  # whether the running backward does
         self.updating = False  # between the beginning and the end of an optimizer step: masters may be half updated
         self._reducer: GradientReducer | None = None
-        width = 5 + report_width(sum(flat.layout.trainable for flat in flats))
+        width = 6 + report_width(sum(flat.layout.trainable for flat in flats))
         agreement = Agreement(control, width, self.spans)
         self.agree = agreement.round
         """Meet the other ranks outside of a phase and exchange a few numbers."""
@@ -120,6 +120,7 @@ class Passes:
             self.access.writes,
             self.masters_were_written,
         )
+        self.stay = self._schedule.stay
         self._sharded = self._schedule.sharded
         self._replicated = [u for u in self.units if isinstance(u, ReplicatedUnit) and not u.always_bound]
         self.weights = PublishedWeights(self._replicated, collectives, self.spans, self.access.writes, module)

@@ -138,8 +138,8 @@ class Binding:
 
     def make_room(self) -> None:
         """Let an absent parameter be a tensor that is about to be overwritten."""
-        if (owner := self.owner()) is not None:
-            owner.assigned(self, None)  # raises, or lets it be any tensor: absent parameters are nowhere
+        if (owner := self.owner()) is not None and owner.assigned(self, None):
+            return  # there is room now
         self.external = True
         with untracked():
             self.show(torch.empty_like(self.placeholder, memory_format=torch.contiguous_format))
@@ -189,9 +189,10 @@ class _Shown:
         if binding is None or _allowed:
             return get_data(self)
         if is_absent(self) and not _bring([binding]):
-            if (sliced := _sliced(binding)) is None:
+            if (sliced := _sliced(binding)) is not None:
+                return binding.handed.note(sliced)
+            if not _bring([binding], together=True):
                 raise refusal([binding.name], "data")
-            return binding.handed.note(sliced)
         if binding.held or (owner := binding.owner()) is None:
             return get_data(self)
         owner.handed_out(binding)
@@ -360,6 +361,8 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if name.endswith("_") and not name.startswith("__") and _edit(func, args, kwargs):
         return first
+    if bindings and _bring(bindings, together=True):
+        return func(*args, **kwargs)
     raise refusal([binding.name for binding in bindings], f"{name}()")
 
 
@@ -390,8 +393,8 @@ def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from _absent(value)
 
 
-def _bring(bindings: Sequence[Binding]) -> bool:
-    return all((owner := binding.owner()) is not None and owner.bring(binding) for binding in bindings)
+def _bring(bindings: Sequence[Binding], together: bool = False) -> bool:
+    return all((owner := binding.owner()) is not None and owner.bring(binding, together) for binding in bindings)
 
 
 def _same_memory(value: Tensor, data: Tensor) -> bool:
@@ -424,14 +427,11 @@ class HandedOut:
 class Owner(Protocol):
     """What a binding asks of the engine that looks after its parameter. All may raise ``ParameterAccessError``."""
 
-    def bring(self, binding: Binding) -> bool:
-        """Let an absent parameter show its values, if this rank can do so alone."""
+    def bring(self, binding: Binding, together: bool) -> bool:
+        """Let a parameter show its values, if this rank can do so alone, or with the others in the same phase."""
 
     def assigned(self, binding: Binding, value: Tensor | None) -> bool:
-        """Note that the parameter is about to be ``value``, or a tensor that is yet to be filled.
-
-        Returns whether it has to stay where it is, so that the values have to be copied.
-        """
+        """Note that it is about to be ``value``, or a tensor to be filled. Returns whether values have to be copied."""
 
     def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
         """Take over a value of which this rank has a slice. Returns whether it is one."""

@@ -142,9 +142,9 @@ def refusal(names: Sequence[str], use: str) -> ParameterAccessError:
     name = f"'{names[0]}'" if names else "of a module that is gone"
     return ParameterAccessError(
         f"The values of parameter {name} are not in memory here, and {use} needs them: they are spread "
-        "over the ranks, and there only while a module that owns them runs. Call that module instead of reading its "
-        "weight, or make a module around both the unit (ZeroStrategy(units=[...])). To look at values, change them, or "
-        "take `state_dict()`, use `with lightning_zero.full_parameters(module):` on every rank; for an average of "
-        "weights, do so in a callback at the end of an epoch. To save, `trainer.save_checkpoint` needs none of this. "
-        "Another strategy cannot run what is sharded: give it a `copy.deepcopy(module)` that was made there."
+        "over the ranks, and brought only to a forward or a backward that nothing compiles, traces or transforms, on "
+        "its own thread. To look at values, change them, or take `state_dict()`, use `with "
+        "lightning_zero.full_parameters(module):` on every rank; for an average of weights, do so in a callback at the "
+        "end of an epoch. To save, `trainer.save_checkpoint` needs none of this. Another strategy cannot run what is "
+        "sharded: give it a `copy.deepcopy(module)` that was made there."
     )

@@ -133,6 +133,10 @@ class LightningDriver(PlainDriver):
     def backward(self, loss: Tensor, **options: Any) -> None:
         self._module.manual_backward(loss, **options)
 
+    def afterwards(self, look: Callable[[nn.Module], None]) -> None:
+        """When the training step is over, outside of any forward and backward."""
+        self._module.on_train_batch_end = lambda *args: look(self.model)  # type: ignore[method-assign]
+
     def step(self) -> None:
         optimizer = self._module.optimizers()
         optimizer.step()
@@ -346,13 +350,13 @@ def test_a_rank_with_one_backward_more_is_told_so(stage: int) -> None:
 
 
 def _looks_inside(look: Callable[[nn.Module], None], stage: int = 3) -> None:
-    """Run ``look(model)`` between a step and the next forward, on both ranks, and see that training goes on."""
+    """Run ``look(model)`` behind a training step, on both ranks, and see that training goes on."""
 
     def body(driver: Driver, step: int) -> None:
         driver.backward(driver.loss(step))
         driver.step()
         if isinstance(driver, LightningDriver):
-            look(driver.model)
+            driver.afterwards(look)
 
     assert_plays_exactly(body, stage, steps=3)
 
@@ -393,39 +397,11 @@ def test_reading_a_placeholder_raises() -> None:
     _looks_inside(look)
 
 
-WRITES: dict[str, Callable[[Tensor], object]] = {
-    "zero_": lambda weight: weight.zero_(),
-    "fill_": lambda weight: weight.fill_(1.0),
-    "ones_": lambda weight: nn.init.ones_(weight),
-    "normal_": lambda weight: nn.init.normal_(weight),
-    "copy_": lambda weight: weight.copy_(torch.zeros(weight.shape)),
-    "index": lambda weight: weight.__setitem__(0, 1.0),
-    "data_ptr": lambda weight: weight.data_ptr(),
-    "numpy": lambda weight: weight.detach().numpy(),
-    "broadcast": lambda weight: torch.distributed.broadcast(weight.detach(), 0),
-}
-
-
-@torch.no_grad()
-def _refused(write: Callable[[Tensor], object], weight: Tensor) -> bool:
-    try:
-        write(weight)
-    except RuntimeError:
-        return True
-    return False
-
-
-def test_writing_to_a_placeholder_raises() -> None:
-    """A write that went through would replace the one NaN behind every parameter: reading would look like numbers."""
-
-    def look(model: nn.Module) -> None:
-        accepted = [name for name, write in WRITES.items() if not _refused(write, model.layers[1].up.weight)]
-        assert not accepted
-
-    _looks_inside(look)
-
-
 EDITS: dict[str, Callable[[Tensor], object]] = {
+    "zero_": lambda weight: weight.zero_(),
+    "ones_": lambda weight: nn.init.ones_(weight),
+    "copy_": lambda weight: weight.copy_(torch.linspace(-1, 1, weight.numel()).view(weight.shape)),
+    "index": lambda weight: weight.__setitem__(0, 1.0),
     "mul_": lambda weight: weight.mul_(2),
     "data": lambda weight: weight.data.zero_(),
     "clamp_": lambda weight: weight.data.clamp_(-0.1, 0.1),
@@ -447,13 +423,14 @@ def test_what_is_written_elementwise_between_a_step_and_a_forward_counts(
     assert_plays_exactly(body, stage, steps=3)
 
 
-def test_load_state_dict_between_steps_is_refused() -> None:
-    def look(model: nn.Module) -> None:
-        whole = {"layers.1.up.weight": torch.zeros(28, WIDTH)}
-        with pytest.raises(RuntimeError):
-            model.load_state_dict(whole, strict=False)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_load_state_dict_between_a_step_and_a_forward_counts(stage: int) -> None:
+    def body(driver: Driver, step: int) -> None:
+        driver.backward(driver.loss(step))
+        driver.step()
+        driver.model.load_state_dict({"layers.1.up.weight": torch.ones(28, WIDTH) / (step + 1)}, strict=False)
 
-    _looks_inside(look)
+    assert_plays_exactly(body, stage, steps=3)
 
 
 def test_parameters_that_were_replaced_are_noticed() -> None:

@@ -198,7 +198,7 @@ def _decay_in_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 _add("stashed_view", StashReader, sharded="nan error", units=("Stashing",))
 _add("stashed_view_at_once", StashInBackward, sharded="nan error exact", units=("Stashing",))
-_add("weight_read_outside_unit", Stack, sharded="nan error", loss=_decay_in_loss)
+_add("weight_read_outside_unit", Stack, sharded="exact", loss=_decay_in_loss)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Backward inside backward

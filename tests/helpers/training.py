@@ -254,6 +254,7 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*The .grad attribute of a Tensor that is not a leaf.*")  # Dynamo, tracing
         warnings.filterwarnings("ignore", ".*the order of units changed.*")  # what some cases are for
+        warnings.filterwarnings("ignore", ".*while no module of its unit ran.*")
         warnings.filterwarnings("ignore", ".*treespec.*LeafSpec.*", FutureWarning)
         yield
 

@@ -94,7 +94,6 @@ def everywhere(message: str) -> dict[str, str]:
 
 APART = {"3": "'teacher.weight' is sliced .* cut at other places"}
 SHARDED = {"3": "not in memory", "3 units": "not in memory"}
-UNITS = {"3 units": "not in memory"}
 
 
 @torch.no_grad()
@@ -149,10 +148,10 @@ def write_in_part(net: Net) -> None:
 WEIGHTS = {"weight": torch.eye(10), "bias": torch.zeros(10)}
 
 WRITES = {
-    "momentum encoder in a step": Case("training_step", average_in_place, UNITS),
+    "momentum encoder in a step": Case("training_step", average_in_place),
     "momentum encoder after a batch": Case("on_train_batch_end", average_in_place, APART),
-    "momentum encoder, assigned": Case("training_step", average_by_assignment, UNITS),
-    "momentum encoder, through data": Case("training_step", average_through_data, UNITS),
+    "momentum encoder, assigned": Case("training_step", average_by_assignment),
+    "momentum encoder, through data": Case("training_step", average_through_data),
     "the same after a batch": Case("on_train_batch_end", average_through_data, APART),
     "vector at the start": Case("on_train_start", from_vector),
     "vector later": Case("on_train_batch_start", at(1, from_vector)),
@@ -167,7 +166,16 @@ WRITES = {
         lambda net: net.b.weight.data.mul_(0.9),
         {"3": "'b.weight': other values were written between a forward and its backward", "3 units": "not in memory"},
     ),
-    "rows": Case("training_step", write_in_part, UNITS),
+    "rows": Case("training_step", write_in_part),
+    "copy in a step": Case("training_step", at(2, lambda net: net.b.bias.data.copy_(torch.ones(10)))),
+    "overwritten in a step": Case(
+        "training_step", at(1, torch.no_grad()(lambda net: net.b.bias.copy_(torch.ones(10))))
+    ),
+    "initialiser in a step": Case("training_step", at(1, lambda net: nn.init.eye_(net.b.weight))),
+    "assigned in a step": Case("training_step", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10)))),
+    "row of a sum in a step": Case(
+        "training_step", torch.no_grad()(lambda net: net.b.weight[1].add_(net.a.weight[0, 0]))
+    ),
     "cast that changes nothing": Case("training_step", lambda net: net.to(torch.float32)),
     "copy": Case("on_train_batch_end", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10)))),
     "other values on each rank": Case("on_train_batch_end", scale_by_rank, everywhere(r"'b.weight' \(values")),

@@ -88,7 +88,7 @@ class UnitOrder:
         announce: Callable[[int], None] | None = None,
     ) -> None:
         self._agreement = agreement
-        self._slots = slots
+        self._slots = list(slots)
         self._issue_gather = issue
         self._resident = resident
         self._may_take = may_take
@@ -177,6 +177,13 @@ class UnitOrder:
         """Note that the full weights of some units are void. The same call on every rank."""
         void = set(units)
         self._ledger = {slot: unit for slot, unit in self._ledger.items() if unit not in void}
+
+    def set_apart(self, units: Sequence[int]) -> None:
+        """Note that these units have slots of their own now. Between phases; the same call on every rank."""
+        self.forget(units)
+        self.record_anew("")
+        for unit in units:
+            self._slots[unit] = -2 - unit
 
     def record_anew(self, beginning: str) -> None:
         """Forget the orders of phases whose names begin so. The same call on every rank."""

@@ -11,10 +11,18 @@ as it lies there. An order is still recorded in a slot, because a shard cannot b
 none: what is left in a slot since then, such as a view that a user's own saved-tensor hooks kept, has to stay NaN. The
 root never leaves its slot: in a step no guard is around what uses it, so what autograd saved of it in a forward with a
 known order has to be valid in a backward without one, and the other way round.
+
+[Note: a unit that stays]
+User code may compute with a parameter while nothing of its unit runs (``F.linear(x, self.blocks[0].weight)``, or a
+penalty on it). Then the unit is gathered there and then, into a slot of its own, and stays until the phase ends. The
+ranks tell each other at that end, and from the next phase on it is what the root is: whole from the beginning to the
+end of every phase. So what autograd saved of it is valid in the backward without a guard, because its slot is nobody
+else's, and because the parameter shows it in the backward too.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,15 +30,16 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from lightning_zero._torch import compiler_of_frames, current_graph_task, in_function_transform, is_tracing
 from lightning_zero.comm import Collectives, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import Agreement, ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.units.guard import SavedTensorGuard
 from lightning_zero.engine.units.order import OrderChange, UnitOrder
-from lightning_zero.engine.units.sharded import ShardedUnit, UnitState
+from lightning_zero.engine.units.sharded import ShardedUnit, Slot, UnitState
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.errors import OffloadError
+from lightning_zero.errors import OffloadError, some
 from lightning_zero.plan import Plan
 from lightning_zero.storage.transfers import Fetcher
 
@@ -80,8 +89,11 @@ class UnitSchedule:
         self._masters: Event = None
         self.sharded = tuple(unit for unit in units if isinstance(unit, ShardedUnit))
         self.root = next((unit for unit in self.sharded if unit.index == plan.root), None)
+        self._staying: tuple[ShardedUnit, ...] = () if self.root is None else (self.root,)  # whole in all of a phase
+        self.stayed: Callable[[], object] = tuple  # called when a unit becomes one that stays
+        self._joined: dict[ShardedUnit, str] = {}  # what is to stay, unknown to other ranks; of which parameter
         self.gathered = False
-        """Whether something beside the root was gathered in the running phase."""
+        """Whether something beside what stays was gathered in the running phase."""
         self._amid = False
         self._version = 0  # of the masters; see ``_changed``
         self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
@@ -92,6 +104,8 @@ class UnitSchedule:
             self.guard.know_kinds(unit)
         self._at = {unit.index: unit for unit in self.sharded}
         self._permanent = {unit.home.key for unit in self.sharded}
+        self._apart: set[int] = set()  # slots of units that stay, but the root's
+        self._thread = 0  # which runs the phase
         self._whole = self._in_their_shards() if collectives.world_size == 1 and fetcher is None else ()
         slots = [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units]
         for unit in self._whole:
@@ -133,12 +147,28 @@ class UnitSchedule:
             if name.startswith("forward"):  # its backward has to find the slots filled again: that is all new, too
                 self._order.record_anew("backward")
         self._changed()
-        if self.root is not None:
-            self.unshard(self.root)
+        self._thread = threading.get_ident()
+        for unit in (*self._staying, *self._joined):
+            self.unshard(unit)
+
+    def stay(self, unit: ShardedUnit, parameter: str) -> None:
+        """Make a unit whole until the running phase ends, and in all later ones. See [Note: a unit that stays].
+
+        Not in code that is compiled, traced or transformed, nor on another thread than the phase's and autograd's.
+        """
+        watched = compiler_of_frames() is not None or is_tracing() or in_function_transform()
+        here = threading.get_ident() == self._thread or current_graph_task() != -1
+        if watched or not here or not self.is_open:
+            return
+        if unit not in self._joined:
+            self._joined[unit] = parameter
+            self._set_apart(unit)
+            self.stayed()
+        self.unshard(unit)
 
     def guard_root(self) -> None:
         """Have what is saved of the root gathered again, where no step method tells when its backward comes. Local."""
-        if self.root is not None and torch.is_grad_enabled():
+        if self._staying and torch.is_grad_enabled():
             self.guard.push()
             self._root_is_guarded = True
 
@@ -153,10 +183,11 @@ class UnitSchedule:
 
         Raises ``OffloadError`` on every rank if one could not fetch a shard in this phase.
         """
-        if self.root is not None and self.root.pins:
-            self.reshard(self.root)
+        for unit in (*self._staying, *self._joined):
+            if unit.pins:
+                self.reshard(unit)
         recorded = self._order.recording
-        told = [int(self._failure is not None), self._writes.digest, *values]
+        told = [int(self._failure is not None), self._writes.digest, int(bool(self._joined)), *values]
         rows, change, self.uniform = self._order.close(told)
         if any(row[0] for row in rows):
             failure, self._failure = self._failure, None
@@ -164,15 +195,16 @@ class UnitSchedule:
             self._agreement.control.raise_together(failure, "fetch its part of the weights", advice)
         self._writes.compare([row[1] for row in rows], self._agreement.control)
         self._take_over()
-        rows = [row[2:] for row in rows]
-        if recorded:
+        joined = any(row[2] for row in rows) and self._agree_who_stays()
+        rows = [row[3:] for row in rows]
+        if recorded or joined:
             # Poisoned memory makes what is resident a matter of each rank's own path, so all start afresh.
             loose = [unit for unit in self.sharded if not unit.pins]
             for unit in loose:
                 unit.release()
             self._order.forget([unit.index for unit in loose])
         self.guard.forget_empty(self._permanent)
-        if change is not None and self._order.first_change(change):
+        if change is not None and self._order.first_change(change) and not joined:
             self._warn(change)
         return rows
 
@@ -249,6 +281,41 @@ class UnitSchedule:
         self.masters_changed([unit.index for unit in kept])
         self._wrote()
 
+    def _set_apart(self, unit: ShardedUnit) -> None:
+        """Give a unit a slot of its own."""
+        if unit.home.key in self._apart:
+            return
+        slot = Slot.allocate(unit.home.buffer.numel(), unit.home.buffer.device)
+        unit.move(slot)
+        self.guard.know(slot)
+        self._permanent.add(slot.key)
+        self._apart.add(slot.key)
+
+    def _agree_who_stays(self) -> bool:
+        """Let units stay from now on that any rank needs so, and that no rank computes with. Collective."""
+        mine = {unit.index: name for unit, name in self._joined.items()}, [u.index for u in self.sharded if u.pins]
+        told = self._agreement.control.gather_objects(mine)
+        busy = {index for _, pinned in told for index in pinned}
+        names = {index: name for wanted, _ in told for index, name in wanted.items() if index not in busy}
+        joining = tuple(unit for unit in self.sharded if unit.index in names and unit not in self._staying)
+        for unit in joining:
+            self._set_apart(unit)
+        self._staying += joining
+        self._joined = {unit: name for unit, name in self._joined.items() if unit not in self._staying}
+        self._whole = tuple(unit for unit in self._whole if unit not in self._staying)
+        if joining:
+            self._order.set_apart([unit.index for unit in joining])
+            self.stayed()
+            warnings.warn(
+                f"{some(repr(names[unit.index]) for unit in joining)} of {some(repr(unit.name) for unit in joining)}: "
+                "used in a forward or backward while no module of its unit ran. It computes as it should, but from "
+                "now on all parameters of such a unit are gathered when a forward or backward begins and stay until "
+                f"it ends: {sum(unit.nbytes for unit in joining) / 2**20:.1f} MiB on each rank. To avoid that, call "
+                "the module that owns the parameter, or make a module around both the unit (ZeroStrategy(units=...)).",
+                stacklevel=2,
+            )
+        return bool(joining)
+
     def _in_their_shards(self) -> tuple[ShardedUnit, ...]:
         """See [Note: a world of one]. The root stays in its slot: what is saved of it is not guarded."""
         units = tuple(unit for unit in self.sharded if unit is not self.root and unit.flats)
@@ -260,10 +327,11 @@ class UnitSchedule:
 
     def _issue(self, index: int) -> None:
         unit = self._at[index]
-        if unit is not self.root and not self.gathered:  # what was written since the phase began counts
+        stays = unit in self._staying
+        if not stays and not self.gathered:  # what was written since the phase began counts
             self.gathered = True
             self._version |= 1
-        version = None if self._amid and unit is self.root else self._version
+        version = None if self._amid and stays else self._version
         in_place = not self._order.recording
         with self._spans.of(Phase.GATHER, unit.name, unit.nbytes) if self._spans.heard else _NOTHING:
             failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place, version)

@@ -134,6 +134,14 @@ class ShardedUnit(Unit):
             self.own = Slot(self.sources[0].view(torch.uint8))
         self._own_views = self._bindings([self.sources[0]])
 
+    def move(self, slot: Slot) -> None:
+        """Be gathered into another slot from now on, and never compute in the shard. Gives up what is there."""
+        self.release()
+        self.own, self._own_views = None, []
+        self.home = slot
+        self._home_buffers = self._carve(slot)
+        self.home_views = self._views = self._bindings(self._home_buffers)
+
     @property
     def resident(self) -> bool:
         """Whether the full, current weights are here or on their way."""
