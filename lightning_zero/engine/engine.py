@@ -6,7 +6,7 @@ A step: ``before_optimizer_step`` -> ``after_optimizer_step``; where masters are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -108,15 +108,15 @@ class ZeroEngine(Passes):
         self.updating, self.access.stepping = True, running
         self._running["step"] = self.spans.begin(Phase.STEP, label)
 
-    def after_optimizer_step(self, units: Sequence[int]) -> None:
+    def after_optimizer_step(self, units: Mapping[int, Sequence[nn.Parameter]]) -> None:
         """Bring updated masters to the compute copies.
 
-        ``units``: those with parameters of the optimizer, the same on every rank. Collective: every rank.
+        ``units``: those with parameters of the optimizer, and these, the same on every rank. Collective: every rank.
         """
         self.access.end_step()
         self._end_span("step")
         failure: OffloadError | None = None
-        for index in units:
+        for index, parameters in units.items():
             unit = self.units[index]
             if index not in self._returned:
                 try:
@@ -126,13 +126,13 @@ class ZeroEngine(Passes):
                     failure = failure or error
                 if isinstance(unit, ReplicatedUnit):
                     self.weights.publish(unit)
-            unit.parameters_changed()
+            unit.parameters_changed(parameters)
         if self.plan.offload is not None and not self._returned.issuperset(units):
             self.control.raise_together(failure, "bring weights back that were changed", _RESUME)
         self._returned.clear()
         self.weights.after_step(self.computes or self.plan.offload is not None)
         self.updating = False
-        self._schedule.masters_changed(units)
+        self._schedule.masters_changed(list(units))
         if self._depth > 0 and not self.in_backward:
             self._segment += 1
             self._open_forward()
@@ -172,7 +172,7 @@ class ZeroEngine(Passes):
         if self.plan.offload is not None:
             self.tiers.settle()
             self._returned.clear()
-        self.after_optimizer_step(units)
+        self.after_optimizer_step({index: self.units[index].parameters for index in units})
         self.updating = torn
         self.masters_were_written(", ".join(f"unit of '{spec.name}'" for spec in firsts))
 

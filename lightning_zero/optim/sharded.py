@@ -42,7 +42,7 @@ class ShardedOptimizer:
         owned: all parameters of the engine.
         collectives: the wire.
         before_step: called before every step, on every rank.
-        after_step: called after every step with the units whose weights may have changed.
+        after_step: called after every step with the units whose weights may have changed, and these.
         note: called with what user code writes to state.
         writable: whether the user can write to the masters at any time, because parameters show them; whole parameters
             are then brought up to date before every step.
@@ -63,7 +63,7 @@ class ShardedOptimizer:
         owned: Mapping[nn.Parameter, OwnedParameter],
         collectives: Collectives,
         before_step: BeforeStep,
-        after_step: Callable[[Sequence[int]], None],
+        after_step: Callable[[Mapping[int, Sequence[nn.Parameter]]], None],
         note: Note,
         writable: bool = False,
         offload: OffloadedSteps | None = None,
@@ -74,8 +74,8 @@ class ShardedOptimizer:
         kept = kept_of(optimizer)
         if self.rule == "whole" and kept is None:
             try_in_parts(optimizer, label)
-        self.units: list[int] = []
-        """Units with parameters that this optimizer may change, the same list on every rank."""
+        self.units: dict[int, list[nn.Parameter]] = {}
+        """Units with parameters that this optimizer may change, in order, and these: the same on every rank."""
         self._collectives = collectives
         self._before_step = before_step
         self._after_step = after_step
@@ -230,7 +230,9 @@ class ShardedOptimizer:
             self._offload.agree(failure)
         self._adopted.update(dict.fromkeys(entries))
         self._shards = members_of(members)
-        self.units = sorted({member.entry.unit for member in self._shards})
+        self.units = {}
+        for member in sorted(self._shards, key=lambda member: member.entry.unit):
+            self.units.setdefault(member.entry.unit, []).append(member.entry.user)
         self._view.step_on(members, [self._stepped_on(group) for group in members])
 
     def _owned_whole(self, entry: OwnedParameter) -> nn.Parameter | None:

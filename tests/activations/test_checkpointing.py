@@ -621,7 +621,7 @@ def test_weights_that_were_changed_are_refused(stage: int) -> None:
     with run.activations.training(), run.engine.step("training_step"):
         loss = run.module(x).sum()
     run.engine.before_optimizer_step("SGD")
-    run.engine.after_optimizer_step(range(len(run.engine.units)))
+    run.engine.after_optimizer_step({unit.index: unit.parameters for unit in run.engine.units})
     with (
         pytest.raises(RuntimeError, match=r"weights of .* were changed .* between this forward"),
         run.engine.backward(),
@@ -732,7 +732,7 @@ def test_no_chain_of_graphs_grows_over_forwards_without_a_backward(stepping: boo
             run.module(torch.randn(8, WIDTH, requires_grad=True))
         if stepping:
             run.engine.before_optimizer_step("SGD")
-            run.engine.after_optimizer_step(range(len(run.engine.units)))
+            run.engine.after_optimizer_step({unit.index: unit.parameters for unit in run.engine.units})
     # Of each layer, what it has, and what it had when its last graph was made
     assert sum(memory.lock() is not None for memory in made) <= 2 * 3
 

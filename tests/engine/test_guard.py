@@ -94,7 +94,7 @@ def test_changed_weights_are_refused_by_name() -> None:
     world = World()
     with world.forward(0) as linear:
         y = linear(torch.randn(3, SIZE, requires_grad=True))
-    world.units[0].parameters_changed()
+    world.units[0].parameters_changed(world.units[0].parameters)
     with pytest.raises(RuntimeError, match="weights of unit '0' were changed"):
         y.sum().backward()
 

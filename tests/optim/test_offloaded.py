@@ -231,7 +231,7 @@ def test_groups_that_the_user_changes(tier: Tier, rig_of: RigOf) -> None:
     names = [entry.shard.spec.name for entry in rig.owned.values()]
     left = [names[i] for i, p in enumerate(whole.parameters) if p in set(whole.optimizer.param_groups[0]["params"])]
     assert sorted(entry.shard.spec.name for entry in rig.adapter.groups[0]) == sorted(left)
-    assert rig.adapter.units == sorted({entry.unit for entry in rig.adapter.groups[0]})
+    assert list(rig.adapter.units) == sorted({entry.unit for entry in rig.adapter.groups[0]})
 
 
 def test_groups_that_cannot_be_stepped_on(rig_of: RigOf) -> None:

@@ -91,6 +91,29 @@ def test_gan_trains_bit_for_bit_like_ddp(zero_grad_first: bool, toggles: bool) -
     assert_same(results)
 
 
+class OneFake(Gan):
+    """As in PyTorch's own tutorial: both losses are of one forward of the generator, between which the other steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, images = self.data(batch_idx)
+        optimizer_g, optimizer_d = self.optimizers()
+        fake = self(z)
+        real_loss = self.adversarial(self.discriminator(images), real=True)
+        d_loss = real_loss + self.adversarial(self.discriminator(fake.detach()), real=False)
+        self.advance(optimizer_d, d_loss)
+        g_loss = self.adversarial(self.discriminator(fake), real=True)
+        self.advance(optimizer_g, g_loss)
+        self.losses += [g_loss.detach().clone(), d_loss.detach().clone()]
+
+
+def test_a_graph_outlives_the_step_of_another_optimizer() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = OneFake(zero_grad_first=True, toggles=False)
+        return made(module, fit(strategy, module, count=4))
+
+    assert_same(each_strategy(play))
+
+
 class Manual(Net):
     """``body(module, optimizer, batch_idx)`` is its training step."""
 

@@ -173,11 +173,12 @@ class Unit:
         self._returning = None
         self.note_written()
 
-    def parameters_changed(self) -> None:
-        """Note that weights changed, so that a graph of the old weights is refused as plain torch refuses it."""
+    def parameters_changed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that some weights changed, so that a graph of the old ones is refused as plain torch refuses it."""
         self.version += 1
-        torch.autograd.graph.increment_version(self.parameters)
-        self._versions = [version + 1 for version in self._versions]
+        torch.autograd.graph.increment_version(parameters)
+        for parameter in parameters:
+            self._versions[self._positions[id(parameter)]] += 1
 
 
 class ReplicatedUnit(Unit):
