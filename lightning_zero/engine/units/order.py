@@ -112,8 +112,8 @@ class UnitOrder:
         self.recording = order is None
         self._phase = _Phase(name, place, order or _Order(), self.recording)
 
-    def need(self, unit: int) -> None:
-        """Make sure a unit's gather has been issued, and look ahead.
+    def need(self, unit: int, ahead: bool = True) -> None:
+        """Make sure a unit's gather has been issued, and look ``ahead``.
 
         Collective: only if the unit is not resident; then in step with the other ranks' phases.
         """
@@ -145,9 +145,9 @@ class UnitOrder:
             self._leave_order(phase, unit)
             return
         phase.cursor = position + 1
-        if phase.order.prefetch:
+        if ahead and phase.order.prefetch:
             self._look_ahead(phase)
-        if self._announce is not None:
+        if ahead and self._announce is not None:
             left = uses[phase.issued :]
             coming = next((index for index in left if self._ledger.get(self._slots[index]) != index), None)
             if coming is not None:

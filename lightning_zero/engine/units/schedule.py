@@ -149,7 +149,7 @@ class UnitSchedule:
         self._changed()
         self._thread = threading.get_ident()
         for unit in (*self._staying, *self._joined):
-            self.unshard(unit)
+            self.unshard(unit, ahead=not amid)  # else what user code is about to write to would be gathered
 
     def stay(self, unit: ShardedUnit, parameter: str) -> None:
         """Make a unit whole until the running phase ends, and in all later ones. See [Note: a unit that stays].
@@ -208,9 +208,9 @@ class UnitSchedule:
             self._warn(change)
         return rows
 
-    def unshard(self, unit: ShardedUnit) -> None:
+    def unshard(self, unit: ShardedUnit, ahead: bool = True) -> None:
         """Make a unit whole, show its values in the user's parameters, and keep them there until ``reshard``."""
-        self._order.need(unit.index)
+        self._order.need(unit.index, ahead)
         if self._spans.heard and not all(handle.done for handle in unit.pending):
             with self._spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes):
                 unit.wait()
