@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.gradients import LossScaler
+from tests.helpers.cases import WIDTH, Block
 from tests.helpers.world import run_world
 from tests.strategy.runs import Net, assert_same, each_strategy, fit, made, quiet, zero
 
@@ -54,6 +56,38 @@ def test_clipping_what_is_not_there_is_an_error(kind: type[Net]) -> None:
 
     for said in run_world(2, play):
         assert all("clip_gradients" in text and "grad_norm" in text for text in said), said
+
+
+class BackwardInBackward(Net):
+    """A layer that is used twice, each time in a backward inside of the backward; hooks change what was summed up."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+        torch.manual_seed(3)
+        self.first, self.shared, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Block()
+        self.sums: list[float] = []
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.change)
+
+    def change(self, parameter: Tensor) -> None:
+        self.sums.append(float(parameter.grad.sum()))  # type: ignore[union-attr]
+        parameter.grad.mul_(0.9)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.last(x)
+
+
+def test_a_hook_sees_the_sum_of_backwards_inside_of_one() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        if isinstance(strategy, DDPStrategy):
+            strategy = DDPStrategy(static_graph=True)
+        module = BackwardInBackward()
+        return {**made(module, fit(strategy, module)), "sums": module.sums}
+
+    assert_same(each_strategy(play))
 
 
 class WritesToItsWeights(Net):

@@ -407,6 +407,18 @@ GRADIENTS = {
         {name: "'b.weight'" for name in STRATEGIES if name != "1"},
         {"accumulate_grad_batches": 2},
     ),
+    "the same, accumulated more than once": Case(
+        "on_train_start",
+        lambda net: net.b.weight.register_post_accumulate_grad_hook(halve),
+        {name: "'b.weight'" for name in STRATEGIES if name != "1"},
+        {"accumulate_grad_batches": 4},
+    ),
+    "the same, in mixed precision": Case(
+        "on_train_start",
+        lambda net: net.b.weight.register_post_accumulate_grad_hook(halve),
+        everywhere("'b.weight'"),
+        {"accumulate_grad_batches": 2, "precision": "bf16-mixed"},
+    ),
     "weight decay by hand": Case(
         "on_before_optimizer_step",
         lambda net: [p.grad.add_(p.detach(), alpha=0.1) for p in net.parameters() if p.grad is not None],

@@ -68,7 +68,7 @@ class GradientBucket:
         count = len(flat.parameters)
         self.numbers = [0] * count
         """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
-        self.merged: set[int] = set()  # in the running backward: sums that are already in what arrives
+        self.merged: set[int] = set()  # what arrives next is the sum already
         self.arrived = [False] * count  # in the running round
         self.local = [False] * count  # holds unreduced gradients of earlier micro-steps
         self.used = [False] * count  # had a gradient in an earlier round of the running backward
@@ -147,6 +147,7 @@ class GradientBucket:
                 self.views[position].add_(gradient)
             else:  # of itself, if it was merged and the hooks left it where it was
                 self.views[position].copy_(gradient)
+        self.merged.discard(position)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
         self.plain = self._carry is None and True not in self.local and not torch.is_grad_enabled()

@@ -149,21 +149,24 @@ class UserGradients:
     def _accumulated(self, binding: Binding, place: GradientPlace, local: Tensor) -> Tensor:
         """A gradient on its way through the user's hooks, with what was accumulated before, as autograd shows it."""
         bucket, position = place
-        whole = place.whole
         if not self._engine.in_backward or position in bucket.merged:
             return local
-        if whole is not None:
+        before = bucket.arrived[position] or bucket.still_local(position)  # also in this backward, inside of another
+        whole = bucket.views[position] if before and bucket.views is not None else None
+        reduced = bucket.used[position] or (bucket.launched and not bucket.dirty)
+        if whole is not None and whole.dtype == local.dtype and not reduced:
             with untracked():
                 whole.add_(local.to_dense() if local.layout is not torch.strided else local)
             bucket.merged.add(position)
             set_gradient(binding.parameter, whole)
             return whole
-        if place.shard is not None and place.shard.grad is not None:
+        if before or bucket.used[position] or (place.shard is not None and place.shard.grad is not None):
             raise ParameterAccessError(
                 f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody clears "
                 "gradients (of a parameter in no optimizer, say). What came before is averaged and in slices already, "
-                "so that its sum with this gradient is not there. Use stage 1, a hook on the tensor "
-                "(`parameter.register_hook`), which gets this gradient, or edit the sum in `on_before_optimizer_step`."
+                "or of another dtype, so that its sum with this gradient is not there. Use stage 1 in one precision, a "
+                "hook on the tensor (`parameter.register_hook`), which gets this gradient, or edit the sum in "
+                "`on_before_optimizer_step`."
             )
         return local
 
