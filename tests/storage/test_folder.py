@@ -211,7 +211,7 @@ def _request(resting: torch.Tensor) -> object:
 def test_a_process_that_ends_removes_its_files(tmp_path: Path) -> None:
     """However it ends, short of being killed. Each end has a process of its own, forked from one that has imported."""
     script = f"""
-import gc, os, signal, sys, torch
+import os, signal, sys, torch
 from lightning_zero.storage import NvmeStore, Request
 
 ENDS = {{"return": lambda: None, "raise": lambda: 1 / 0, "exit": lambda: sys.exit(3),
@@ -228,7 +228,6 @@ def run(end, path):
     store.pipeline().run((Request(4096, [(x.part(4096 * i, 4096), True, True)], i) for i in range(20)), work)
     return store
 
-gc.freeze()  # what was imported is not looked through again by each of them at its end
 for end in ENDS:
     pid = os.fork()
     if not pid:
