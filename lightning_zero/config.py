@@ -364,8 +364,8 @@ def validate_activations(activations: ActivationPolicy | None) -> ActivationPoli
 
 
 def validate_prefetch(prefetch: int) -> int:
-    """The number of units gathered ahead is a whole one; 0 switches it off."""
-    return check_whole("prefetch", prefetch, least=0, unit="units")
+    """Return ``prefetch`` if it is a usable number."""
+    return check_whole("prefetch", prefetch, least=0, unit="units gathered ahead (0: none)")
 
 
 def validate_units(units: object) -> tuple[str, ...] | None:
