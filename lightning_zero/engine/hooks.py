@@ -67,8 +67,7 @@ class EngineHooks:
         by_module = {unit.plan.module: unit for unit in units if unit.plan.module}
         scopes = {""}
         for name in by_module:
-            parts = name.split(".")
-            scopes.update(".".join(parts[:count]) for count in range(1, len(parts)))
+            scopes.update(_around(name))
         brought: dict[str, dict[ReplicatedUnit, None]] = {}
         for owner in scoped:
             for spec in owner.plan.parameters:
@@ -95,13 +94,10 @@ class EngineHooks:
         for unit in units:
             top = f"{unit.plan.module}." if unit.plan.module else ""
             names = [name for spec in unit.plan.parameters for name in (spec.name, *spec.aliases)]
-            for name in names if top else ():
-                parts = name.removeprefix(top).split(".")[:-1] if name.startswith(top) else []
-                for count in range(1, len(parts) + 1):
-                    part = top + ".".join(parts[:count])
-                    if part not in self._watched:
-                        self._watched.add(part)
-                        self._watch_unit(module.get_submodule(part), unit)
+            parts = {part for name in names for part in _around(name) if top and part.startswith(top)}
+            for part in sorted(parts - self._watched):
+                self._watched.add(part)
+                self._watch_unit(module.get_submodule(part), unit)
 
     def _watch_unit(self, module: nn.Module, unit: ShardedUnit) -> None:
         """Gather ``unit`` around every forward of ``module``, before the user's own hooks see it."""
@@ -152,6 +148,12 @@ class EngineHooks:
         first, last = (_Attached(hook, module) for hook in (before, after))
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
+
+
+def _around(name: str) -> list[str]:
+    """The paths of all modules around what has a path, the outermost first; without the root."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _collector(bucket: GradientBucket, position: int, engine: Verbs) -> Callable[[Tensor], None]:

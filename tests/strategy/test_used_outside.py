@@ -179,10 +179,18 @@ def zero(stage: int, **options: Any) -> ZeroStrategy:
     return ZeroStrategy(stage=stage, **({"units": ["Block"]} if stage == 3 else {}), **options)  # type: ignore[arg-type]
 
 
-def assert_alike(found: Any, expected: Any) -> None:
-    assert found[0] == expected[0]
+def assert_alike(found: Any, expected: Any, use: str = "") -> None:
+    assert found[0] == expected[0], use
     for name, value in expected[1].items():
-        assert torch.equal(found[1][name], value), name
+        assert torch.equal(found[1][name], value), (use, name)
+
+
+def assert_as_ddp(use: Any, expected: Any, **options: Any) -> None:
+    """``use`` in stage 3 does what ``expected`` does under DDP."""
+    for found, reference in run_world(
+        2, lambda rank: (play(zero(3, **options), use), play("ddp", expected)), timeout=120
+    ):
+        assert_alike(found, reference)
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
@@ -197,18 +205,13 @@ def test_it_counts_as_under_ddp(setting: Setting) -> None:
         ]
 
     environment = {"LIGHTNING_ZERO_SHARED_MEMORY": setting.wire}
-    for found in run_world(setting.ranks, run, timeout=40, environment=environment):
+    for found in run_world(setting.ranks, run, timeout=120, environment=environment):
         for name, result, expected in found:
-            assert_alike(result, expected), name
+            assert_alike(result, expected, name)
 
 
 def test_in_files(tmp_path: Any) -> None:
-    def run(rank: int) -> Any:
-        offload = NvmeOffload(path=str(tmp_path), parameters=True)
-        return play(zero(3, offload=offload), penalty), play("ddp", penalty)
-
-    for result, expected in run_world(2, run, timeout=120):
-        assert_alike(result, expected)
+    assert_as_ddp(penalty, penalty, offload=NvmeOffload(path=str(tmp_path), parameters=True))
 
 
 def told_of(caught: Sequence[warnings.WarningMessage]) -> list[str]:
@@ -261,11 +264,7 @@ def test_a_thread_of_the_user_s_own_is_refused() -> None:
         assert "'blocks.1.up.weight' are not in memory" in str(errors[0])
         return torch.zeros(())
 
-    def run(rank: int) -> Any:
-        return play(zero(3), use), play("ddp", nothing)
-
-    for result, expected in run_world(2, run):
-        assert_alike(result, expected)
+    assert_as_ddp(use, nothing)
 
 
 def test_an_error_behind_it_leaves_nothing_behind() -> None:
@@ -278,11 +277,7 @@ def test_an_error_behind_it_leaves_nothing_behind() -> None:
                 return norm
         return torch.zeros(())
 
-    def run(rank: int) -> Any:
-        return play(zero(3), use), play("ddp", use)
-
-    for result, expected in run_world(2, run):
-        assert_alike(result, expected)
+    assert_as_ddp(use, use)
 
 
 def test_in_a_call_of_the_model_outside_of_steps() -> None:

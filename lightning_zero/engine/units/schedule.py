@@ -104,7 +104,6 @@ class UnitSchedule:
             self.guard.know_kinds(unit)
         self._at = {unit.index: unit for unit in self.sharded}
         self._permanent = {unit.home.key for unit in self.sharded}
-        self._apart: set[int] = set()  # slots of units that stay, but the root's
         self._thread = 0  # which runs the phase
         self._whole = self._in_their_shards() if collectives.world_size == 1 and fetcher is None else ()
         slots = [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units]
@@ -160,7 +159,7 @@ class UnitSchedule:
         here = threading.get_ident() == self._thread or current_graph_task() != -1
         if watched or not here or not self.is_open:
             return
-        if unit not in self._joined:
+        if unit not in self._staying and unit not in self._joined:
             self._joined[unit] = parameter
             self._set_apart(unit)
             self.stayed()
@@ -283,13 +282,10 @@ class UnitSchedule:
 
     def _set_apart(self, unit: ShardedUnit) -> None:
         """Give a unit a slot of its own."""
-        if unit.home.key in self._apart:
-            return
         slot = Slot.allocate(unit.home.buffer.numel(), unit.home.buffer.device)
         unit.move(slot)
         self.guard.know(slot)
         self._permanent.add(slot.key)
-        self._apart.add(slot.key)
 
     def _agree_who_stays(self) -> bool:
         """Let units stay from now on that any rank needs so, and that no rank computes with. Collective."""
@@ -299,7 +295,8 @@ class UnitSchedule:
         names = {index: name for wanted, _ in told for index, name in wanted.items() if index not in busy}
         joining = tuple(unit for unit in self.sharded if unit.index in names and unit not in self._staying)
         for unit in joining:
-            self._set_apart(unit)
+            if unit not in self._joined:
+                self._set_apart(unit)
         self._staying += joining
         self._joined = {unit: name for unit, name in self._joined.items() if unit not in self._staying}
         self._whole = tuple(unit for unit in self._whole if unit not in self._staying)
