@@ -174,15 +174,28 @@ class ParameterAccess:
             if engine.computes:
                 self._bring_edits_home()
 
-        start, shape = shard.start if shard.data.numel() else 0, parameter.shape
+        return self._slice_of(binding, editable, edited)
+
+    def master(self, parameter: nn.Parameter) -> SlicedTensor:
+        """This rank's slice of a parameter's master, to be read between steps, or written by who says so
+        (``masters_changed``) on every rank."""
+        if self._engine.plan.offload is not None:
+            self._engine.tiers.settle()
+        return self._slice_of(self.bindings[parameter])
+
+    def _slice_of(
+        self, binding: Binding, alive: Callable[[], bool] | None = None, edited: Callable[[int], None] | None = None
+    ) -> SlicedTensor:
+        shard, parameter = self._engine.shards[binding.name], binding.parameter
         cut = next(
             flat.layout.cut_of(position)
-            for flat in unit.flats
+            for flat in self._units[parameter].flats
             for position, known in enumerate(flat.parameters)
             if known is parameter
         )
-        meaning = values_of(binding.name)
-        return SlicedTensor(shard.data, start, shape, binding.name, editable, edited, engine.device, meaning, cut)
+        start = shard.start if shard.data.numel() else 0
+        name, device = binding.name, self._engine.device
+        return SlicedTensor(shard.data, start, parameter.shape, name, alive, edited, device, values_of(name), cut)
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""

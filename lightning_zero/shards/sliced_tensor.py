@@ -96,6 +96,11 @@ class SlicedTensor(Tensor):
         """Share the memory of another, and what happens to it."""
         self._slice = other._slice
 
+    def as_parameter(self) -> SlicedTensor:
+        """Let a module take it for one of its parameters. Returns it."""
+        self._is_param = True  # what ``isinstance(..., nn.Parameter)`` asks
+        return self
+
     def let_go(self) -> None:
         """Keep the values that are there now, in memory of its own."""
         values = self._slice

@@ -15,8 +15,6 @@ from lightning.pytorch.callbacks import (
     Callback,
     ModelCheckpoint,
     ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -38,11 +36,8 @@ __all__ = [
 ]
 
 
-def refuse_callbacks(callbacks: Iterable[Callback], partial: bool) -> None:
-    """Raise ParameterAccessError for a callback that sharding cannot serve, and warn of what differs from DDP.
-
-    ``partial``: parameters do not hold their values between steps.
-    """
+def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Raise ParameterAccessError for a callback that sharding cannot serve, and warn of what differs from DDP."""
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, BaseFinetuning):
@@ -57,12 +52,6 @@ def refuse_callbacks(callbacks: Iterable[Callback], partial: bool) -> None:
                 "Under DDP they are trained along, so that what is given back are weights of the last epoch. Here they "
                 "keep the values of the beginning, and results differ from DDP's. With False they are the same.",
                 stacklevel=2,
-            )
-        if partial and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ParameterAccessError(
-                f"{name} copies and overwrites parameters between steps, where parameters that are sharded or "
-                "computed in 16 bit do not hold their values. Use stage 1 or 2 in full precision, or average in a "
-                "callback of your own inside `with lightning_zero.full_parameters(module):`, on every rank."
             )
 
 

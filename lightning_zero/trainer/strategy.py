@@ -39,6 +39,7 @@ from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import SessionSettings, ZeroSession
+from lightning_zero.trainer.averaging import Averages, as_shards, copy_whole
 from lightning_zero.trainer.callbacks import (
     HeldSchedulers,
     WatchedNames,
@@ -121,6 +122,7 @@ class ZeroStrategy(ParallelStrategy):
         self._recorder = InitRecorder()
         self._names: WatchedNames | None = None
         self._held = HeldSchedulers()
+        self._averages: Averages | None = None
 
     # ------------------------------------------------------------- environment
 
@@ -220,6 +222,7 @@ class ZeroStrategy(ParallelStrategy):
                 f"num_nodes={self.num_nodes}) asks for {expected}. Start as many processes as devices times nodes, or "
                 "let the Trainer start them."
             )
+        copy_whole(self._module.trainer.callbacks, self._module)  # type: ignore[attr-defined]
 
     # -------------------------------------------------------------------- setup
 
@@ -236,7 +239,7 @@ class ZeroStrategy(ParallelStrategy):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         precision = self.precision_plugin
         if fitting:
-            refuse_callbacks(callbacks, self.placement.shards_parameters or precision.param_dtype is not None)
+            refuse_callbacks(callbacks)
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self._module)
         self._shard(self._module)
@@ -250,6 +253,8 @@ class ZeroStrategy(ParallelStrategy):
         self.session.begin(training=fitting)
         if fitting:
             self.setup_optimizers(trainer)
+            if self.placement.shards_parameters or precision.param_dtype is not None:
+                self._averages = Averages(callbacks, self.session, self._module)
         self.setup_precision_plugin()
 
     def _shard(self, module: LightningModule) -> None:
@@ -362,6 +367,8 @@ class ZeroStrategy(ParallelStrategy):
             self.accelerator.teardown()
         if self._names is not None:
             self._names.release()
+        if self._averages is not None:
+            self._averages.release()
         if self._session is not None:
             self._session.rest()
 
@@ -406,7 +413,7 @@ class ZeroStrategy(ParallelStrategy):
             excluded = self.session.module_state(self._module).excluded_frozen()
             checkpoint = {**checkpoint, "lightning_zero": {"excluded_frozen": excluded}}
         precision = self.precision_plugin.precision
-        self.checkpoints.save(checkpoint, filepath, self.engine, precision, storage_options)
+        self.checkpoints.save(as_shards(checkpoint), filepath, self.engine, precision, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint of any strategy; tensors are read when they are needed. Collective: every rank."""
@@ -429,6 +436,8 @@ class ZeroStrategy(ParallelStrategy):
             adapted = self.session.optimizer_state(self.adapter(optimizer).optimizer)
             adapted.load(state, strict=self._module.strict_loading, weights=checkpoint.get("state_dict"))
         self.checkpoints.load_random_state(checkpoint, self.root_device)
+        if self._averages is not None:
+            self._averages.before_schedulers(self._module.trainer)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint once its successor is durable: at the next save, or at the end of the run."""

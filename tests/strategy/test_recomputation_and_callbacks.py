@@ -9,26 +9,23 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.errors import ParameterAccessError
 from tests.helpers.cases import Block, Stack
-from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import (
     STAGES,
     Net,
     assert_same,
-    batches,
     each_strategy,
     fit,
     made,
     name_of,
     quiet,
-    values_of,
     zero,
 )
 
@@ -223,35 +220,3 @@ def test_a_parameter_thawed_during_training_is_refused_by_name() -> None:
         for message in messages:
             assert message.startswith("ParameterAccessError"), message
             assert "model.stem." in message
-
-
-def averaged(callback: type[pl.Callback], options: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
-    """What remains after training with a callback that averages weights; its error where it is refused."""
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Net()
-        trainer = make_trainer(strategy, max_epochs=3, callbacks=[callback(**options)])
-        try:
-            trainer.fit(module, batches(2))
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {"weights": values_of(module)}
-
-    return each_strategy(play)
-
-
-@pytest.mark.parametrize(
-    ("callback", "options"),
-    [(StochasticWeightAveraging, {"swa_lrs": 0.01, "swa_epoch_start": 1}), (WeightAveraging, {})],
-    ids=["swa", "weight_averaging"],
-)
-def test_callbacks_that_average_weights_are_right_or_refused(
-    callback: type[pl.Callback], options: dict[str, Any]
-) -> None:
-    for result in averaged(callback, options):
-        for name in STAGES:
-            if "error" not in result[name]:
-                assert_same([result], [name])
-        assert "error" not in result["stage 1"]
-        assert "ParameterAccessError" in result["stage 3"]["error"]
-        assert callback.__name__ in result["stage 3"]["error"]
