@@ -57,11 +57,11 @@ class InitRecorder:
 
     Inside, the build takes the way that an ordinary CPU build would take: code that asks a tensor whether it
     ``is_meta``, or for its device, is answered as there. A ``from_pretrained`` does what it does without a
-    recorder. Operations after the ``with`` block are not seen.
+    recorder. Operations after the ``with`` block are not seen, unless another recorder goes on with its ``record``.
     """
 
-    def __init__(self) -> None:
-        self.record = InitRecord()
+    def __init__(self, record: InitRecord | None = None) -> None:
+        self.record = record or InitRecord()
         self._stack = ExitStack()
 
     def __enter__(self) -> InitRecord:

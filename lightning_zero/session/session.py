@@ -28,6 +28,7 @@ from lightning_zero.config import (
 from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import give_back
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
@@ -86,7 +87,7 @@ class Dtypes(Protocol):
         return False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the masters, in place."""
+        """Cast the masters, in place, and what else the precision wants to be cast."""
         return module
 
 
@@ -151,7 +152,7 @@ class ZeroSession:
         self,
         module: nn.Module,
         dtypes: Dtypes | None = None,
-        record: Any = None,
+        record: InitRecord | None = None,
         is_running: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
         """Lay the module out over the ranks, with rank 0's values, or with the weights that the settings name.
@@ -159,7 +160,7 @@ class ZeroSession:
         Args:
             module: the root. Its parameters are this session's from now on.
             dtypes: the precision of the run.
-            record: how parameters on the meta device are to be initialised (``engine.InitRecord``).
+            record: how parameters on the meta device are to be initialised.
             is_running: whether somebody trains a module at this moment.
 
         Raises:
@@ -173,7 +174,7 @@ class ZeroSession:
             fits = existing.device == self.device and not dtypes.would_cast(module)
             fits = fits and self.settings.offload == existing.plan.offload
             fits = fits and existing.names.keys() >= {*module.parameters()}
-            plan = self._plan(module, dtypes) if fits else None
+            plan = self._plan(dtypes.convert_module(module), dtypes) if fits else None
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
                 self._engine = existing  # sharded by an earlier run just as it is wanted now
                 existing.plan = plan  # buffers may have been added or replaced
@@ -181,7 +182,8 @@ class ZeroSession:
                 return
             torn = existing.updating
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
-        dtypes.convert_module(module)
+        with nullcontext() if record is None else InitRecorder(record):
+            dtypes.convert_module(module)
         control, streams = self.groups.control, Streams(self.device)
         collectives = self.wire(self.groups, streams, self.device)
         plan = self._plan(module, dtypes)

@@ -31,6 +31,7 @@ from lightning_zero.optim.sharded import ShardedOptimizer
 
 __all__ = ["PrecisionName", "ZeroPrecision"]
 
+BuffersName = Literal["cast", "keep"]
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -49,8 +50,11 @@ class ZeroPrecision(Precision):
         reduce_dtype: dtype gradients are averaged in under mixed precision. ``float32`` is exact; a 16-bit dtype halves
             the bytes on the wire and in gradient memory.
         scaler: loss scale for ``16-mixed``; ``None`` for the default one.
+        buffers: under ``bf16-true`` and ``16-true``. ``cast``: all of the module is in 16 bit, as Lightning makes it.
+            ``keep``: buffers, batch norm layers and metrics keep ``float32``. That is more exact where a buffer holds
+            what 16 bits cannot (rotary frequencies, running statistics), and differs from DDP's numbers.
 
-    fp32 buffers and metric states are never cast down, nor are the parameters of batch norm layers.
+    Under mixed precision buffers, batch norm layers and metrics keep their dtype.
 
     Raises:
         ValueError: if a setting is unknown or does not fit the others.
@@ -61,6 +65,7 @@ class ZeroPrecision(Precision):
         precision: PrecisionName = "32-true",
         reduce_dtype: DtypeName | None = None,
         scaler: LossScaler | None = None,
+        buffers: BuffersName = "cast",
     ) -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(
@@ -73,7 +78,13 @@ class ZeroPrecision(Precision):
             )
         if scaler is not None and precision != "16-mixed":
             raise ValueError(f"A loss scale is only used with precision='16-mixed', got one with {precision!r}.")
+        if buffers not in get_args(BuffersName) or (buffers == "keep" and precision not in ("bf16-true", "16-true")):
+            raise ValueError(
+                "buffers must be 'cast' or 'keep', and 'keep' only applies to bf16-true and 16-true, got "
+                f"buffers={buffers!r} with precision={precision!r}."
+            )
         self.precision = precision
+        self.buffers = buffers
         self.scaler = scaler or (LossScaler() if precision == "16-mixed" else None)
         self._reduce_dtype = reduce_dtype
         self._device_type = "cpu"
@@ -130,26 +141,26 @@ class ZeroPrecision(Precision):
     # ------------------------------------------------------------------- dtypes
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast parameters for the ``-true`` precisions; buffers only up, metric states not at all."""
+        """Cast a module for the ``-true`` precisions, as Lightning's own plugins do unless buffers are to be kept."""
         dtype = _TRUE.get(self.precision)
-        with torch.no_grad():
+        if self.buffers == "keep":
             for parameter in self._cast_parameters(module):
                 parameter.data = parameter.data.to(dtype)
-            for child in module.modules() if dtype is torch.float64 else ():
-                for key, buffer in child._buffers.items() if not isinstance(child, Metric) else ():
-                    if buffer is not None and buffer.is_floating_point():
-                        child._buffers[key] = buffer.to(dtype)
+        elif self.precision == "64-true":
+            module.double()
+        elif dtype is not None:
+            module.to(dtype=dtype)
         return module
 
     def would_cast(self, module: nn.Module) -> bool:
-        """Whether ``convert_module`` has anything to do: then the parameters' values must be in memory first."""
+        """Whether ``convert_module`` changes a parameter: then the parameters' values must be in memory first."""
         dtype = _TRUE.get(self.precision)
         return any(parameter.dtype is not dtype for parameter in self._cast_parameters(module))
 
     def _cast_parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Floating ones made of one tensor each; those of metrics and batch norms are never cast down."""
+        """Floating ones made of one tensor each."""
         for child in module.modules() if self.precision in _TRUE else ():
-            if self.precision != "64-true" and isinstance(child, Metric | BatchNorm):
+            if self.buffers == "keep" and isinstance(child, Metric | BatchNorm):
                 continue
             for parameter in child._parameters.values():
                 if parameter is not None and parameter.is_floating_point():
@@ -163,8 +174,8 @@ class ZeroPrecision(Precision):
         return nullcontext() if dtype is None else _DtypeContextManager(dtype)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Modules are built in fp32 and cast afterwards, so that their buffers keep full precision."""
-        return self.tensor_init_context() if self.precision == "64-true" else nullcontext()
+        """New modules likewise; where buffers are kept they are built in their own dtype, and cast afterwards."""
+        return nullcontext() if self.buffers == "keep" else self.tensor_init_context()
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

@@ -267,7 +267,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where tensors are made while a module is built: on the host, because only parts stay on the device."""
-        return self.precision_plugin.tensor_init_context()
+        return self.precision_plugin.module_init_context()
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Around ``configure_model``: initialisation on the meta device is recorded, to be replayed by unit."""

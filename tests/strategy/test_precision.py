@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 from lightning_zero import ZeroPrecision, full_parameters
 from lightning_zero.optim.gradients import LossScaler
@@ -24,6 +26,8 @@ from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit, masters, rank_order_mean
 from tests.helpers.training import build
 from tests.helpers.world import run_world
+from tests.strategy import runs
+from tests.strategy.runs import Net
 
 STAGES = (1, 2, 3)
 STEPS = 4
@@ -51,7 +55,7 @@ class Normed(Stack):
 
 
 NORMED = case("normed", Normed)
-# Under true half precision batch norm stays in float32 and its input has to; the rest of the model is in 16 bit.
+# A batch norm that is kept in float32 needs such an input; under true half precision the other models are in 16 bit.
 PLAIN = case("plain", lambda: Stack(Block(), Block(), Block()))
 
 
@@ -174,10 +178,15 @@ def test_parameters_show_values_where_they_are_replicated_in_their_own_dtype() -
             assert found["outside"] == {f"{name}: torch.float32 values" for name in found["masters"]}
 
 
-def test_buffers_and_batch_norm_stay_in_float32() -> None:
+@pytest.mark.parametrize("true", [False, True])
+def test_buffers_and_batch_norm_stay_in_float32(true: bool) -> None:
+    """In mixed precision, and where they are to be kept."""
+    names = ("bf16-true", "16-true") if true else ("bf16-mixed", "16-mixed")
+    options: dict[str, Any] = {"buffers": "keep"} if true else {}
+
     def run(rank: int) -> list[tuple[str, dict[str, torch.dtype], set[torch.dtype]]]:
         found = []
-        for name in ("bf16-mixed", "16-mixed", "bf16-true", "16-true"):
+        for name in names:
             for stage in STAGES:
                 inside: set[torch.dtype] = set()
                 probe = Probe(NORMED)
@@ -186,7 +195,7 @@ def test_buffers_and_batch_norm_stay_in_float32() -> None:
                     inside.add(module.weight.dtype)
 
                 probe.model.norm.register_forward_pre_hook(note)
-                fit(probe, stage=stage, micro_steps=2, options={"plugins": make_plugin(name)})
+                fit(probe, stage=stage, micro_steps=2, options={"plugins": make_plugin(name, **options)})
                 dtypes = {key: buffer.dtype for key, buffer in probe.named_buffers() if buffer.is_floating_point()}
                 dtypes["norm"] = probe.model.norm.weight.dtype
                 found.append((f"{name}, stage {stage}", dtypes, inside))
@@ -197,6 +206,100 @@ def test_buffers_and_batch_norm_stay_in_float32() -> None:
             assert set(dtypes.values()) == {torch.float32}, where
             assert len(dtypes) == 4, where
             assert inside == {torch.float32}, where
+
+
+class Rotary(nn.Module):
+    """Frequencies that 16 bits cannot hold, statistics, and a metric that the loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.level = MeanMetric()
+        self.register_buffer("inv_freq", 1.0 / 100.0 ** (torch.arange(WIDTH).float() / WIDTH), persistent=False)
+        self.register_buffer("made_here", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.inv_freq * torch.arange(1, len(x) + 1, device=x.device)[:, None]
+        y = self.body((x * angles.cos() + self.made_here).to(x.dtype))  # the casts do nothing where all is in 16 bit
+        y = self.norm(y.to(self.norm.weight.dtype)).to(x.dtype)
+        self.level.update(y.detach().abs().mean())
+        return y + 0.1 * self.level.compute().to(x.dtype)
+
+
+class Configured(Net):
+    """Made in ``configure_model``, under the dtype that Lightning makes modules in there."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            torch.manual_seed(2)
+            self.model = Rotary()
+
+
+class OnMeta(Configured):
+    def configure_model(self) -> None:
+        made = isinstance(self.model, Rotary)
+        with torch.device("meta"):
+            super().configure_model()
+        if not made:
+            self.model.level = MeanMetric()  # states of metrics are no tensors of the module
+
+
+def half_run(strategy: Strategy, module: Net, precision: Any) -> dict[str, Any]:
+    options = {"plugins": precision} if isinstance(precision, ZeroPrecision) else {"precision": precision}
+    trainer = runs.fit(strategy, module, val=1, **options)
+    found = runs.made(module, trainer)
+    module.model.register_buffer("added", torch.ones(WIDTH))
+    trainer = runs.fit(runs.again(strategy), module, count=2, **options)
+    return {**found, "again": runs.made(module, trainer)}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("make", [lambda: Net(Rotary), Configured])
+def test_true_half_precision_is_ddp_s(make: Callable[[], Net], precision: str) -> None:
+    """Buffers, batch norm and metrics too, also in a second fit with a buffer more."""
+    results = runs.each_strategy(lambda strategy: half_run(strategy, make(), precision))
+    weights = results[0]["ddp"]["again"]["weights"]
+    assert {value.dtype for value in weights.values()} == {DTYPES[precision.removesuffix("-true")], torch.int64}
+    assert "model.added" in weights
+    assert all(bool(loss.isfinite()) for loss in results[0]["ddp"]["losses"])
+    runs.assert_same(results)
+
+
+@pytest.mark.parametrize("buffers", ["cast", "keep"])
+def test_buffers_of_a_module_on_meta(buffers: Any) -> None:
+    """Made and cast, or kept, as where the module is built on the CPU."""
+
+    def play(rank: int) -> list[dict[str, Any]]:
+        with runs.quiet():
+            return [
+                half_run(runs.zero(3), module, ZeroPrecision("bf16-true", buffers=buffers))
+                for module in (Configured(), OnMeta())
+            ]
+
+    for built, on_meta in run_world(2, play):
+        runs.assert_same([{"built": built, "meta": on_meta}], ["meta"], expected="built")
+        expected = torch.bfloat16 if buffers == "cast" else torch.float32
+        for name in ("inv_freq", "made_here", "added", "norm.running_mean", "norm.weight"):
+            assert built["again"]["weights"][f"model.{name}"].dtype is expected, name
+        assert built["weights"]["model.body.stem.weight"].dtype is torch.bfloat16
+
+
+def test_kept_buffers_are_exact_and_change_the_losses() -> None:
+    def play(rank: int) -> list[dict[str, Any]]:
+        plugins = [ZeroPrecision("bf16-true", buffers=buffers) for buffers in ("cast", "keep")]
+        with runs.quiet():
+            return [half_run(runs.zero(3), Configured(), plugin) for plugin in plugins]
+
+    cast, kept = run_world(2, play)[0]
+    exact = Rotary()
+    for name in ("inv_freq", "made_here"):
+        assert torch.equal(kept["weights"][f"model.{name}"], getattr(exact, name)), name
+        assert not torch.equal(cast["weights"][f"model.{name}"].float(), getattr(exact, name)), name
+    assert [float(a) for a in cast["losses"]] != [float(a) for a in kept["losses"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -437,6 +540,9 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ZeroPrecision("bf16-true", reduce_dtype="float32"), "only applies to bf16-mixed and 16-mixed"),
     (lambda: ZeroPrecision("bf16-mixed", reduce_dtype="int8"), "reduce_dtype='int8'"),
     (lambda: ZeroPrecision("bf16-mixed", scaler=LossScaler()), "only used with precision='16-mixed'"),
+    (lambda: ZeroPrecision("bf16-true", buffers="none"), "buffers='none'"),
+    (lambda: ZeroPrecision("bf16-mixed", buffers="keep"), "'keep' only applies to bf16-true and 16-true"),
+    (lambda: ZeroPrecision("64-true", buffers="keep"), "'keep' only applies to bf16-true and 16-true"),
 ]
 
 
