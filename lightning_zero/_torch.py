@@ -204,13 +204,19 @@ compiler_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_fra
 """What compiles the frames of this thread, ``None`` where no ``torch.compile`` runs."""
 
 
+_WHY_DISABLED = (
+    "it brings the parameters of a sharded module. Export the module inside `with "
+    "lightning_zero.full_parameters(module):`, on every rank, outside of a step"
+)
+
+
 def opaque_to_dynamo(call: Callable[..., Any], function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Have Dynamo call ``call``, which may stand for ``function``, without looking inside: see ``disable_dynamo``."""
     marked: Any = torch._dynamo.decorators.skip(call)
     if function is not None:
         functools.update_wrapper(marked, function)
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = None
+    marked._torchdynamo_disable_msg = _WHY_DISABLED  # part of torch's message, which a strict export is an error with
     marked._torchdynamo_disable_recursive = True
     return call
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
 )
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -24,12 +26,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ParameterAccessError
 
 __all__ = [
     "HeldSchedulers",
     "WatchedNames",
     "begin_epoch",
+    "gather_for_graphs",
     "refuse_callbacks",
     "refuse_other_strategies",
     "running_trainer",
@@ -114,6 +118,25 @@ def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
             f"laid out: {type(trainer.strategy).__name__} would train nothing. Give its Trainer an ordinary copy, made "
             "on every rank: `with lightning_zero.full_parameters(module): module = copy.deepcopy(module)`."
         )
+
+
+def gather_for_graphs(loggers: Iterable[Logger]) -> None:
+    """Have loggers that are about to draw the module's graph run it on whole parameters: they do on one rank alone.
+
+    ``TensorBoardLogger(log_graph=True)`` does; other loggers of Lightning do not call the module. Theirs and the user's
+    ``log_graph`` is called on every rank when a run begins. That call is collective then, and gathers the module.
+    """
+    for logger in loggers:
+        own = not type(logger).__module__.startswith("lightning.")
+        overridden = getattr(type(logger), "log_graph", None) is not Logger.log_graph
+        if overridden and "log_graph" not in vars(logger) and getattr(logger, "_log_graph", own):  # 2.6
+            logger.log_graph = partial(_draw_once, logger)  # type: ignore[method-assign]
+
+
+def _draw_once(logger: Logger, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    del logger.log_graph
+    with full_parameters(model):
+        logger.log_graph(model, *args, **kwargs)
 
 
 def running_trainer(module: nn.Module) -> Trainer | None:

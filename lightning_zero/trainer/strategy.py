@@ -44,6 +44,7 @@ from lightning_zero.trainer.callbacks import (
     HeldSchedulers,
     WatchedNames,
     begin_epoch,
+    gather_for_graphs,
     refuse_callbacks,
     refuse_other_strategies,
     running_trainer,
@@ -211,9 +212,8 @@ class ZeroStrategy(ParallelStrategy):
         if self.cluster_environment is None:
             raise RuntimeError("ZeroStrategy has no cluster environment; create it through Trainer(strategy=...).")
         if not dist.is_initialized():
-            options: dict[str, Any] = {"timeout": self._timeout}
-            options |= {} if device.type == "cpu" else {"device_id": device}
-            _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
+            on: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
+            _init_dist_connection(self.cluster_environment, self.process_group_backend, timeout=self._timeout, **on)
             destroy_default_group_at_exit()  # Lightning does so for nccl only
         expected = self.num_nodes * self.num_processes
         if dist.get_world_size() != expected:
@@ -246,6 +246,7 @@ class ZeroStrategy(ParallelStrategy):
         self.checkpoints.begin(training=fitting)
         if fitting and self.settings.checkpoint.async_save:
             self._names = WatchedNames(callbacks, self.checkpoints.is_underway)
+        gather_for_graphs(trainer.loggers)
         self.model_to_device()
         precision.attach(
             self.root_device, self.engine.control, self.adapter, lambda o: self._held.hold(self.lr_scheduler_configs, o)
