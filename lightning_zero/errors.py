@@ -63,8 +63,7 @@ class ParameterAccessError(ZeroError):
 class UnsupportedOptimizerError(ZeroError):
     """The optimizer cannot give the unsharded result on shards.
 
-    Cause: it mixes all parameters in one computation (LBFGS), needs sparse gradients (SparseAdam), or runs forward and
-    backward in its step (SAM).
+    Cause: it mixes all parameters in one computation, or needs sparse gradients (SparseAdam).
 
     Fix: the message names an alternative.
     """

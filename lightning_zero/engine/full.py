@@ -19,7 +19,7 @@ from lightning_zero.shards.elements import checksum, fingerprint
 from lightning_zero.shards.flat import FlatParameters, views_of
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
-__all__ = ["gather_layout", "gathered", "gathered_gradients", "give_back", "left_with_error"]
+__all__ = ["gather_layout", "gathered", "gathered_gradients", "gathered_whole", "give_back", "left_with_error"]
 
 
 def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what: str) -> Tensor:
@@ -261,6 +261,14 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
         finally:
             for place in places:
                 whole.pop(place.parameter, None)
+
+
+@contextmanager
+def gathered_whole(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters and their gradients, whole. Collective, at its beginning and at its end."""
+    chosen = list(parameters)
+    with gathered_gradients(engine, chosen), gathered(engine, chosen):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

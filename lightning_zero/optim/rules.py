@@ -31,7 +31,7 @@ from lightning_zero._torch import bare_step, tree_leaves
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
 
-__all__ = ["check_offloadable", "demands_closure", "naming_closures", "optimizer_rule", "try_in_parts"]
+__all__ = ["check_offloadable", "naming_closures", "needs_closure", "optimizer_rule", "try_in_parts"]
 
 
 _ELEMENTWISE = (
@@ -48,7 +48,6 @@ _ELEMENTWISE = (
     torch.optim.ASGD,
 )
 _REFUSED = {
-    torch.optim.LBFGS: "its line search takes dot products over all parameters at once; use AdamW or Adam instead",
     torch.optim.SparseAdam: (
         "it needs sparse gradients and sharded gradients are dense; use Adam with the same options instead"
     ),
@@ -62,7 +61,8 @@ def _overrides_step(cls: type, base: type) -> bool:
 
 
 def optimizer_rule(optimizer: Optimizer) -> str:
-    """How an optimizer is served: ``elementwise`` (on slices) or ``whole`` (on whole parameters at their owner).
+    """How an optimizer is served: ``elementwise`` (on slices), ``whole`` (on whole parameters at their owner) or
+    ``replicated`` (on whole parameters on every rank), which is for one that runs forward and backward in its step.
 
     Optimizers we do not know treat each parameter on its own as a rule, so they get whole parameters: always right, at
     the price of two more exchanges per step. Raises ``UnsupportedOptimizerError``, with the reason and an alternative,
@@ -77,9 +77,8 @@ def optimizer_rule(optimizer: Optimizer) -> str:
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused):
             raise UnsupportedOptimizerError(f"{cls.__name__} cannot be sharded: {reason}.")
-    refusal = demands_closure(optimizer)
-    if refusal is not None:
-        raise refusal
+    if needs_closure(optimizer):
+        return "replicated"
     for known in _ELEMENTWISE:
         if isinstance(optimizer, known):
             return "whole" if _overrides_step(cls, known) else "elementwise"
@@ -90,6 +89,11 @@ def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, d
     """Raise ``UnsupportedOptimizerError`` for what cannot step where its masters rest, in ``tier``, for a module that
     computes on ``device``."""
     name = type(optimizer).__name__
+    if rule == "replicated" and tier is not Tier.DEVICE:
+        raise UnsupportedOptimizerError(
+            f"{label}: {name} needs a closure in step(), so it steps on whole parameters on every rank, which offload "
+            "would only carry to the device and back. Leave `offload` out, or use an optimizer that needs no closure."
+        )
     if rule == "whole" and tier is Tier.DISK:
         raise UnsupportedOptimizerError(
             f"{label}: {name} needs whole parameters at one rank, which cannot be stepped on in pieces from files. Use "
@@ -111,9 +115,9 @@ def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, d
 
 
 _REASON = (
-    "{name} cannot be sharded: its step() needs a closure, to run forward and backward inside of the step, while here "
-    "the gradients of all ranks are averaged, agreed on and handed out before a step. Use an optimizer that steps on "
-    "the gradients that are there, for example the one that {name} wraps, or the one its result is closest to."
+    "{name} cannot be sharded as it is: its step() turned out to need a closure, to run forward and backward inside of "
+    "the step. Let it say so, by an argument without a default: `def step(self, closure)`. Every rank then steps on "
+    "whole parameters, which takes the memory that it takes under DDP."
 )
 
 
@@ -125,19 +129,17 @@ def _step_of(cls: type) -> Any:
     return step
 
 
-def demands_closure(optimizer: Optimizer) -> UnsupportedOptimizerError | None:
-    """The error for an optimizer that can be seen to need a closure, because ``step`` has an argument ``closure``
-    without a default, or its first statements raise where there is none; ``None`` for all others. What is not seen here
-    ends in ``naming_closures``."""
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer can be seen to need a closure, because ``step`` has an argument ``closure`` without a
+    default, or its first statements raise where there is none. What is not seen here ends in ``naming_closures``."""
     cls = type(optimizer)
     step: Any = next((own for base in cls.__mro__ if (own := _step_of(base)) is not None), None)
     try:
         parameters = list(inspect.signature(step).parameters.values())[1:]
-        required = any(p.name == "closure" and p.default is p.empty for p in parameters)
-        needed = required or any(_refuses_none(step, p.name) for p in parameters if "closure" in p.name)
     except (TypeError, ValueError):
-        return None
-    return UnsupportedOptimizerError(_REASON.format(name=cls.__name__)) if needed else None
+        return False
+    required = any(p.name == "closure" and p.default is p.empty for p in parameters)
+    return required or any(_refuses_none(step, p.name) for p in parameters if "closure" in p.name)
 
 
 @contextmanager
@@ -180,7 +182,8 @@ _WHY = (
     "numbers, uses parameters whose `grad` is None, or keeps parameters beside `self.param_groups`. Have step() treat "
     "each parameter on its own, pass over those without `grad`, keep what belongs to one in `self.state[parameter]`, "
     "and do the rest outside: `Trainer(gradient_clip_val=...)` for a norm of gradients, `full_gradients` in "
-    "`on_before_optimizer_step`, options of param groups for what differs between parameters."
+    "`on_before_optimizer_step`, options of param groups for what differs between parameters. Or have it be "
+    "`step(self, closure)` and call the closure: every rank then steps on all parameters, with the memory of DDP."
 )
 
 

@@ -149,6 +149,10 @@ class ShardedOptimizer:
         self._forget_segments()
         return kept
 
+    def retire(self) -> None:
+        """Give the optimizer back, as ``keep`` does, and nothing in files. Local."""
+        self.keep().give_up_files()
+
     def _forget_segments(self) -> None:
         """Have state held nowhere else: it is about to be loaded anew, or given up."""
         if self._stepper is not None:
@@ -160,7 +164,8 @@ class ShardedOptimizer:
         if any(callable(a) for a in args) or kwargs.get("closure") is not None:
             raise RuntimeError(
                 f"{self.label}.step(closure) would run forward and backward inside the step, after the gradients were "
-                "agreed on. Call backward first and step() without a closure; Lightning does so by itself."
+                "agreed on. Call backward first and step() without a closure; Lightning does so by itself. (An "
+                "optimizer that needs one says so by its `step(self, closure)`, without a default.)"
             )
         self._leave()  # of a step that raised
         self._take_over()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_zero._torch import tree_map_only
 from lightning_zero.checkpoint import FlatShard, StoredTensor
 from lightning_zero.comm.control import collect
 from lightning_zero.engine import ZeroEngine
@@ -142,7 +143,7 @@ class OptimizerState:
         into = WholeState()
         for key, value in values.items():
             if not isinstance(value, Tensor):
-                into.values[key] = value
+                into.values[key] = tree_map_only(Tensor, lambda part: _read_whole(part).to(data.device), value)
                 continue
             as_weight = key != "step" and isinstance(weight, Tensor) and value.dtype == weight.dtype
             dtype = data.dtype if as_weight and value.is_floating_point() else value.dtype
@@ -150,11 +151,15 @@ class OptimizerState:
                 into.slices[key] = self._optimizer.homes.slice_for(entry, key, dtype)
                 read_slice(value, entry.shard.start, into.slices[key])
             else:
-                loaded = value.read() if isinstance(value, StoredTensor) else value.clone()
+                loaded = _read_whole(value)
                 # As torch's own loading does: step counters live on the host unless the optimizer's kernels read them.
                 on_device = key != "step" or self._optimizer.steps_on_device(entry)
                 into.values[key] = loaded.to(device=data.device if on_device else loaded.device, dtype=dtype)
         return into
+
+
+def _read_whole(value: Tensor) -> Tensor:
+    return value.read() if isinstance(value, StoredTensor) else value.clone()
 
 
 def _matched(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +27,12 @@ from lightning_zero.config import (
     validate_units,
 )
 from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine, engine_of
-from lightning_zero.engine.full import give_back
+from lightning_zero.engine.full import gathered_whole, give_back
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.optim.agreement import agree_on_set_up
+from lightning_zero.optim.replicated import ReplicatedOptimizer
+from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from lightning_zero.session.checkpoints import Checkpoints
@@ -251,7 +254,7 @@ class ZeroSession:
         engine = self.engine
         for former in self._adapters.values():
             if former.optimizer not in optimizers:
-                former.keep().give_up_files()
+                former.retire()
         self._adapters.clear()
         owned = {
             parameter: OwnedParameter(shard, unit.index, flat, position)
@@ -262,6 +265,11 @@ class ZeroSession:
         labels = agree_on_set_up(list(optimizers), schedulers, owned, engine.control)
         steps = offloaded_steps(engine, self.local_ranks)
         for label, optimizer in zip(labels, optimizers, strict=True):
+            if optimizer_rule(optimizer) == "replicated":
+                whole = partial(gathered_whole, engine)
+                replicated = ReplicatedOptimizer(optimizer, label, owned, engine.collectives, engine.agree, whole)
+                self._adapters[id(optimizer)] = replicated
+                continue
             self._adapters[id(optimizer)] = ShardedOptimizer(
                 optimizer,
                 label,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +26,9 @@ from torchmetrics import Metric
 
 from lightning_zero._torch import BatchNorm, is_traceable_wrapper_subclass
 from lightning_zero.comm import ControlGroup
+from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_value, gradient_norm
+from lightning_zero.optim.replicated import ReplicatedOptimizer
 from lightning_zero.optim.rules import naming_closures
 from lightning_zero.optim.sharded import ShardedOptimizer
 
@@ -207,10 +210,18 @@ class ZeroPrecision(Precision):
         """Run forward and backward, the user's hooks and clipping, then the step.
 
         The closure runs here and not inside ``optimizer.step``: what a step needs (agreement on used parameters, whole
-        matrices) exists only after backward.
+        matrices) exists only after backward. An optimizer that needs a closure runs it as often as it likes.
 
         Collective: every rank.
         """
+        replicated = self._sharded(optimizer)
+        if isinstance(replicated, ReplicatedOptimizer):
+            if self.scaler is not None:
+                raise UnsupportedOptimizerError(
+                    f"{replicated.label} needs a closure in step(), where the loss scale of 16-mixed cannot tell "
+                    "whether gradients have overflowed. Use precision='bf16-mixed' or '32-true'."
+                )
+            return replicated.step(partial(self._wrap_closure, model, optimizer, closure), **kwargs)
         result = closure()
         nothing = result is None and model.automatic_optimization
         overflow = False

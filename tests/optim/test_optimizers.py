@@ -384,7 +384,6 @@ def test_the_optimizer_object_stays_the_user_s() -> None:
 
 
 REFUSED: list[tuple[str, Callable[[nn.Module], Any], str, str]] = [
-    ("lbfgs", lambda m: optim.LBFGS(m.parameters()), "UnsupportedOptimizerError", "line search"),
     ("sparse adam", lambda m: optim.SparseAdam(list(m.parameters())), "UnsupportedOptimizerError", "sparse gradients"),
     ("foreign", lambda m: optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1), "ValueError", "not one of the model's"),
 ]

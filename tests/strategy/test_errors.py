@@ -189,10 +189,9 @@ def test_an_optimizer_over_foreign_parameters(stage: int) -> None:
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda p: torch.optim.LBFGS(p), ("LBFGS", "line search", "use AdamW")),
         (lambda p: torch.optim.SparseAdam(p), ("SparseAdam", "dense", "use Adam")),
     ],
-    ids=["LBFGS", "SparseAdam"],
+    ids=["SparseAdam"],
 )
 def test_optimizers_that_cannot_be_sharded(make: Callable[..., Any], parts: tuple[str, ...]) -> None:
     class Refused(Module):
