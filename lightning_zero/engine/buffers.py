@@ -76,6 +76,10 @@ class BufferBroadcast:
         """Note whether the gradients of the forward that has ended will be averaged. See [Note: which forwards]."""
         self._due = self._repeats and averaged and torch.is_grad_enabled() and self._engine.reduce_gradients
 
+    def go_on(self, engine: ZeroEngine) -> None:
+        """The module has another engine now."""
+        self._engine = engine
+
     def _look(self) -> list[Tensor]:
         """The buffers as they are now: any may have been replaced by assignment."""
         named = sent_buffers(self._engine.module) if self._wanted else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,10 +16,19 @@ from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import DivergenceError, OffloadError
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
 from lightning_zero.shards.elements import checksum, fingerprint
-from lightning_zero.shards.flat import FlatParameters, views_of
+from lightning_zero.shards.flat import FlatParameters, cut, views_of
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
-__all__ = ["gather_layout", "gathered", "gathered_gradients", "gathered_whole", "give_back", "left_with_error"]
+__all__ = [
+    "gather_layout",
+    "gathered",
+    "gathered_gradients",
+    "gathered_whole",
+    "give_back",
+    "left_with_error",
+    "whole_gradients",
+    "whole_slices",
+]
 
 
 def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what: str) -> Tensor:
@@ -88,6 +97,30 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
         raise failure
     if failed:
         raise left_with_error(failed[0], what)
+
+
+def whole_gradients(engine: ZeroEngine) -> dict[nn.Parameter, Tensor]:
+    """A copy of all averaged gradients that there are, by parameter, full shapes. Collective: every rank."""
+    places = _places(engine, set(engine.names))
+    found = _whole_gradients(engine, places, "gradients of the whole module") if places else {}
+    return {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
+
+
+def whole_slices(engine: ZeroEngine, slices: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Full shapes of what is cut as the masters are: 1-D slices by parameter, of the masters' dtypes, on the host.
+
+    Collective: every rank, with the same parameters.
+    """
+    found: dict[nn.Parameter, Tensor] = {}
+    for flat in (flat for unit in engine.units for flat in unit.flats if not slices.keys().isdisjoint(flat.parameters)):
+        with untracked():
+            shard = torch.zeros(flat.layout.shard_numel, dtype=flat.layout.dtype, device=engine.device)
+            for parameter, part in zip(flat.parameters, cut(shard, flat.slices), strict=True):
+                if parameter in slices:
+                    part.copy_(slices[parameter])
+            views = views_of(gather_layout(engine, flat, shard, "slices of the whole module"), flat.layout)
+        found.update((p, view.cpu()) for p, view in zip(flat.parameters, views, strict=True) if p in slices)
+    return found
 
 
 def left_with_error(rank: int, what: str) -> RuntimeError:

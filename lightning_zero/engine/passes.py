@@ -144,7 +144,11 @@ class Passes:
         if self._depth == 0:
             if self.updating and self.plan.offload is not None:
                 raise torn(f"{name} cannot run")
-            self._check_trainable()
+            if torch.is_grad_enabled() and (thawed := self.thawed()):
+                raise ParameterAccessError(
+                    f"Parameter '{thawed[0]}' was frozen at set-up and is trainable now, and nothing has laid the "
+                    "module out anew. A training step of `ZeroSession` does, between two accumulations."
+                )
             for unit in self._sharded:
                 unit.outstanding = 0
         self.enter(name)
@@ -366,6 +370,11 @@ class Passes:
 
     # ------------------------------------------------------------------- state
 
+    def thawed(self) -> list[str]:
+        """What is trainable and was not when the module was laid out: its gradients have nowhere to go. Local."""
+        with no_subclasses():  # absent parameters would be asked one by one
+            return [self.names[parameter] for parameter in self._frozen if parameter.requires_grad]
+
     @property
     def gathered(self) -> bool:
         """Whether units beside the root were gathered in the running phase."""
@@ -408,17 +417,6 @@ class Passes:
         """Drop a backward that raised: its end callback never came, and gradients would never be reduced again."""
         if self.in_backward and not self._explicit and current_graph_task() == -1:
             self.abandon()
-
-    def _check_trainable(self) -> None:
-        """Raise if a parameter was thawed since set-up: its gradients would stay local and never be used."""
-        with no_subclasses():  # absent parameters would be asked one by one
-            thawed = next((parameter for parameter in self._frozen if parameter.requires_grad), None)
-        if thawed is not None:
-            raise ParameterAccessError(
-                f"Parameter '{self.names[thawed]}' was frozen at set-up and is trainable now. Gradient memory "
-                "is laid out at set-up: leave it trainable from the start (keep it out of the optimizer, or set "
-                "its learning rate to 0 until it is to move), or start a new fit after unfreezing."
-            )
 
     def _end_span(self, name: str) -> None:
         if self._running:

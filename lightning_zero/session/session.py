@@ -27,8 +27,8 @@ from lightning_zero.config import (
     validate_units,
 )
 from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine, engine_of
-from lightning_zero.engine.full import gathered_whole, give_back
-from lightning_zero.errors import ParameterAccessError
+from lightning_zero.engine.full import gathered_whole, give_back, whole_gradients
+from lightning_zero.errors import DivergenceError, ParameterAccessError, some
 from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.replicated import ReplicatedOptimizer
@@ -40,6 +40,7 @@ from lightning_zero.session.module_state import ModuleState, load_initial_weight
 from lightning_zero.session.offloading import make_tiers, offloaded_steps
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.shards.binding import is_absent
+from lightning_zero.shards.elements import fingerprint
 
 __all__ = ["Dtypes", "SessionSettings", "ZeroSession"]
 
@@ -114,6 +115,7 @@ class ZeroSession:
 
     Attributes:
         checkpoints: what saves and loads.
+        relaying: around what lays the module out anew in the middle of a run; every rank.
     """
 
     def __init__(
@@ -136,6 +138,10 @@ class ZeroSession:
         self._buffers: BufferBroadcast | None = None
         self._activations: Activations | None = None
         self._adapters: dict[int, ShardedOptimizer] = {}
+        self.relaying: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._dtypes: Dtypes = _OwnDtypes()
+        self._schedulers: Sequence[Mapping[str, Any]] = ()
+        self._writable = True
 
     @property
     def engine(self) -> ZeroEngine:
@@ -171,7 +177,7 @@ class ZeroSession:
 
         Collective: every rank.
         """
-        dtypes = dtypes or _OwnDtypes()
+        self._dtypes = dtypes = dtypes or _OwnDtypes()
         existing, torn = _own_engine(module, is_running), False
         if existing is not None:
             fits = existing.device == self.device and not dtypes.would_cast(module)
@@ -231,9 +237,43 @@ class ZeroSession:
         """
         self._buffers = BufferBroadcast(self.engine, fitting=training, enabled=self.settings.broadcast_buffers)
         if training:
-            self.engine.prepare_training()
-            if self.settings.activations is not None:
-                self._activations = Activations(self.engine, self.settings.activations, self.settings.units)
+            self._prepare_training()
+
+    def _prepare_training(self) -> None:
+        self.engine.prepare_training()
+        if self.settings.activations is not None:
+            self._activations = Activations(self.engine, self.settings.activations, self.settings.units)
+
+    def _lay_out_anew(self, thawed: Sequence[str]) -> None:
+        """Let parameters train that were frozen when the module was laid out: between steps, with all that was learned.
+
+        The whole module is in memory on every rank for a moment. Collective: every rank, with the same parameters.
+        """
+        former = self.engine
+        rows = former.agree("laying the module out anew, for parameters that were thawed", [fingerprint(*thawed)])
+        if any(row[0] != rows[0][0] for row in rows):
+            every = former.control.gather_objects(thawed)
+            told = "; ".join(f"rank {rank}: {some(names)}" for rank, names in enumerate(every))
+            raise DivergenceError(f"The ranks have thawed different parameters ({told}). Thaw the same on every rank.")
+        if former._reducer is not None and former._reducer.holds_local:
+            raise ParameterAccessError(
+                f"{some(thawed)} thawed in the middle of an accumulation, whose gradients every rank still has for "
+                "itself. Set `requires_grad` when an epoch starts, or after an optimizer step."
+            )
+        with self.relaying():
+            gradients = whole_gradients(former)
+            optimizers = [adapter.optimizer for adapter in self._adapters.values()]
+            if self._activations is not None:
+                self._activations.detach()
+            self.shard(former.module, self._dtypes)
+            engine = self.engine
+            engine.spans.observers, engine.reduce_gradients = former.spans.observers, former.reduce_gradients
+            if self._buffers is not None:
+                self._buffers.go_on(engine)
+            self._prepare_training()
+            self.shard_optimizers(optimizers, self._schedulers, writable=self._writable)
+            for parameter, gradient in gradients.items():
+                engine.access.gradients.keep(engine.access.bindings[parameter], gradient)
 
     def shard_optimizers(
         self, optimizers: Sequence[Optimizer], schedulers: Sequence[Mapping[str, Any]] = (), writable: bool = True
@@ -252,6 +292,7 @@ class ZeroSession:
         Collective: every rank.
         """
         engine = self.engine
+        self._schedulers, self._writable = schedulers, writable
         for former in self._adapters.values():
             if former.optimizer not in optimizers:
                 former.retire()
@@ -302,6 +343,8 @@ class ZeroSession:
         """
         if self._buffers is None:
             raise RuntimeError(f"The run has not begun: there is no module to run {name} of.")
+        if training and (thawed := self.engine.thawed()):
+            self._lay_out_anew(thawed)
         for adapter in self._adapters.values() if training else ():
             adapter.adopt_new_groups()
         with self._activations.training() if training and self._activations is not None else nullcontext():

@@ -11,6 +11,7 @@ cannot be applied to slices, and raises. Checkpoints hold averages as they hold 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint import FlatShard
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.full import gathered
+from lightning_zero.engine.full import gathered, whole_slices
 from lightning_zero.session.module_state import read_slice, unwrapped
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.shards.binding import is_absent
@@ -56,6 +57,24 @@ class Averages:
         for callback in self._callbacks:
             if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
                 callback._clear_schedulers(trainer)
+
+    @contextmanager
+    def carried(self) -> Iterator[None]:
+        """While active, the module is laid out anew: averages are cut as parameters are afterwards. Collective."""
+        former = self._session.engine
+        models = [callback._average_model for callback in self._callbacks]
+        kept = [whole_slices(former, self._of(model, lambda p, average: average.own)) for model in models]
+        yield
+        for model, whole in zip(models, kept, strict=True):
+            for parameter, average in self._of(model, lambda p, average: average).items():
+                fresh: Any = self._session.engine.access.master(parameter).clone()
+                average.be(fresh.copy_(whole[parameter].to(fresh.device)))
+
+    def _of(self, model: nn.Module, asked: Callable[[nn.Parameter, Any], Any]) -> dict[nn.Parameter, Any]:
+        """What is ``asked`` of each of the module's parameters and the average of it in a callback's copy."""
+        copy = model.module if hasattr(model, "n_averaged") else model
+        pairs = zip(self._module.parameters(), copy.parameters(), strict=True)  # type: ignore[union-attr]
+        return {own: asked(own, average) for own, average in pairs if isinstance(average, SlicedTensor)}
 
     def release(self) -> None:
         """Give the callbacks their own methods back. Their averages stay sliced."""

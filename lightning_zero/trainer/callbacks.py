@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     Callback,
     ModelCheckpoint,
     ModelPruning,
@@ -44,12 +43,6 @@ def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
     """Raise ParameterAccessError for a callback that sharding cannot serve, and warn of what differs from DDP."""
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, BaseFinetuning):
-            raise ParameterAccessError(
-                f"{name} unfreezes parameters and adds them to the optimizer during training, but gradient memory "
-                "is laid out at set-up. Leave them trainable from the start in a param group whose rate is "
-                "0 until they are to move, or start a new fit after unfreezing."
-            )
         if isinstance(callback, ModelPruning) and callback._use_lottery_ticket_hypothesis:  # 2.6
             warnings.warn(
                 f"{name}(use_lottery_ticket_hypothesis=True) makes the weights it remembers the parameters' memory. "

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Groups
-from lightning_zero.comm.groups import destroy_default_group_at_exit
 from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload, Placement
 from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import ZeroEngine
@@ -49,14 +38,16 @@ from lightning_zero.trainer.callbacks import (
     refuse_other_strategies,
     running_trainer,
 )
+from lightning_zero.trainer.finetuning import compare_by_value, go_on_finetuning
 from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
+from lightning_zero.trainer.processes import Processes
 
 __all__ = ["ZeroStrategy"]
 
 _DEFAULT_POLICY = CheckpointPolicy()
 
 
-class ZeroStrategy(ParallelStrategy):
+class ZeroStrategy(Processes):
     """ZeRO for an ordinary LightningModule: ``Trainer(strategy="zero3")``.
 
     Args:
@@ -151,23 +142,6 @@ class ZeroStrategy(ParallelStrategy):
         return self.session.checkpoints
 
     @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        if self.parallel_devices is None:
-            raise RuntimeError("The Trainer has not assigned devices to the strategy yet.")
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes run on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How the Trainer shards the data."""
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
     def precision_plugin(self) -> ZeroPrecision:
         """The precision in this package's terms, whatever the Trainer was given."""
         self._precision_plugin: ZeroPrecision | None = self._precision_plugin or ZeroPrecision()
@@ -190,39 +164,11 @@ class ZeroStrategy(ParallelStrategy):
                 f"{type(io).__name__}."
             )
 
-    def _configure_launcher(self) -> None:
-        # Also where others start the processes: the launcher then only shares the cores out among them.
-        if self.cluster_environment is not None:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     def setup_environment(self) -> None:
-        """Join the process group. Collective: every rank."""
+        """Join the process group, and make callbacks ready for their own set-up. Collective: every rank."""
         super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        device = self.root_device
-        self.process_group_backend = self.process_group_backend or _get_default_process_group_backend_for_device(device)
-        if self.cluster_environment is None:
-            raise RuntimeError("ZeroStrategy has no cluster environment; create it through Trainer(strategy=...).")
-        if not dist.is_initialized():
-            on: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
-            _init_dist_connection(self.cluster_environment, self.process_group_backend, timeout=self._timeout, **on)
-            destroy_default_group_at_exit()  # Lightning does so for nccl only
-        expected = self.num_nodes * self.num_processes
-        if dist.get_world_size() != expected:
-            raise RuntimeError(
-                f"The process group has {dist.get_world_size()} ranks, but Trainer(devices={self.num_processes}, "
-                f"num_nodes={self.num_nodes}) asks for {expected}. Start as many processes as devices times nodes, or "
-                "let the Trainer start them."
-            )
         copy_whole(self._module.trainer.callbacks, self._module)  # type: ignore[attr-defined]
+        compare_by_value(self._module.trainer.callbacks, self._module)  # type: ignore[attr-defined]
 
     # -------------------------------------------------------------------- setup
 
@@ -264,7 +210,18 @@ class ZeroStrategy(ParallelStrategy):
             self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
         self._session.shard(module, self.precision_plugin, self._recorder.record, lambda m: bool(running_trainer(m)))
         self._recorder = InitRecorder()
+        self._wire()
+        self._session.relaying = self._relaying
+
+    def _wire(self) -> None:
         self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
+        note_optimizers(self.engine, self.session.adapters)
+
+    @contextmanager
+    def _relaying(self) -> Iterator[None]:
+        with nullcontext() if self._averages is None else self._averages.carried():
+            yield
+            self._wire()
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where tensors are made while a module is built: on the host, because only parts stay on the device."""
@@ -280,7 +237,7 @@ class ZeroStrategy(ParallelStrategy):
             super().setup_optimizers(trainer)
         schedulers = [vars(config) for config in self.lr_scheduler_configs]
         self.session.shard_optimizers(self.optimizers, schedulers, writable=self.precision_plugin.param_dtype is None)
-        note_optimizers(self.engine, self.session.adapters)
+        self._wire()
 
     def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The sharded view of one of the run's optimizers.
@@ -373,24 +330,6 @@ class ZeroStrategy(ParallelStrategy):
         if self._session is not None:
             self._session.rest()
 
-    # -------------------------------------------------------------- collectives
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks. Collective: every rank."""
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give rank ``src``'s object to all ranks. Collective: every rank."""
-        objects = [obj]
-        if dist.is_initialized():
-            dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; anything else is returned as it is. Collective: every rank."""
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
-
     # -------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -427,6 +366,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read this rank's slices of the optimizer states. Collective: every rank."""
+        go_on_finetuning(self._module)
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise ValueError(

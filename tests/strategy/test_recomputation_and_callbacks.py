@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -169,54 +168,3 @@ def test_a_callback_reads_parameters_where_they_are_whole_and_is_told_where_they
         return average.values
 
     assert_same(each_strategy(play), ["stage 1", "stage 2"])
-
-
-class Thaw(BaseFinetuning):
-    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
-        self.freeze(pl_module.model.stem)
-
-    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.model.stem, optimizer)
-
-
-def test_a_callback_that_thaws_during_training_is_refused_by_name() -> None:
-    """It would look up the optimizer's shards among the module's parameters and end in a ``KeyError``."""
-
-    def play(rank: int) -> list[str]:
-        messages = []
-        with quiet():
-            for stage in STAGES.values():
-                with pytest.raises(RuntimeError) as caught:
-                    fit(zero(stage), Net(), max_epochs=2, callbacks=[Thaw()])
-                messages.append(f"{type(caught.value).__name__}: {caught.value}")
-        return messages
-
-    for messages in run_world(2, play):
-        for message in messages:
-            assert message.startswith("ParameterAccessError"), message
-            assert "Thaw" in message
-
-
-class ThawByHand(pl.Callback):
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        pl_module.model.stem.requires_grad_(False)
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pl_module.model.stem.requires_grad_(trainer.current_epoch > 0)
-
-
-def test_a_parameter_thawed_during_training_is_refused_by_name() -> None:
-    def play(rank: int) -> list[str]:
-        messages = []
-        with quiet():
-            for stage in STAGES.values():
-                with pytest.raises(RuntimeError) as caught:
-                    fit(zero(stage), Net(), max_epochs=2, callbacks=[ThawByHand()])
-                messages.append(f"{type(caught.value).__name__}: {caught.value}")
-        return messages
-
-    for messages in run_world(2, play):
-        for message in messages:
-            assert message.startswith("ParameterAccessError"), message
-            assert "model.stem." in message

@@ -1,0 +1,100 @@
+"""The processes of a run: their devices and ranks, who starts them, and Lightning's own collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import Tensor
+
+from lightning_zero.comm.groups import destroy_default_group_at_exit
+
+__all__ = ["Processes"]
+
+
+class Processes(ParallelStrategy):
+    """One process for each device, in one group: what Lightning asks any such strategy about them."""
+
+    num_nodes: int
+    process_group_backend: str | None
+    _timeout: timedelta | None
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        if self.parallel_devices is None:
+            raise RuntimeError("The Trainer has not assigned devices to the strategy yet.")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes run on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How the Trainer shards the data."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        # Also where others start the processes: the launcher then only shares the cores out among them.
+        if self.cluster_environment is not None:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """Join the process group. Collective: every rank."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        device = self.root_device
+        self.process_group_backend = self.process_group_backend or _get_default_process_group_backend_for_device(device)
+        if self.cluster_environment is None:
+            raise RuntimeError("ZeroStrategy has no cluster environment; create it through Trainer(strategy=...).")
+        if not dist.is_initialized():
+            options: dict[str, Any] = {"timeout": self._timeout}
+            options |= {} if device.type == "cpu" else {"device_id": device}
+            _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
+            destroy_default_group_at_exit()  # Lightning does so for nccl only
+        expected = self.num_nodes * self.num_processes
+        if dist.get_world_size() != expected:
+            raise RuntimeError(
+                f"The process group has {dist.get_world_size()} ranks, but Trainer(devices={self.num_processes}, "
+                f"num_nodes={self.num_nodes}) asks for {expected}. Start as many processes as devices times nodes, or "
+                "let the Trainer start them."
+            )
+
+    # -------------------------------------------------------------- collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks. Collective: every rank."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give rank ``src``'s object to all ranks. Collective: every rank."""
+        objects = [obj]
+        if dist.is_initialized():
+            dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; anything else is returned as it is. Collective: every rank."""
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor

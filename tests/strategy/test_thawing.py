@@ -1,0 +1,221 @@
+"""Freezing and thawing in the middle of a fit, against DDP's numbers.
+
+DDP never averages gradients of what is frozen when it wraps the module, so what it is compared with freezes after that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, EMAWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+
+from lightning_zero import ActivationPolicy, HostOffload, NvmeOffload
+from tests.helpers.cases import WIDTH, Block
+from tests.helpers.training import make_trainer
+from tests.helpers.world import run_world
+from tests.strategy.runs import STAGES, Net, assert_same, batches, each_strategy, fit, made, quiet, raised, zero
+
+
+class Backbone(Net):
+    """Running statistics, a shared weight, and an optimizer of the head alone, with state of its own."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        super().__init__(lambda: nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), Block()))
+        self.optimizer = optimizer
+        self.backbone = self.model[:3]
+        self.head = self.model[3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        options = {} if self.optimizer is not torch.optim.SGD else {"momentum": 0.9}
+        return self.optimizer(self.head.parameters(), lr=0.02, **options)  # type: ignore[call-arg]
+
+
+class Late:
+    """Freezes when DDP has wrapped the module, and not before."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, DDPStrategy):
+            self.freeze_before_training(pl_module)  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(trainer.strategy, DDPStrategy):
+            self.freeze_before_training(pl_module)  # type: ignore[attr-defined]
+
+
+class ByEpoch(Late, BackboneFinetuning):
+    pass
+
+
+class ByParts(Late, BaseFinetuning):
+    """Thaws a part at a time, without giving all of it to the optimizer."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch in (1, 2):
+            self.unfreeze_and_add_param_group(pl_module.backbone[epoch], optimizer, lr=0.01)
+        if epoch == 3:
+            pl_module.backbone[0].requires_grad_(True)
+
+
+class ByHand(Late, pl.Callback):
+    """Thaws in the middle of an epoch, and freezes again."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        pl_module.backbone.requires_grad_(False)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 2):
+            pl_module.backbone[0].requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.backbone[0].parameters()), "lr": 0.03})
+        if (trainer.current_epoch, batch_idx) == (3, 0):
+            pl_module.backbone[0].requires_grad_(False)
+
+
+CALLBACKS: dict[str, Any] = {
+    "backbone": lambda: ByEpoch(unfreeze_backbone_at_epoch=2, lambda_func=lambda epoch: 1.5),
+    "parts": ByParts,
+    "by hand": ByHand,
+}
+OPTIONS: dict[str, Any] = {"max_epochs": 4, "check_val_every_n_epoch": 2}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_what_is_thawed_in_mid_fit_trains_as_under_ddp(name: str) -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Backbone()
+        with quiet():
+            trainer = fit(strategy, module, 4, val=1, callbacks=[CALLBACKS[name]()], **OPTIONS)
+        return made(module, trainer)
+
+    assert_same(each_strategy(play))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"accumulate_grad_batches": 2}),
+        (torch.optim.SGD, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_state_and_options_go_along(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Also of an optimizer that has whole parameters; SGD's sums over micro-steps are rounded in another order."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Backbone(optimizer)
+        with quiet():
+            trainer = fit(strategy, module, 4, callbacks=[CALLBACKS["backbone"]()], **OPTIONS, **options)
+        return made(module, trainer)
+
+    results = each_strategy(play)
+    assert_same(results, bound=2e-6 if "accumulate_grad_batches" in options else 0.0)
+
+
+class Everything(ByHand):
+    """All gradients are there, none was cleared, and the backward of two batches is one window."""
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if (trainer.current_epoch, batch_idx) == (0, 1):
+            pl_module.backbone.requires_grad_(True)
+
+
+def test_gradients_of_a_window_that_has_begun_are_kept_or_it_is_an_error() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module, errors = Backbone(), list[str]()
+        with quiet(), raised(errors):
+            trainer = fit(strategy, module, 4, callbacks=[Everything()], accumulate_grad_batches=2)
+            return made(module, trainer)
+        return {"errors": errors}
+
+    results = each_strategy(play)
+    assert_same(results, ["stage 2", "stage 3"], bound=2e-6)
+    for result in results:
+        assert "in the middle of an accumulation" in result["stage 1"]["errors"][0]
+
+
+@pytest.mark.parametrize("stage", STAGES.values())
+def test_averages_offload_and_recomputation_go_along(stage: int, tmp_path: Path) -> None:
+    def play(rank: int) -> dict[str, dict[str, Any]]:
+        results = {}
+        ways: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "host": {"offload": HostOffload()},
+            "recomputed": {"activations": ActivationPolicy(checkpointing=["Block"])},
+        }
+        with quiet():
+            for name, options in ways.items():
+                module = Backbone()
+                callbacks = [CALLBACKS["backbone"](), EMAWeightAveraging(decay=0.9)]
+                trainer = fit(zero(stage, **options), module, 4, val=1, callbacks=callbacks, **OPTIONS)
+                results[name] = made(module, trainer)
+            module, errors = Backbone(), list[str]()
+            with raised(errors):
+                offload = NvmeOffload(path=tmp_path)
+                fit(zero(stage, offload=offload), module, 2, callbacks=[CALLBACKS["backbone"]()], **OPTIONS)
+            results["nvme"] = {"errors": errors}
+        return results
+
+    results = run_world(2, play)
+    assert_same(results, ["host", "recomputed"], expected="plain")
+    for result in results:
+        assert all("kept its state in files" in error for error in result["nvme"]["errors"])
+
+    def averaged(strategy: Strategy) -> dict[str, Any]:
+        module = Backbone()
+        callbacks = [CALLBACKS["backbone"](), EMAWeightAveraging(decay=0.9)]
+        with quiet():
+            trainer = fit(strategy, module, 4, val=1, callbacks=callbacks, **OPTIONS)
+        return made(module, trainer)
+
+    if stage == 3:
+        assert_same(each_strategy(averaged))
+
+
+def test_a_run_that_has_thawed_resumes(tmp_path: Path) -> None:
+    """As under DDP: param groups come back, and what Lightning leaves frozen after a resumption stays frozen."""
+
+    def play(rank: int) -> dict[str, dict[str, Any]]:
+        results = {}
+        with quiet():
+            for name, make in {"ddp": lambda: DDPStrategy(find_unused_parameters=True), **makers()}.items():
+                module = Backbone()
+                callbacks: list[Any] = [CALLBACKS["backbone"](), Save(tmp_path / name)]
+                make_trainer(make(), callbacks=callbacks, **OPTIONS).fit(module, batches(4))
+                module = Backbone()
+                trainer = make_trainer(make(), callbacks=[CALLBACKS["backbone"]()], **OPTIONS)
+                trainer.fit(module, batches(4), ckpt_path=str(tmp_path / name))
+                groups = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
+                results[name] = {**made(module, trainer), "groups": groups}
+        return results
+
+    assert_same(run_world(2, play))
+
+
+def makers() -> dict[str, Any]:
+    return {name: lambda stage=stage: zero(stage) for name, stage in STAGES.items()}
+
+
+class Save(pl.Callback):
+    """Saves where the third epoch ends: the backbone was thawed at its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 2:
+            trainer.save_checkpoint(self.path)
