@@ -20,7 +20,7 @@ from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import Plan
-from lightning_zero.shards.binding import Binding, get_data, is_absent
+from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
 from lightning_zero.shards.flat import ParameterShard
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import values_of
@@ -83,6 +83,13 @@ class ParameterAccess:
         """Make the parameters ordinary ones again."""
         for binding in self.bindings.values():
             binding.release()
+
+    def hand_over(self) -> None:
+        """Let aliases of whole parameters show what these show now: they have other memory since ``release``."""
+        for parameter, binding in self.bindings.items():
+            for alias in [found for weak in binding.handed.known if (found := weak()) is not None]:
+                if not isinstance(alias, SlicedTensor) and alias.shape == parameter.shape:
+                    set_data(alias, get_data(parameter))
 
     # ------------------------------------------------------------ what a binding asks
 

@@ -215,7 +215,8 @@ class Passes:
         if implicit:
             self.enter(f"forward of '{unit.name}'")
         for owner, key, parameter in unit.holders:
-            if owner["_parameters"].get(key) is not parameter:
+            held = owner["_parameters"]  # under another name where `torch.nn.utils.prune` and its kin have put it
+            if held.get(key) is not parameter and held.get(f"{key}_orig") is not parameter:
                 raise ParameterAccessError(
                     f"Parameter '{self.names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
                     "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "

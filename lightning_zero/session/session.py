@@ -266,7 +266,8 @@ class ZeroSession:
             if self._activations is not None:
                 self._activations.detach()
             self.shard(former.module, self._dtypes)
-            engine = self.engine
+            engine, former.updating = self.engine, True  # slices that user code has kept are not of this engine
+            former.access.hand_over()
             engine.spans.observers, engine.reduce_gradients = former.spans.observers, former.reduce_gradients
             if self._buffers is not None:
                 self._buffers.go_on(engine)

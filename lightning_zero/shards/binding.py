@@ -406,16 +406,16 @@ class HandedOut:
     """Aliases of one parameter's memory, as long as anybody holds them."""
 
     def __init__(self) -> None:
-        self._known: list[ref[Tensor]] = []
+        self.known: list[ref[Tensor]] = []
 
     def note(self, alias: Tensor) -> Tensor:
         """Remember a tensor. Returns it."""
-        self._known = [*(known for known in self._known if known() is not None), ref(alias)]
+        self.known = [*(known for known in self.known if known() is not None), ref(alias)]
         return alias
 
     def part(self) -> None:
         """Let them keep the values that are there now: the memory is about to get others."""
-        known, self._known = self._known, []
+        known, self.known = self.known, []
         with untracked():
             for alias in [found for weak in known if (found := weak()) is not None]:
                 if (let_go := getattr(alias, "let_go", None)) is not None:  # a tensor of which this rank has a slice

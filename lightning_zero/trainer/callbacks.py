@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.debug import full_parameters
+from lightning_zero.engine import engine_of
+from lightning_zero.engine.full import gathered
 from lightning_zero.errors import ParameterAccessError
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "WatchedNames",
     "begin_epoch",
     "gather_for_graphs",
+    "prune_whole",
     "refuse_callbacks",
     "refuse_other_strategies",
     "running_trainer",
@@ -50,6 +54,26 @@ def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
                 "keep the values of the beginning, and results differ from DDP's. With False they are the same.",
                 stacklevel=2,
             )
+
+
+def prune_whole(callbacks: Iterable[Callback], module: nn.Module) -> None:
+    """Let ``ModelPruning`` read and write whole parameters, where they do not hold their values between steps.
+
+    It is called on every rank alike, and the whole module is in memory meanwhile. Collective there.
+    """
+
+    def whole(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            engine = engine_of(module)
+            with gathered(engine, engine.names) if engine is not None else nullcontext():
+                return method(*args)
+
+        return call
+
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            for name in ("_run_pruning", "make_pruning_permanent", "_make_pruning_permanent_on_state_dict"):  # 2.6
+                vars(callback).setdefault(name, whole(getattr(callback, name)))
 
 
 class WatchedNames:

@@ -34,6 +34,7 @@ from lightning_zero.trainer.callbacks import (
     WatchedNames,
     begin_epoch,
     gather_for_graphs,
+    prune_whole,
     refuse_callbacks,
     refuse_other_strategies,
     running_trainer,
@@ -202,6 +203,7 @@ class ZeroStrategy(Processes):
             self.setup_optimizers(trainer)
             if self.placement.shards_parameters or precision.param_dtype is not None:
                 self._averages = Averages(callbacks, self.session, self._module)
+                prune_whole(callbacks, self._module)
         self.setup_precision_plugin()
 
     def _shard(self, module: LightningModule) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_zero
 from tests.fuzz.vocabulary import AFTER_BACKWARD, ANY, BEFORE_TRAINING, BETWEEN, Context, action
@@ -300,11 +302,24 @@ def freeze_on_one_rank(c: Context) -> Any:
         c.layer.requires_grad_(False)
 
 
+def thawed(c: Context, p: nn.Parameter) -> None:
+    """DDP averages nothing of what was frozen when it wrapped the module: here a hook does so in its place."""
+    if isinstance(c.trainer.strategy.model, DistributedDataParallel) and not p.requires_grad:
+
+        def averaged(gradient: Tensor) -> Tensor:
+            gradient = gradient / dist.get_world_size()
+            dist.all_reduce(gradient)
+            return gradient
+
+        p.requires_grad_(True).register_hook(averaged)
+    p.requires_grad_(True)
+
+
 @action((*BETWEEN, "configure_optimizers", "before_forward"), models=("frozen", "momentum"))
 def thaw(c: Context) -> Any:
     """What was frozen is trained from now on."""
     for p in c.model.parameters():
-        p.requires_grad_(True)
+        thawed(c, p)
 
 
 @action((*BETWEEN, "configure_optimizers", "before_forward"), models=("frozen", "momentum"))
@@ -312,7 +327,7 @@ def thaw_one(c: Context) -> Any:
     """One parameter that was frozen, and a group for it."""
     names = c.kept.setdefault("frozen", [n for n, p in c.model.named_parameters() if not p.requires_grad])
     p = c.model.get_parameter(names[c.pick % len(names)])
-    p.requires_grad_(True)
+    thawed(c, p)
     if c.call == 0 and c.hook != "configure_optimizers":
         c.optimizer.add_param_group({"params": [p]})
 

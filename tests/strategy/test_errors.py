@@ -283,20 +283,6 @@ def test_an_in_place_change_where_it_is_allowed_is_kept() -> None:
         assert bool((weight == 0.5).all())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_unfreezing_after_set_up(stage: int) -> None:
-    class Thaws(Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight.requires_grad_(False)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                self.weight.requires_grad_(True)
-
-    check(told(lambda rank: fit(Thaws(), stage)), "ParameterAccessError", f"'{WEIGHT}'", "frozen at set-up", "new fit")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps that cannot be taken
 
