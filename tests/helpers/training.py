@@ -7,6 +7,7 @@ parameter at the end.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ __all__ = [
     "loss_of",
     "make_optimizer",
     "make_trainer",
+    "order_changes",
     "quiet",
     "train_ddp",
     "train_zero",
@@ -248,12 +250,27 @@ def train_zero(case: Case, recipe: Recipe, *, stage: int, prefetch: int = 1, **s
 
 
 @contextlib.contextmanager
+def order_changes() -> Iterator[list[str]]:
+    """What the log says of units that ran in another order than before."""
+    log, found = logging.getLogger("lightning_zero.engine.units.schedule"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without Lightning's advice about data loaders and what torch warns itself of; other warnings stay errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*The .grad attribute of a Tensor that is not a leaf.*")  # Dynamo, tracing
-        warnings.filterwarnings("ignore", ".*the order of units changed.*")  # what some cases are for
         warnings.filterwarnings("ignore", ".*while no module of its unit ran.*")
         warnings.filterwarnings("ignore", ".*treespec.*LeafSpec.*", FutureWarning)
         yield

@@ -22,6 +22,7 @@ else's, and because the parameter shows it in the backward too.
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -44,6 +45,8 @@ from lightning_zero.plan import Plan
 from lightning_zero.storage.transfers import Fetcher
 
 __all__ = ["UnitSchedule"]
+
+_log = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
 
@@ -204,7 +207,7 @@ class UnitSchedule:
             self._order.forget([unit.index for unit in loose])
         self.guard.forget_empty(self._permanent)
         if change is not None and self._order.first_change(change) and not joined:
-            self._warn(change)
+            self._note(change)
         return rows
 
     def unshard(self, unit: ShardedUnit, ahead: bool = True) -> None:
@@ -352,11 +355,8 @@ class UnitSchedule:
         unit = self._at[index]
         return unit.pins == 0 and unit.home.pins == 0
 
-    def _warn(self, change: OrderChange) -> None:
+    def _note(self, change: OrderChange) -> None:
+        """Not a warning: an order that changes at random (layer dropout) is as good as any, and nothing is wrong."""
         expected = "nothing more" if change.expected is None else f"unit '{self._units[change.expected].name}'"
-        warnings.warn(
-            f"{change.phase}: the order of units changed: expected {expected}, got unit "
-            f"'{self._units[change.got].name}'. The new order is recorded with the next one; if it keeps changing, "
-            "units are gathered when they are needed, which is correct but slower.",
-            stacklevel=2,
-        )
+        got = self._units[change.got].name
+        _log.debug("%s: the order of units changed: expected %s, got unit '%s'.", change.phase, expected, got)
