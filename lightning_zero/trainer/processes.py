@@ -17,10 +17,13 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.comm.groups import destroy_default_group_at_exit
 
-__all__ = ["Processes"]
+__all__ = ["DEFAULT_TIMEOUT", "Processes"]
+
+DEFAULT_TIMEOUT = default_pg_timeout
 
 
 class Processes(ParallelStrategy):

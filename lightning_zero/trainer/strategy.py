@@ -15,7 +15,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Groups
@@ -41,7 +40,7 @@ from lightning_zero.trainer.callbacks import (
 )
 from lightning_zero.trainer.finetuning import compare_by_value, go_on_finetuning
 from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
-from lightning_zero.trainer.processes import Processes
+from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes
 
 __all__ = ["ZeroStrategy"]
 
@@ -94,7 +93,7 @@ class ZeroStrategy(Processes):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
         self.settings = SessionSettings(
             placement=Placement.from_stage(stage),
