@@ -260,6 +260,10 @@ class ZeroSession:
                 f"{some(thawed)} thawed in the middle of an accumulation, whose gradients every rank still has for "
                 "itself. Set `requires_grad` when an epoch starts, or after an optimizer step."
             )
+        if any(adapter.rule == "replicated" for adapter in self._adapters.values()):
+            raise ParameterAccessError(
+                f"{some(thawed)} thawed while an optimizer that needs a closure is in its step. Thaw before the fit."
+            )
         with self.relaying():
             gradients = whole_gradients(former)
             optimizers = [adapter.optimizer for adapter in self._adapters.values()]
