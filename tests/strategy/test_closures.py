@@ -173,6 +173,38 @@ def test_by_hand() -> None:
     assert_same(each_strategy(play))
 
 
+class Searching(Closed):
+    """A line search, which goes by the loss: that has to be the same on every rank, under DDP too."""
+
+    def __init__(self) -> None:
+        super().__init__("LBFGS")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of what Lightning calls for it
+            return self.all_gather(loss, sync_grads=True).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+
+def test_a_line_search_and_a_second_fit_with_the_same_optimizer() -> None:
+    """In another stage: the state stays with the optimizer."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Searching()
+        trainer = fitted(strategy, module, count=2)
+        first = made(module, trainer)
+        (optimizer,) = trainer.optimizers
+        module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+        other = zero(3 if name_of(strategy) == "stage 1" else 1) if name_of(strategy) != "ddp" else again(strategy)
+        second = made(module, fitted(other, module, count=2))
+        return {"first": first, "second": second}
+
+    assert_same(each_strategy(play))
+
+
 def test_mixed_precision_steps_on_the_masters() -> None:
     def play(strategy: Strategy) -> dict[str, Any]:
         module = Closed("steps")

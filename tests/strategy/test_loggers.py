@@ -50,7 +50,7 @@ def test_a_logged_graph_is_that_of_ddp(tmp_path: Path, precision: Any) -> None:
         logger = TensorBoardLogger(tmp_path, name=name_of(strategy), log_graph=True)
         module = Example()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is
+            warnings.filterwarnings("ignore", ".*torch.jit.* is deprecated.*")
             trainer = fit(units(strategy), module, logger=logger, precision=precision, val=1)
         assert "log_graph" not in vars(logger)
         nodes = [(node.name, node.op) for node in read(logger).Graph().node] if trainer.global_rank == 0 else []
