@@ -1,0 +1,1 @@
+"""Architectures that nobody here wrote, trained under DDP and in every stage."""
