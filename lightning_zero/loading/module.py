@@ -26,7 +26,9 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.loading.hparams import choose_hparams, instantiate
-from lightning_zero.session.module_state import left_out_of, under_own_names, weights_of
+from lightning_zero.session.huggingface import in_layout_of
+from lightning_zero.session.module_state import left_out_of, weights_of
+from lightning_zero.session.names import under_own_names
 
 __all__ = ["let_lightning_load_directories", "load_from_checkpoint", "load_full_state_dict"]
 
@@ -193,10 +195,10 @@ def _load(
     built.on_load_checkpoint(checkpoint)
     own = built.state_dict(keep_vars=True)
     stored = weights_of(checkpoint, path)
-    state = under_own_names(stored, own, path, strict)
+    state = under_own_names(in_layout_of(built, own, stored), own, path, strict)
     if initial_weights is not None:
         weights = weights_of(open_one(initial_weights), initial_weights)
-        base = under_own_names(weights, own, "initial_weights", strict=False)
+        base = under_own_names(in_layout_of(built, own, weights), own, "initial_weights", strict=False)
         state.update({name: base[name] for name in own if name in base and name not in state})
     tied = _tied_elsewhere(own, state)
     left_out = under_own_names(dict.fromkeys(left_out_of(checkpoint)), own, path, strict=False)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -20,6 +19,8 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
+from lightning_zero.session.huggingface import in_layout_of
+from lightning_zero.session.names import under_own_names, unwrapped
 from lightning_zero.shards.binding import placeholders_allowed
 
 __all__ = [
@@ -27,8 +28,6 @@ __all__ = [
     "left_out_of",
     "load_initial_weights",
     "read_slice",
-    "under_own_names",
-    "unwrapped",
     "weights_of",
 ]
 
@@ -40,13 +39,13 @@ class ModuleState:
 
     def __init__(self, engine: ZeroEngine, module: nn.Module | None) -> None:
         self._engine = engine
-        self._module: nn.Module = module if module is not None else engine.module
+        self.module: nn.Module = module if module is not None else engine.module
 
     def save(self, exclude_frozen: bool = False) -> dict[str, Any]:
         """This rank's part of ``state_dict()``: the keys, order and hooks are the module's own. No communication."""
         state = {}
         self._engine.take_over_shown(on_disk=False)
-        for key, value in self._module.state_dict(keep_vars=True).items():
+        for key, value in self.module.state_dict(keep_vars=True).items():
             if exclude_frozen and _is_frozen(value):
                 continue
             name = self._engine.names.get(value) if isinstance(value, nn.Parameter) else None
@@ -60,7 +59,7 @@ class ModuleState:
 
     def excluded_frozen(self) -> list[str]:
         """The names that ``save(exclude_frozen=True)`` leaves out."""
-        return [unwrapped(key) for key, value in self._module.state_dict(keep_vars=True).items() if _is_frozen(value)]
+        return [unwrapped(key) for key, value in self.module.state_dict(keep_vars=True).items() if _is_frozen(value)]
 
     def load(self, state: Mapping[str, Any], strict: bool, excluded: Collection[str] = ()) -> None:
         """Take weights and buffers over, each rank reading its own slices.
@@ -76,7 +75,7 @@ class ModuleState:
 
         Collective: every rank. What does not fit raises as ``nn.Module.load_state_dict`` does.
         """
-        current = self._module.state_dict(keep_vars=True)
+        current = self.module.state_dict(keep_vars=True)
         own = {unwrapped(key): (key, value) for key, value in current.items()}
         # Without versions modules would take the state for that of their oldest release.
         versions = getattr(state, "_metadata", None) or getattr(current, "_metadata", None)
@@ -139,15 +138,15 @@ class ModuleState:
         def forgive(_: nn.Module, keys: Any) -> None:
             keys.missing_keys[:] = [key for key in map(unwrapped, keys.missing_keys) if key not in expendable]
 
-        before = dict(self._module.named_parameters(remove_duplicate=False))
-        hook = self._module.register_load_state_dict_post_hook(forgive)
+        before = dict(self.module.named_parameters(remove_duplicate=False))
+        hook = self.module.register_load_state_dict_post_hook(forgive)
         noted = _NotedCopies(self._engine)
         try:
             with noted:
-                self._module.load_state_dict(state, strict=strict)
+                self.module.load_state_dict(state, strict=strict)
         finally:
             hook.remove()
-        after = dict(self._module.named_parameters(remove_duplicate=False))
+        after = dict(self.module.named_parameters(remove_duplicate=False))
         for name in (name for name in after if after[name] is not before.get(name)):
             raise RuntimeError(
                 f"Loading replaced the parameter '{name}' by another object, which would not be trained. A module's "
@@ -201,6 +200,7 @@ def load_initial_weights(
 ) -> None:
     """Read weights and buffers into a sharded module, each rank its own slices. Collective: every rank.
 
+    What a transformers model stores in another layout than it has is converted (`in_layout_of`).
     If none of the stored names is one of the module's, but all are once the same prefix is put before them or cut off
     (``transformer.h.0`` and ``model.transformer.h.0``), they are read under the module's names. With ``strict``,
     missing, unexpected and differently shaped tensors are a ``RuntimeError`` as of ``nn.Module.load_state_dict``;
@@ -210,7 +210,9 @@ def load_initial_weights(
     checkpoint = open_checkpoint(path, control, verify=verify)
     weights = weights_of(checkpoint, path)
     own = state.save()
-    stored: OrderedDict[str, Any] = OrderedDict(under_own_names(weights, own, path, strict))
+    stored: OrderedDict[str, Any] = OrderedDict(
+        under_own_names(in_layout_of(state.module, own, weights), own, path, strict)
+    )
     if not strict:
         stored = OrderedDict(_what_fits(stored, own, path, control))
     if hasattr(weights, "_metadata"):
@@ -301,65 +303,3 @@ def read_slice(value: Any, start: int, destination: Tensor) -> None:
 
 def _is_frozen(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and not value.requires_grad
-
-
-# torch.compile, activation checkpointing and FSDP wrap a block in a module of this attribute; names in a checkpoint do
-# not depend on whether a block is wrapped.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
-
-def unwrapped(key: Any) -> Any:
-    """A name without what wraps its blocks; an index as it is."""
-    if isinstance(key, str):
-        for wrapper in _WRAPPERS:
-            key = key.replace(wrapper, "")
-    return key
-
-
-def under_own_names(
-    stored: Mapping[str, Any], own: Collection[str], path: str | os.PathLike[str], strict: bool
-) -> dict[str, Any]:
-    """The stored values under the module's names, if they differ in wrapped blocks or one common prefix only.
-
-    With ``strict`` that prefix has to make all names fit, and not just most. ``path`` is for the message about it.
-    """
-    names = {unwrapped(name): name for name in own}
-    changes = _prefix_changes([unwrapped(name) for name in stored], names, strict)
-    cut, add = changes[0] if len(changes) == 1 else ("", "")
-    if changes:
-        differ = f"The names in '{os.fspath(path)}' are the module's "
-        how = [f"with '{add}' put before them" if add else f"without their prefix '{cut}'" for cut, add in changes]
-        if len(changes) == 1:
-            rank_zero_info(f"{differ}{how[0]}: loading them under those.")
-        else:
-            rank_zero_warn(
-                f"{differ}{' and also '.join(how)}: which of them is meant is not known, so that they are left as they "
-                "are. Save the weights under the module's names."
-            )
-    found = {}
-    for name, value in stored.items():
-        found[names.get(add + unwrapped(name).removeprefix(cut), name)] = value
-    return found
-
-
-def _prefix_changes(stored: Collection[str], own: Collection[str], strict: bool) -> list[tuple[str, str]]:
-    """What could be cut off all stored names, or put before them, to make them the module's; at most two ways."""
-    if any(name in own for name in stored):
-        return []
-    longer: dict[str, list[str]] = {}
-    for name in own:
-        for rest in _rests(name):
-            longer.setdefault(rest, []).append(name[: -len(rest)])
-    counts: Counter[tuple[str, str]] = Counter()
-    for name in stored:
-        counts.update(("", prefix) for prefix in longer.get(name, ()))
-        counts.update((name[: -len(rest)], "") for rest in _rests(name) if rest in own)
-    enough = len(stored) if strict else len(stored) // 2 + 1
-    return [change for change, count in counts.most_common(2) if count >= enough]
-
-
-def _rests(name: str) -> Iterator[str]:
-    """What is left of a dotted name when its first parts are cut off: of ``a.b.c`` it is ``b.c`` and ``c``."""
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name

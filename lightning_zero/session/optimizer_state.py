@@ -16,7 +16,8 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import some
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
-from lightning_zero.session.module_state import read_slice, unwrapped
+from lightning_zero.session.module_state import read_slice
+from lightning_zero.session.names import unwrapped
 
 __all__ = ["OptimizerState"]
 

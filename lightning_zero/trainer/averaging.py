@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint import FlatShard
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.full import gathered, whole_slices
-from lightning_zero.session.module_state import read_slice, unwrapped
+from lightning_zero.session.module_state import read_slice
+from lightning_zero.session.names import unwrapped
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.sliced_tensor import SlicedTensor

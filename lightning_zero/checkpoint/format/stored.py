@@ -16,7 +16,7 @@ import math
 import sys
 import zipfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.host import host_memory
 
 __all__ = ["Source", "StoredTensor", "find_elements", "memory_of", "read_chunk"]
+
+
+class Elements(Protocol):
+    """Where the elements of tensors come from: files, or what is computed from other tensors."""
+
+    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
+        """Fill a 1-D tensor in memory with the flattened elements from ``start`` on, cast to its dtype."""
 
 
 class StoredTensor(Tensor):
@@ -51,13 +58,13 @@ class StoredTensor(Tensor):
         item: its dtype and shape, and what the source needs to find it.
     """
 
-    _source: Source
+    _source: Elements
     _key: str
     _item: TensorItem
     _memory: list[Tensor]  # of one once it is loaded; shared with detached handles
 
     @staticmethod
-    def __new__(cls, source: Source, key: str, item: TensorItem) -> StoredTensor:
+    def __new__(cls, source: Elements, key: str, item: TensorItem) -> StoredTensor:
         """See the class."""
         stored: StoredTensor = make_wrapper_subclass(
             cls, torch.Size(item.shape), dtype=item.dtype, device=torch.device("cpu"), requires_grad=False
