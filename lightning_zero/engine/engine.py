@@ -17,7 +17,7 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.engine.build import build_reducer
 from lightning_zero.engine.events import Phase
-from lightning_zero.engine.hooks import EngineHooks
+from lightning_zero.engine.hooks import EngineHooks, keep_formats
 from lightning_zero.engine.passes import Passes, torn
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import OffloadError
@@ -43,8 +43,9 @@ class ZeroEngine(Passes):
     Built as ``Passes`` is.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
+        keep_formats(module)
+        super().__init__(module, *args, **options)
         self.listeners: list[Callable[[], None]] = []  # told when masters were written from outside
         self._steps = 0
         self._stepped: Unit | None = None  # whose masters are on their way back from the host

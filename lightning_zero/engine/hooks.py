@@ -34,7 +34,7 @@ from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, U
 from lightning_zero.errors import ParameterAccessError, ZeroError
 from lightning_zero.shards.binding import binding_of, get_gradient, is_absent, set_gradient
 
-__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "unhooked"]
+__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "keep_formats", "unhooked"]
 
 
 class Verbs(Protocol):
@@ -240,6 +240,46 @@ class _Attached:
             "hold NaN. Make it inside `with lightning_zero.full_parameters(module):`, on every rank, outside of a "
             "step; that takes the memory of the whole module."
         )
+
+
+def keep_formats(root: nn.Module) -> None:
+    """Have convolutions whose weights are in channels-last format go on computing in it, for good.
+
+    Parameters are laid out contiguously. torch computes a convolution in channels-last format if its weight or its
+    input is in it, so the input has to be from now on.
+    """
+    for module in root.modules():
+        if isinstance(module, _CONVOLUTIONS) and isinstance(module.weight, nn.Parameter):
+            ordinary, last = _strides(module.weight.shape)
+            if module.weight.stride() == last != ordinary:
+                module.register_forward_pre_hook(_ChannelsLast())
+
+
+_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def _strides(shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a tensor of images or volumes in the ordinary format, and in channels-last format."""
+    last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    return torch.empty(shape, device="meta").stride(), torch.empty(shape, device="meta", memory_format=last).stride()
+
+
+class _ChannelsLast:
+    """A hook that brings a convolution's input into channels-last format. A pickle of it does nothing."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not args or not isinstance(args[0], Tensor) or args[0].dim() not in (4, 5):
+            return None
+        image = args[0].contiguous(memory_format=torch.channels_last if args[0].dim() == 4 else torch.channels_last_3d)
+        if image.shape[1] == 1:  # is in both formats, and torch takes it for ordinary
+            image = image.as_strided(image.shape, _strides(image.shape)[1])
+        return (image, *args[1:])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ChannelsLast:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 @contextmanager

@@ -110,7 +110,8 @@ def _refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         raise ValueError(
             f"{kind} '{name}' has no shape yet: it belongs to a lazy module. "
-            "Run one forward pass (or give the layer its sizes) before the plan is built."
+            "Run one forward pass in `__init__` or `configure_model`, a batch of zeros will do, or give the layer its "
+            "sizes (`nn.Linear(in_features, ...)` in place of `nn.LazyLinear`)."
         )
     what = _strange(tensor)
     if what and (kind == "Parameter" or tensor.layout is torch.strided):
