@@ -30,6 +30,8 @@ CASES = ("none left out", "the same third", "another third, alike", "another thi
 
 
 class Block(nn.Module):
+    """A perceptron with a residual."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -39,6 +41,8 @@ class Block(nn.Module):
 
 
 class Batches(IterableDataset[int]):
+    """Numbers of steps, as long as there are turns."""
+
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
 
@@ -48,6 +52,8 @@ class Batches(IterableDataset[int]):
 
 
 class Dropping(pl.LightningModule):
+    """A stack that leaves blocks out as its case says."""
+
     def __init__(self, case: str, turns: Turns, width: int, blocks: int, rows: int) -> None:
         super().__init__()
         self.case, self.turns, self.width, self.rows = case, turns, width, rows
