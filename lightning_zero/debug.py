@@ -7,6 +7,7 @@ device is waited for.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import storage_key, untracked
+from lightning_zero._torch import storage_key, untracked, use_count
 from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.engine.full import gather_layout, gathered, gathered_gradients
@@ -26,6 +27,7 @@ from lightning_zero.errors import OffloadError
 from lightning_zero.optim.gradients import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
+from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.flat import FlatParameters
 from lightning_zero.storage import FileTensor
 
@@ -55,10 +57,14 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     """Let all parameters below ``module`` hold their full values, to read and to write.
 
     Values are the masters (fp32 under mixed precision). What rank 0 has written when the block ends is what every rank
-    keeps. An exception inside the block leaves everything as it was before.
+    keeps. An exception inside the block leaves everything as it was before. A program of ``torch.jit`` that is made
+    inside shares the parameters and lives there, too: save it inside; a loaded one needs nothing of this package.
 
     Args:
         module: the LightningModule or any module below it. A module that is not sharded is left as it is.
+
+    Warns:
+        UserWarning: if such a program outlives the block, on the rank that keeps it: values would be NaN there.
 
     Collective: every rank.
 
@@ -72,8 +78,18 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     if engine is None:
         yield
         return
+    before = {parameter: use_count(parameter) for parameter in module.parameters()}
     with gathered(engine, module.parameters()):
         yield
+    kept = [p for p, count in before.items() if is_absent(p) and use_count(p) > count]
+    if kept:
+        names = f"'{engine.names[kept[0]]}'{f' and {len(kept) - 1} more parameters' if kept[1:] else ''}"
+        warnings.warn(
+            f"A program of torch.jit or a graph of autograd, made inside of full_parameters, keeps {names}, whose "
+            "values are not in memory any more: it would compute with NaN. Save it inside of full_parameters and load "
+            "the file, or call it there.",
+            stacklevel=3,
+        )
 
 
 def full_gradient(module: nn.Module, name: str) -> Tensor | None:

@@ -55,6 +55,9 @@ class ZeroEngine(Passes):
             root = self._schedule.root
             scoped = [*self._replicated, *([root] if root is not None else [])]
             self._hooks.watch_forwards(self.module, self._sharded, scoped)
+        mixed = any(flat.layout.dtype != flat.layout.compute_dtype for unit in self.units for flat in unit.flats)
+        if mixed and self.device.type == "cpu":
+            self._hooks.narrow_norms(self.module)
         self._schedule.stayed = partial(self._hooks.watch_parts, self.module, self._sharded)
         for part in self.module.modules():
             _ENGINES[part] = ref(self)

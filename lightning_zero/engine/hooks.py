@@ -99,6 +99,13 @@ class EngineHooks:
                 self._watched.add(part)
                 self._watch_unit(module.get_submodule(part), unit)
 
+    def narrow_norms(self, module: nn.Module) -> None:
+        """Have norms with 16-bit weights take inputs in 16 bits: on CPUs, autocast leaves them what they get, and torch
+        takes no wider ones there."""
+        for child in module.modules():
+            if isinstance(child, _NORMS):
+                self._handles.append(child.register_forward_pre_hook(_Narrowed()))
+
     def _watch_unit(self, module: nn.Module, unit: ShardedUnit) -> None:
         """Gather ``unit`` around every forward of ``module``, before the user's own hooks see it."""
         engine = self._engine
@@ -264,8 +271,18 @@ def _strides(shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return torch.empty(shape, device="meta").stride(), torch.empty(shape, device="meta", memory_format=last).stride()
 
 
-class _ChannelsLast:
-    """A hook that brings a convolution's input into channels-last format. A pickle of it does nothing."""
+class _OfInput:
+    """A hook that changes a module's input. A pickle of it does nothing."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OfInput:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+class _ChannelsLast(_OfInput):
+    """Brings a convolution's input into channels-last format."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not args or not isinstance(args[0], Tensor) or args[0].dim() not in (4, 5):
@@ -275,11 +292,18 @@ class _ChannelsLast:
             image = image.as_strided(image.shape, _strides(image.shape)[1])
         return (image, *args[1:])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ChannelsLast:
-        return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class _Narrowed(_OfInput):
+    """Casts a norm's input to the dtype of its weight, where that is narrower."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        weight = module.weight
+        if not args or not isinstance(weight, Tensor) or args[0].dtype.itemsize <= weight.dtype.itemsize:
+            return None
+        return (args[0].to(weight.dtype), *args[1:])
 
 
 @contextmanager

@@ -131,7 +131,8 @@ def _step_of(cls: type) -> Any:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether an optimizer can be seen to need a closure, because ``step`` has an argument ``closure`` without a
-    default, or its first statements raise where there is none. What is not seen here ends in ``naming_closures``."""
+    default, its first statements raise where there is none, or it calls it and never asks whether it is there. What is
+    not seen here ends in ``naming_closures``."""
     cls = type(optimizer)
     step: Any = next((own for base in cls.__mro__ if (own := _step_of(base)) is not None), None)
     try:
@@ -156,7 +157,8 @@ def naming_closures(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _refuses_none(step: Any, closure: str) -> bool:
-    """Whether the source of ``step`` begins, before it does anything else, by raising where ``closure`` is ``None``."""
+    """Whether the source of ``step`` begins, before it does anything else, by raising where ``closure`` is ``None``, or
+    does nothing with it but call it."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(step)))
     except (OSError, TypeError, SyntaxError):
@@ -170,7 +172,9 @@ def _refuses_none(step: Any, closure: str) -> bool:
             return True
         if isinstance(statement, ast.If) and ast.unparse(statement.test) in none:
             return any(isinstance(inner, ast.Raise) for inner in statement.body)
-    return False
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == closure]
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return bool(names) and all(name in calls for name in names)
 
 
 _LENGTH = 4  # of a stand-in, in each dimension at most

@@ -184,7 +184,7 @@ class ZeroPrecision(Precision):
     def forward_context(self) -> Iterator[None]:
         """Around every step method: autocast, or the default dtype."""
         if self.precision in _MIXED:
-            with torch.autocast(self._device_type, dtype=_MIXED[self.precision], cache_enabled=False):
+            with torch.autocast(self._device_type, dtype=_MIXED[self.precision], cache_enabled=False), _no_fast_path():
                 yield
         else:
             with self.tensor_init_context():
@@ -269,6 +269,17 @@ class ZeroPrecision(Precision):
         if self._adapter is None:
             raise RuntimeError("ZeroPrecision only works together with ZeroStrategy: Trainer(strategy='zero3', ...).")
         return self._adapter(optimizer)
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Attention without the kernels that torch takes for evaluation on CPUs, which autocast does not reach."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -119,6 +119,18 @@ class ZeroStrategy(Processes):
     # ------------------------------------------------------------- environment
 
     @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._own_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        """A Trainer that was given ``torch.compile(module)`` has put compiled steps into the module by now, and marked
+        it. Next it would refuse a marked module, as the strategy is of no class that it lists."""
+        if module is not None:
+            module._compiler_ctx = None
+        self._own_module = module
+
+    @property
     def engine(self) -> ZeroEngine:
         """The engine of the running module."""
         return self.session.engine

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-from lightning_zero import ZeroPrecision, full_parameters
+from lightning_zero import ZeroPrecision, ZeroStrategy, full_parameters
 from lightning_zero.optim.gradients import LossScaler
 from lightning_zero.shards.binding import is_absent
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case, features, mse
@@ -587,3 +587,49 @@ def test_full_parameters_shows_masters_in_the_middle_of_training() -> None:
 
     for exact in run_world(2, run):
         assert all(exact)
+
+
+class Residual(nn.Module):
+    """A sum that stays in ``float32``, before a norm whose weights are in 16 bits."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.inner(x))
+
+
+MIXED: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: Residual(lambda: nn.LayerNorm(WIDTH)),
+    "group": lambda: Residual(lambda: nn.GroupNorm(2, WIDTH)),
+    "instance": lambda: Residual(
+        lambda: nn.Sequential(nn.Unflatten(1, (2, -1)), nn.InstanceNorm1d(2, affine=True), nn.Flatten())
+    ),
+    "no weights": lambda: Residual(lambda: nn.LayerNorm(WIDTH, elementwise_affine=False)),
+    "attention": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_wide_inputs_of_narrow_norms(name: str) -> None:
+    """CPUs have no kernel for them, and autocast casts none there; nor does it reach attention's own for evaluation."""
+
+    def run(rank: int) -> list[float]:
+        losses = []
+        for stage in (None, 1, 2, 3):
+            strategy = ZeroStrategy(stage) if stage else DDPStrategy(find_unused_parameters=True)
+            module, trainer = Net(MIXED[name]), runs.make_trainer(strategy, precision="bf16-mixed")
+            with runs.quiet():
+                trainer.fit(module, runs.batches(3))
+                losses += [
+                    float(module.losses[-1]),
+                    trainer.validate(module, runs.batches(2), verbose=False)[0]["val_loss"],
+                ]
+            with full_parameters(module):
+                assert all("lightning_zero" not in str(type(h)) for m in module.modules() for h in m._forward_pre_hooks)
+        assert torch.backends.mha.get_fastpath_enabled()
+        return losses
+
+    for trained, seen, *losses in run_world(2, run):
+        assert losses == pytest.approx([trained, seen] * 3, rel=1e-2)

@@ -1,0 +1,32 @@
+"""Play features and say whether each holds: ``python -m tests.features [NAME...]``. ``--page``: write the page."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from tests.features import page
+from tests.features.feature import hold
+
+
+def main(names: list[str]) -> int:
+    if names == ["--page"]:
+        (Path(__file__).parents[2] / "docs" / "features.md").write_text(page.text(), encoding="utf-8")
+        return 0
+    failed = 0
+    for feature in (feature for features in page.TABLES.values() for feature in features):
+        if names and not any(name in feature.name for name in names):
+            continue
+        began, verdict = time.monotonic(), "holds"
+        try:
+            hold(feature)
+        except Exception as error:
+            failed += 1
+            verdict = f"FAILS {type(error).__name__}: {error}"
+        print(f"{time.monotonic() - began:5.1f} s  {feature.name}: {verdict}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,425 @@
+"""Optimization, automatic and manual; precision; what is saved and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.features.feature import Feature, Refusal
+from tests.features.loops import fitting
+from tests.helpers.cases import WIDTH, Stack
+from tests.helpers.training import make_trainer
+from tests.strategy.runs import Net, batches, made
+
+__all__ = ["FEATURES"]
+
+Make = Callable[[], Strategy]
+
+
+def optimizing(optimizer: Callable[[Any], Any]) -> Callable[[], Net]:
+    """A module with this optimizer, of its named parameters."""
+
+    class Optimized(Net):
+        def configure_optimizers(self) -> Any:
+            return optimizer(self)
+
+    return Optimized
+
+
+def _plateau(module: Net) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def _steps(module: Net) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, eps=1e-4)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2, "name": "rate"}]
+
+
+class OwnScheduler(Net):
+    """A scheduler of a kind that torch does not know, stepped by an overridden hook."""
+
+    def configure_optimizers(self) -> Any:
+        class Half:
+            def __init__(self, optimizer: Any) -> None:
+                self.optimizer, self.count = optimizer, 0
+
+            def step(self, epoch: int) -> None:
+                self.count += 1
+                for group in self.optimizer.param_groups:
+                    group["lr"] *= 0.5
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"count": self.count}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                self.count = state["count"]
+
+        optimizer = torch.optim.Adagrad(self.parameters(), lr=0.1)
+        return [optimizer], [Half(optimizer)]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(epoch=self.current_epoch)
+
+
+class OwnClipping(Net):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(
+            optimizer, gradient_clip_val=0.01 * (1 + self.current_epoch), gradient_clip_algorithm="value"
+        )
+
+
+class OwnStep(Net):
+    """Warms up in ``optimizer_step``, scales in ``backward``, frees in ``optimizer_zero_grad``."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx == 2:
+            optimizer_closure()  # a batch without a step
+            return
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + self.trainer.global_step)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward(*args, **kwargs)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Pair(Net):
+    """Generator and discriminator, each with its optimizer and scheduler, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = Stack()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Adam(self.model.parameters(), lr=0.01, eps=1e-4)
+        second = torch.optim.SGD(self.judge.parameters(), lr=0.1, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        x, y = self.data(batch_idx)
+        for optimizer, sign in ((second, 1.0), (first, -1.0)):
+            if optimizer is first and batch_idx % 2:
+                continue
+            self.toggle_optimizer(optimizer)
+            loss = F.mse_loss(self.judge(self.model(x)), y) * sign
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.detach())
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+
+
+class ByHand(Net):
+    """Accumulates by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+            self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Sharpness(torch.optim.SGD):
+    """Steps uphill, looks again, and steps down from where it was."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        moved = [(p, p.grad.clone()) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, uphill in moved:
+            parameter.add_(uphill, alpha=0.05)
+        with torch.enable_grad():
+            closure()
+        for parameter, uphill in moved:
+            parameter.sub_(uphill, alpha=0.05)
+        super().step()
+        return loss
+
+
+class Penalty(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = self.data(batch_idx)
+        x.requires_grad_()
+        loss = F.mse_loss(self(x), y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.layers[0] = torch.jit.trace(self.model.layers[0], torch.zeros(1, WIDTH))  # type: ignore[no-untyped-call]
+
+
+class Normalised(Net):
+    """Batch norm over all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(Stack(), nn.BatchNorm1d(WIDTH)))
+
+
+class Rows(Net):
+    """Scales rows of its embedding as they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Embedding(8, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(torch.tensor([batch_idx, 2])).square().mean()
+
+
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+
+class Made(Net):
+    """Its layers are made, and their shapes found, in ``configure_model``."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "more"):
+            torch.manual_seed(2)
+            self.more = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH))
+            self.more(torch.zeros(1, WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = self.data(batch_idx)
+        return F.mse_loss(self.more(self.model(x)), y)
+
+
+class Silent(Net):
+    """Without ``self.log``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = self.data(batch_idx)
+        return F.mse_loss(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(*self.data(batch_idx))
+
+
+def compiled(make: Make, folder: Path) -> Any:
+    """Twice, and saved in between."""
+    module, trainer = torch.compile(Silent(), backend="eager"), make_trainer(make())
+    trainer.fit(module, batches(2), batches(1))  # type: ignore[arg-type]
+    trainer.save_checkpoint(folder / "saved.ckpt")
+    trainer.validate(module, batches(1))  # type: ignore[arg-type]
+    module, trainer = Silent(), make_trainer(make(), max_epochs=2)
+    trainer.fit(torch.compile(module, backend="eager"), batches(2), ckpt_path=folder / "saved.ckpt")  # type: ignore[arg-type]
+    return made(module, trainer)
+
+
+class Compiling(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.model.layers:
+            layer.compile(backend="eager")
+
+
+class Keeping(Net):
+    """With a state and hyperparameters of its own in checkpoints."""
+
+    def __init__(self, factor: float = 0.5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.restored: list[Any] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = [self.trainer.global_step, dist.get_rank() * 0]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.restored = [checkpoint["mine"], dict(checkpoint["hyper_parameters"])]
+
+
+def resuming(count: int, **options: Any) -> Any:
+    """Ends after ``max_steps``, saves and goes on in a new trainer, as one run would have."""
+
+    def play(make: Make, folder: Path) -> Any:
+        first = make_trainer(make(), max_epochs=3, max_steps=count, **options)
+        first.fit(Keeping(), batches(4), batches(1))
+        first.save_checkpoint(folder / "saved.ckpt")
+        module, trainer = Keeping(), make_trainer(make(), max_epochs=3, **options)
+        trainer.fit(module, batches(4), batches(1), ckpt_path=folder / "saved.ckpt")
+        return {"restored": module.restored, **made(module, trainer)}
+
+    return play
+
+
+def named_checkpoints(make: Make, folder: Path) -> Any:
+    def keeper() -> Any:
+        return ModelCheckpoint(folder, monitor="val_loss", save_last=True, save_top_k=1, filename="{epoch}")
+
+    module, trainer = Keeping(), make_trainer(make(), max_epochs=3, callbacks=[keeper()], enable_checkpointing=True)
+    trainer.fit(module, batches(3), batches(1))
+    found: list[Any] = [trainer.test(module, batches(1), ckpt_path=name) for name in ("best", "last")]
+    longer = make_trainer(make(), max_epochs=4, callbacks=[keeper()], enable_checkpointing=True)
+    module = Keeping()
+    longer.fit(module, batches(3), batches(1), ckpt_path="last")
+    return [found, made(module, longer)]
+
+
+def weights_only(make: Make, folder: Path) -> Any:
+    module, trainer = Keeping(), make_trainer(make())
+    trainer.fit(module, batches(3))
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    other = Keeping()
+    return [make_trainer(make()).test(other, batches(2), ckpt_path=folder / "weights.ckpt"), other.restored]
+
+
+def steps_of_one(make: Make, folder: Path) -> Any:
+    """``max_steps`` counts the steps of all optimizers."""
+    module, trainer = Pair(), make_trainer(make(), max_epochs=-1, max_steps=7)
+    trainer.fit(module, batches(4))
+    assert trainer.global_step >= 7
+    return made(module, trainer)
+
+
+def state_of_stages(make: Make, folder: Path) -> Any:
+    """Where the trainer says it is."""
+    trainer = make_trainer(make())
+    trainer.fit(Net(), batches(2))
+    return [str(trainer.state.status), str(trainer.state.fn), trainer.state.fn == TrainerFn.FITTING, trainer.world_size,
+            trainer.num_training_batches, trainer.is_global_zero == (dist.get_rank() == 0)]  # fmt: skip
+
+
+_SUMS = "accumulated gradients are added up after they were averaged, DDP averages once: rounding"
+_ADDED = {2: 1e-5, 3: 1e-5}
+_GRAPH = Refusal("create_graph", "a graph of a gradient needs weights that zero3 has let go by then")
+_CODE = Refusal("TorchScript|script", "compiled code takes no hooks that could bring weights")
+_NORM = Refusal("max_norm", "DDP's processes drift apart by it; see limits")
+_EVERYWHERE = (1, 2, 3)
+
+FEATURES = {
+    "Automatic optimization": [
+        Feature(name="`ReduceLROnPlateau`", play=fitting(3, 1, net=optimizing(_plateau), max_epochs=4)),
+        Feature(name="schedulers by step, with frequency", play=fitting(4, net=optimizing(_steps), max_epochs=2)),
+        Feature(name="`lr_scheduler_step`, a scheduler of one's own", play=fitting(2, net=OwnScheduler, max_epochs=3)),
+        Feature(
+            name="`gradient_clip_val` by norm",
+            play=fitting(4, gradient_clip_val=0.01),
+            bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
+            why="the norm is the sum of the ranks' parts: rounding",
+        ),
+        Feature(
+            name="`gradient_clip_val` by value",
+            play=fitting(4, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+        ),
+        Feature(name="`configure_gradient_clipping`", play=fitting(3, net=OwnClipping, max_epochs=2)),
+        Feature(
+            name="`optimizer_step`, `backward`, `optimizer_zero_grad` overridden",
+            play=fitting(4, net=OwnStep, max_epochs=2),
+            bounds=_ADDED,
+            why=_SUMS,
+        ),
+        Feature(
+            name="`accumulate_grad_batches`",
+            play=fitting(5, accumulate_grad_batches=2, max_epochs=2),
+            bounds=_ADDED,
+            why=_SUMS,
+        ),
+        Feature(name="no optimizer", play=fitting(3, net=optimizing(lambda module: None))),
+        Feature(
+            name="`LBFGS`",
+            play=fitting(2, net=optimizing(lambda module: torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3))),
+        ),
+        Feature(
+            name="an optimizer with a closure, as SAM",
+            play=fitting(3, net=optimizing(lambda module: Sharpness(module.parameters(), lr=0.1, momentum=0.9))),
+        ),
+        Feature(
+            name="`fused` and `foreach`",
+            play=fitting(
+                3,
+                net=optimizing(lambda module: torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4, foreach=True)),
+            ),
+        ),
+    ],
+    "Manual optimization": [
+        Feature(
+            name="several optimizers, `toggle_optimizer`, `clip_gradients`, schedulers",
+            play=fitting(4, net=Pair, max_epochs=2),
+            bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
+            why="the norm is the sum of the ranks' parts: rounding",
+        ),
+        Feature(
+            name="`max_steps` with several optimizers",
+            play=steps_of_one,
+            bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
+            why="as above",
+        ),
+        Feature(
+            name="accumulation with `toggle_model(sync_grad=...)`",
+            play=fitting(4, net=ByHand),
+            bounds=_ADDED,
+            why=_SUMS,
+        ),
+    ],
+    "Precision and models": [
+        Feature(name="`bf16-true`", play=fitting(4, precision="bf16-true")),
+        Feature(name="`64-true`", play=fitting(4, precision="64-true")),
+        Feature(name="lazy layers, materialised in `configure_model`", play=fitting(3, net=Made)),
+        Feature(
+            name="layers that are still lazy",
+            play=fitting(3, net=Lazy),
+            ddp_refuses=True,
+            refused=dict.fromkeys(
+                _EVERYWHERE,
+                Refusal("configure_model", "so does DDP: materialise them in `__init__` or `configure_model`"),
+            ),
+        ),
+        Feature(name="`layer.compile()`", play=fitting(3, net=Compiling)),
+        Feature(
+            name="`torch.compile` of the whole `LightningModule`",
+            play=compiled,
+            why="in torch 2.13, `self.log` in a compiled step fails under any strategy",
+        ),
+        Feature(
+            name="`sync_batchnorm`",
+            play=fitting(3, net=Normalised, sync_batchnorm=True),
+            ddp_refuses=True,
+            refused=dict.fromkeys(
+                _EVERYWHERE, Refusal("SyncBatchNorm", "torch has it for GPUs only, under DDP too; on GPUs not tried")
+            ),
+        ),
+        Feature(name="traced submodules (TorchScript)", play=fitting(3, net=Scripted), refused={3: _CODE}),
+        Feature(name="gradients of gradients (`create_graph=True`)", play=fitting(3, net=Penalty), refused={3: _GRAPH}),
+        Feature(
+            name="`nn.Embedding(max_norm=...)`", play=fitting(3, net=Rows), refused=dict.fromkeys(_EVERYWHERE, _NORM)
+        ),
+    ],
+    "Checkpoints": [
+        Feature(name="resuming in mid-epoch, hooks, hyperparameters", play=resuming(6)),
+        Feature(name="resuming at the end of an epoch", play=resuming(8)),
+        Feature(name='`ckpt_path="best"` and `"last"`', play=named_checkpoints),
+        Feature(name="`save_checkpoint(weights_only=True)`", play=weights_only),
+        Feature(name="what `trainer.state` says", play=state_of_stages),
+    ],
+}

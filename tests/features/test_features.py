@@ -1,0 +1,31 @@
+"""Every line of the page of features holds, and no callback or profiler of Lightning's is missing there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import callbacks, profilers
+
+from tests.features import page
+from tests.features.feature import Feature, hold
+
+ALL = [feature for features in page.TABLES.values() for feature in features]
+NOT_PLAYED = {"Checkpoint", "ProgressBar", "Profiler"}  # bases without code
+NOT_PLAYED |= {"PassThroughProfiler", "XLAProfiler"}  # the one that is always there, and one for TPUs
+
+
+@pytest.mark.parametrize("feature", ALL, ids=lambda feature: feature.name)
+def test_holds(feature: Feature) -> None:
+    hold(feature)
+
+
+def test_nothing_that_lightning_ships_is_missing() -> None:
+    shipped = {*callbacks.__all__, *profilers.__all__} - NOT_PLAYED
+    missing = {name for name in shipped if not any(f"`{name}`" in feature.name for feature in ALL)}
+    assert not missing
+
+
+def test_the_page_is_that_of_the_tables() -> None:
+    stored = Path(__file__).parents[2] / "docs" / "features.md"
+    assert stored.read_text(encoding="utf-8") == page.text(), "python -m tests.features --page writes it"
