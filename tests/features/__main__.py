@@ -20,7 +20,8 @@ def main(names: list[str]) -> int:
             continue
         began, verdict = time.monotonic(), "holds"
         try:
-            hold(feature)
+            for ranks in (1, 2):
+                hold(feature, ranks)
         except Exception as error:
             failed += 1
             verdict = f"FAILS {type(error).__name__}: {error}"

@@ -47,7 +47,6 @@ class Feature:
         refused: by stage.
         ddp_refuses: whether DDP raises an error as well.
         why: what the page says of bounds.
-        ranks: of the world.
         options: of the strategy.
     """
 
@@ -57,7 +56,6 @@ class Feature:
     refused: Mapping[int, Refusal] = field(default_factory=dict)
     ddp_refuses: bool = False
     why: str = ""
-    ranks: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def verdict(self, stage: int) -> str:
@@ -72,14 +70,14 @@ class Feature:
         return "; ".join([*([self.why] if self.why else []), *sorted({r.reason for r in self.refused.values()})])
 
 
-def hold(feature: Feature) -> None:
-    """Play a feature under DDP and in every stage.
+def hold(feature: Feature, ranks: int = 2) -> None:
+    """Play a feature under DDP and in every stage, by ``ranks`` processes.
 
     Raises:
         AssertionError: if a stage does not what the feature says of it.
     """
     with tempfile.TemporaryDirectory() as shared:
-        results = run_world(feature.ranks, lambda rank: _played(feature, Path(shared)), timeout=200)
+        results = run_world(ranks, lambda rank: _played(feature, Path(shared)), timeout=200)
     if feature.ddp_refuses:
         assert all("error" in result["ddp"] for result in results), "DDP does it"
     for name, stage in STAGES.items():

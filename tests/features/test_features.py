@@ -15,9 +15,10 @@ NOT_PLAYED = {"Checkpoint", "ProgressBar", "Profiler"}  # bases without code
 NOT_PLAYED |= {"PassThroughProfiler", "XLAProfiler"}  # the one that is always there, and one for TPUs
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("feature", ALL, ids=lambda feature: feature.name)
-def test_holds(feature: Feature) -> None:
-    hold(feature)
+def test_holds(feature: Feature, ranks: int) -> None:
+    hold(feature, ranks)
 
 
 def test_nothing_that_lightning_ships_is_missing() -> None:
