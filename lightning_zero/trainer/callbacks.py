@@ -39,6 +39,7 @@ __all__ = [
     "prune_whole",
     "refuse_callbacks",
     "refuse_other_strategies",
+    "refuse_synced_norms",
     "running_trainer",
 ]
 
@@ -135,6 +136,17 @@ def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
             f"laid out: {type(trainer.strategy).__name__} would train nothing. Give its Trainer an ordinary copy, made "
             "on every rank: `with lightning_zero.full_parameters(module): module = copy.deepcopy(module)`."
         )
+
+
+def refuse_synced_norms(module: nn.Module, device: torch.device) -> None:
+    """Raise ValueError for a batch norm over all ranks that is to train on CPUs: torch has none."""
+    for name, child in module.named_modules() if device.type == "cpu" else ():
+        if isinstance(child, nn.SyncBatchNorm):
+            raise ValueError(
+                f"'{name}' is a SyncBatchNorm, which torch has for GPUs only, and this rank trains on the CPU. Leave "
+                "`Trainer(sync_batchnorm=True)` and `convert_sync_batchnorm` out there: every rank normalises by its "
+                "own batch then, as under DDP."
+            )
 
 
 def gather_for_graphs(loggers: Iterable[Logger]) -> None:

@@ -36,6 +36,7 @@ from lightning_zero.trainer.callbacks import (
     prune_whole,
     refuse_callbacks,
     refuse_other_strategies,
+    refuse_synced_norms,
     running_trainer,
 )
 from lightning_zero.trainer.finetuning import compare_by_value, go_on_finetuning
@@ -200,6 +201,7 @@ class ZeroStrategy(Processes):
             refuse_callbacks(callbacks)
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self._module)
+            refuse_synced_norms(self._module, self.root_device)
         self._shard(self._module)
         self.checkpoints.begin(training=fitting)
         if fitting and self.settings.checkpoint.async_save:

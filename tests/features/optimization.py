@@ -1,19 +1,19 @@
-"""Optimization, automatic and manual; precision; what is saved and resumed."""
+"""Optimization, automatic and manual; precision; models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_zero import full_gradients
 from tests.features.feature import Feature, Refusal
 from tests.features.loops import fitting
 from tests.helpers.cases import WIDTH, Stack
@@ -78,6 +78,24 @@ class OwnClipping(Net):
         self.clip_gradients(
             optimizer, gradient_clip_val=0.01 * (1 + self.current_epoch), gradient_clip_algorithm="value"
         )
+
+
+class Editing(Net):
+    """Looks at gradients and edits them in hooks."""
+
+    def __init__(self, whole: bool = True) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with full_gradients(self) if self.whole else nullcontext():
+            self.losses += list(grad_norm(self, 2).values())
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
 class OwnStep(Net):
@@ -244,56 +262,6 @@ class Compiling(Net):
             layer.compile(backend="eager")
 
 
-class Keeping(Net):
-    """With a state and hyperparameters of its own in checkpoints."""
-
-    def __init__(self, factor: float = 0.5) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.restored: list[Any] = []
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["mine"] = [self.trainer.global_step, dist.get_rank() * 0]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.restored = [checkpoint["mine"], dict(checkpoint["hyper_parameters"])]
-
-
-def resuming(count: int, **options: Any) -> Any:
-    """Ends after ``max_steps``, saves and goes on in a new trainer, as one run would have."""
-
-    def play(make: Make, folder: Path) -> Any:
-        first = make_trainer(make(), max_epochs=3, max_steps=count, **options)
-        first.fit(Keeping(), batches(4), batches(1))
-        first.save_checkpoint(folder / "saved.ckpt")
-        module, trainer = Keeping(), make_trainer(make(), max_epochs=3, **options)
-        trainer.fit(module, batches(4), batches(1), ckpt_path=folder / "saved.ckpt")
-        return {"restored": module.restored, **made(module, trainer)}
-
-    return play
-
-
-def named_checkpoints(make: Make, folder: Path) -> Any:
-    def keeper() -> Any:
-        return ModelCheckpoint(folder, monitor="val_loss", save_last=True, save_top_k=1, filename="{epoch}")
-
-    module, trainer = Keeping(), make_trainer(make(), max_epochs=3, callbacks=[keeper()], enable_checkpointing=True)
-    trainer.fit(module, batches(3), batches(1))
-    found: list[Any] = [trainer.test(module, batches(1), ckpt_path=name) for name in ("best", "last")]
-    longer = make_trainer(make(), max_epochs=4, callbacks=[keeper()], enable_checkpointing=True)
-    module = Keeping()
-    longer.fit(module, batches(3), batches(1), ckpt_path="last")
-    return [found, made(module, longer)]
-
-
-def weights_only(make: Make, folder: Path) -> Any:
-    module, trainer = Keeping(), make_trainer(make())
-    trainer.fit(module, batches(3))
-    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    other = Keeping()
-    return [make_trainer(make()).test(other, batches(2), ckpt_path=folder / "weights.ckpt"), other.restored]
-
-
 def steps_of_one(make: Make, folder: Path) -> Any:
     """``max_steps`` counts the steps of all optimizers."""
     module, trainer = Pair(), make_trainer(make(), max_epochs=-1, max_steps=7)
@@ -302,19 +270,13 @@ def steps_of_one(make: Make, folder: Path) -> Any:
     return made(module, trainer)
 
 
-def state_of_stages(make: Make, folder: Path) -> Any:
-    """Where the trainer says it is."""
-    trainer = make_trainer(make())
-    trainer.fit(Net(), batches(2))
-    return [str(trainer.state.status), str(trainer.state.fn), trainer.state.fn == TrainerFn.FITTING, trainer.world_size,
-            trainer.num_training_batches, trainer.is_global_zero == (dist.get_rank() == 0)]  # fmt: skip
-
-
 _SUMS = "accumulated gradients are added up after they were averaged, DDP averages once: rounding"
 _ADDED = {2: 1e-5, 3: 1e-5}
-_GRAPH = Refusal("create_graph", "a graph of a gradient needs weights that zero3 has let go by then")
-_CODE = Refusal("TorchScript|script", "compiled code takes no hooks that could bring weights")
-_NORM = Refusal("max_norm", "DDP's processes drift apart by it; see limits")
+_GRAPH = Refusal(
+    "create_graph=True\\) is not supported", "a graph of a gradient needs weights that zero3 has let go by then"
+)
+_CODE = Refusal("is a TorchScript module", "compiled code takes no hooks that could bring weights")
+_NORM = Refusal("with max_norm=1.0, which changes", "DDP's processes drift apart by it; see limits")
 _EVERYWHERE = (1, 2, 3)
 
 FEATURES = {
@@ -331,6 +293,15 @@ FEATURES = {
         Feature(
             name="`gradient_clip_val` by value",
             play=fitting(4, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+        ),
+        Feature(
+            name="`grad_norm`, `clip_grad_norm_`, edits of `.grad` in hooks, inside of `full_gradients`",
+            play=fitting(3, net=Editing),
+        ),
+        Feature(
+            name="`grad_norm`, `clip_grad_norm_` in hooks without it",
+            play=fitting(3, net=lambda: Editing(False)),
+            refused=dict.fromkeys(_EVERYWHERE, Refusal("is sliced over", "gradients are slices")),
         ),
         Feature(name="`configure_gradient_clipping`", play=fitting(3, net=OwnClipping, max_epochs=2)),
         Feature(
@@ -406,7 +377,10 @@ FEATURES = {
             play=fitting(3, net=Normalised, sync_batchnorm=True),
             ddp_refuses=True,
             refused=dict.fromkeys(
-                _EVERYWHERE, Refusal("SyncBatchNorm", "torch has it for GPUs only, under DDP too; on GPUs not tried")
+                _EVERYWHERE,
+                Refusal(
+                    "is a SyncBatchNorm, which torch", "on CPUs, where torch has none for DDP either; on GPUs not tried"
+                ),
             ),
         ),
         Feature(name="traced submodules (TorchScript)", play=fitting(3, net=Scripted), refused={3: _CODE}),
@@ -414,12 +388,5 @@ FEATURES = {
         Feature(
             name="`nn.Embedding(max_norm=...)`", play=fitting(3, net=Rows), refused=dict.fromkeys(_EVERYWHERE, _NORM)
         ),
-    ],
-    "Checkpoints": [
-        Feature(name="resuming in mid-epoch, hooks, hyperparameters", play=resuming(6)),
-        Feature(name="resuming at the end of an epoch", play=resuming(8)),
-        Feature(name='`ckpt_path="best"` and `"last"`', play=named_checkpoints),
-        Feature(name="`save_checkpoint(weights_only=True)`", play=weights_only),
-        Feature(name="what `trainer.state` says", play=state_of_stages),
     ],
 }

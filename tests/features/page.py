@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from tests.features import callbacks, loops, optimization
+from tests.features import callbacks, checkpoints, loops, optimization
 from tests.features.feature import Feature
 
 __all__ = ["TABLES", "text"]
 
-TABLES: dict[str, list[Feature]] = {**loops.FEATURES, **optimization.FEATURES, **callbacks.FEATURES}
+TABLES: dict[str, list[Feature]] = {
+    **loops.FEATURES,
+    **optimization.FEATURES,
+    **checkpoints.FEATURES,
+    **callbacks.FEATURES,
+}
 
 _HEAD = """# Features of Lightning
 
