@@ -7,6 +7,7 @@ device is waited for.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -81,13 +82,15 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     before = {parameter: use_count(parameter) for parameter in module.parameters()}
     with gathered(engine, module.parameters()):
         yield
-    kept = [p for p, count in before.items() if is_absent(p) and use_count(p) > count]
+    risen = [p for p, count in before.items() if is_absent(p) and use_count(p) > count]  # also by graphs of autograd
+    programs = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.jit.ScriptModule)] if risen else []
+    kept = {parameter for program in programs for parameter in program.parameters()}.intersection(risen)
     if kept:
-        names = f"'{engine.names[kept[0]]}'{f' and {len(kept) - 1} more parameters' if kept[1:] else ''}"
+        name = next(engine.names[parameter] for parameter in risen if parameter in kept)
         warnings.warn(
-            f"A program of torch.jit or a graph of autograd, made inside of full_parameters, keeps {names}, whose "
-            "values are not in memory any more: it would compute with NaN. Save it inside of full_parameters and load "
-            "the file, or call it there.",
+            f"A program of torch.jit that was made inside of full_parameters keeps {len(kept)} parameters, such as "
+            f"'{name}', whose values are not in memory any more: it would compute with NaN. Save it inside of "
+            "full_parameters and load the file, or call it there.",
             stacklevel=3,
         )
 

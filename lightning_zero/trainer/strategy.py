@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -48,6 +48,19 @@ __all__ = ["ZeroStrategy"]
 _DEFAULT_POLICY = CheckpointPolicy()
 
 
+class _Unmarked:
+    """The module of a strategy, read as any attribute.
+
+    A Trainer that was given ``torch.compile(module)`` has put compiled steps into the module when it sets this, and
+    marked it. Next it would refuse a marked module, as the strategy is of no class that it lists.
+    """
+
+    def __set__(self, strategy: ZeroStrategy, module: LightningModule | None) -> None:
+        if module is not None:
+            module._compiler_ctx = None
+        strategy.__dict__["_lightning_module"] = module
+
+
 class ZeroStrategy(Processes):
     """ZeRO for an ordinary LightningModule: ``Trainer(strategy="zero3")``.
 
@@ -77,6 +90,7 @@ class ZeroStrategy(Processes):
 
     is_distributed = True  # without it the Trainer switches the distributed sampler and sync_dist off, silently
     restore_checkpoint_after_setup = True  # shards exist only then
+    _lightning_module = cast("LightningModule | None", _Unmarked())  # 2.6
 
     def __init__(
         self,
@@ -118,18 +132,6 @@ class ZeroStrategy(Processes):
         self._averages: Averages | None = None
 
     # ------------------------------------------------------------- environment
-
-    @property
-    def _lightning_module(self) -> LightningModule | None:
-        return self._own_module
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: LightningModule | None) -> None:
-        """A Trainer that was given ``torch.compile(module)`` has put compiled steps into the module by now, and marked
-        it. Next it would refuse a marked module, as the strategy is of no class that it lists."""
-        if module is not None:
-            module._compiler_ctx = None
-        self._own_module = module
 
     @property
     def engine(self) -> ZeroEngine:
