@@ -35,7 +35,7 @@ from lightning_zero.engine.events import Phase, Span, Spans
 from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.gradients.reducer import GradientReducer, report_width
 from lightning_zero.engine.hooks import ForwardCall, hook_outputs
-from lightning_zero.engine.units.guard import check_weights, refuse_double_backward
+from lightning_zero.engine.units.guard import check_weights, refuse_graph_of_gradients
 from lightning_zero.engine.units.schedule import UnitSchedule
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
@@ -307,8 +307,6 @@ class Passes:
 
     def before_unit_backward(self, call: ForwardCall) -> None:
         """Make a unit available for its backward, and let those go whose backward is over."""
-        if torch.is_grad_enabled():
-            refuse_double_backward()
         unit = call.unit
         if unit.version != call.version:
             check_weights(unit, call.version)
@@ -333,7 +331,7 @@ class Passes:
         if gradient is None or self._reducer is None:
             return
         if torch.is_grad_enabled():
-            refuse_double_backward()
+            refuse_graph_of_gradients()
         if not self.in_backward:
             self.begin_backward()
         self._reducer.arrive(bucket, position, gradient, self._reduces)
@@ -442,6 +440,5 @@ class Passes:
             self._reducer.finish(unit.index)
 
     def _memory_for_backward(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
-        refuse_double_backward()
         self.begin_backward()
         return self._schedule.memory_of(unit)

@@ -272,9 +272,6 @@ def steps_of_one(make: Make, folder: Path) -> Any:
 
 _SUMS = "accumulated gradients are added up after they were averaged, DDP averages once: rounding"
 _ADDED = {2: 1e-5, 3: 1e-5}
-_GRAPH = Refusal(
-    "create_graph=True\\) is not supported", "a graph of a gradient needs weights that zero3 has let go by then"
-)
 _CODE = Refusal("is a TorchScript module", "compiled code takes no hooks that could bring weights")
 _NORM = Refusal("with max_norm=1.0, which changes", "DDP's processes drift apart by it; see limits")
 _EVERYWHERE = (1, 2, 3)
@@ -384,7 +381,7 @@ FEATURES = {
             ),
         ),
         Feature(name="traced submodules (TorchScript)", play=fitting(3, net=Scripted), refused={3: _CODE}),
-        Feature(name="gradients of gradients (`create_graph=True`)", play=fitting(3, net=Penalty), refused={3: _GRAPH}),
+        Feature(name="gradients of gradients (`create_graph=True`)", play=fitting(3, net=Penalty)),
         Feature(
             name="`nn.Embedding(max_norm=...)`", play=fitting(3, net=Rows), refused=dict.fromkeys(_EVERYWHERE, _NORM)
         ),

@@ -342,14 +342,14 @@ def set_trained_to_what_it_is(c: Context) -> Any:
 # ------------------------------------------------------------------------------------------------- more backwards
 
 
-@action(("after_forward",), works="12", reads=True)
+@action(("after_forward",), works="123", reads=True)
 def gradient_by_autograd(c: Context) -> Any:
     """``torch.autograd.grad`` of the loss, inside the step."""
     (grad,) = torch.autograd.grad(c.module.loss, [c.p], retain_graph=True, allow_unused=True)
     return None if grad is None else grad.norm().item()
 
 
-@action(("after_forward",), works="12")
+@action(("after_forward",), works="123")
 def gradient_penalty(c: Context) -> Any:
     """The norm of a weight's gradient as a part of the loss."""
     (grad,) = torch.autograd.grad(c.module.loss, [c.p], create_graph=True, allow_unused=True)

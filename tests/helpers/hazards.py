@@ -217,12 +217,12 @@ def _gradient_of_weights(model: nn.Module, batch: Batch) -> Tensor:
     return loss * (1 + first.square().sum())
 
 
-_add("gradient_penalty", Stack, replicated="exact error", sharded="error", error="create_graph", loss=_gradient_penalty)
+_add("gradient_penalty", Stack, replicated="exact", sharded="exact", loss=_gradient_penalty)
 _add(
     "gradient_of_weights",
     Stack,
-    replicated="exact error",
-    sharded="exact error",
+    replicated="exact",
+    sharded="exact",
     loss=_gradient_of_weights,
     notes="autograd.grad of a parameter inside of the step, as for gradient surgery",
 )

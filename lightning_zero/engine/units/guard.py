@@ -34,7 +34,7 @@ from lightning_zero._torch import (
 from lightning_zero.activations.offload import check_version
 from lightning_zero.engine.units.sharded import ShardedUnit, Slot
 
-__all__ = ["SavedTensorGuard", "check_weights", "refuse_double_backward"]
+__all__ = ["SavedTensorGuard", "check_weights", "refuse_graph_of_gradients"]
 
 _new = tuple.__new__
 _detach = Tensor.detach  # of any class
@@ -65,12 +65,12 @@ def check_weights(unit: ShardedUnit, version: int) -> None:
         )
 
 
-def refuse_double_backward() -> None:
-    """Raise in the hooks of a backward that makes a graph of its own; only there gradients are enabled."""
+def refuse_graph_of_gradients() -> None:
+    """Raise where a gradient arrives in a backward that makes a graph; only there gradients are enabled."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "backward(create_graph=True) is not supported: the second backward would need weights that are gone by "
-            "then. Compute the penalty from a finite difference, or keep that part of the model in plain DDP."
+            "backward(create_graph=True) is not supported: gradients are sent as they arrive, without a graph. Take "
+            "them with torch.autograd.grad(loss, inputs, create_graph=True), which works."
         )
 
 
@@ -201,13 +201,14 @@ class SavedTensorGuard:
         if unit.in_backward and unit.storage is slot and not _makes_graph():
             return view
         buffer, stays = self._restore(unit)
-        if stays and buffer is slot.buffer:
+        kept = _makes_graph()  # by the graph of a gradient, which no hook of a unit's forward sees: it gets a copy
+        if stays and buffer is slot.buffer and not kept:
             return view
         with torch.no_grad():
             weights = buffer.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
-            if stays:
+            if stays and not kept:
                 return weights
             copy = weights.clone()
-        if self._was_read is not None:
+        if not stays and self._was_read is not None:
             self._was_read(unit)
         return copy
