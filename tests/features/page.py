@@ -16,8 +16,8 @@ TABLES: dict[str, list[Feature]] = {
 
 _HEAD = """# Features of Lightning
 
-Every line has been played under DDP and in `zero1`, `zero2` and `zero3` by two processes with different data, and by one
-(`zero2` by two alone), and what came of it was compared: losses, weights, what was logged and restored, the order of
+Every line has been played under DDP and in `zero1`, `zero2` and `zero3` by two processes with different data, and by
+one (not `zero2`), and what came of it was compared: losses, weights, what was logged and restored, the order of
 calls. *As DDP* is bit for bit. A number is the largest relative difference. *Refused* is an error on every process.
 
 The tests behind this page are part of every test run. `python -m tests.features NAME` plays the lines whose names have
