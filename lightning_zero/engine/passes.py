@@ -216,7 +216,9 @@ class Passes:
             self.enter(f"forward of '{unit.name}'")
         for owner, key, parameter in unit.holders:
             held = owner["_parameters"]  # under another name where `torch.nn.utils.prune` and its kin have put it
-            if held.get(key) is not parameter and held.get(f"{key}_orig") is not parameter:
+            shown = held.get(key)  # a tensor that is no parameter while `torch.func.functional_call` has put it there
+            own = shown is parameter or (isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter))
+            if not own and held.get(f"{key}_orig") is not parameter:
                 raise ParameterAccessError(
                     f"Parameter '{self.names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
                     "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "

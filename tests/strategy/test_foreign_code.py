@@ -186,6 +186,12 @@ class FunctionalCall(Linear):
         return F.mse_loss(functional_call(self.model, dict(self.model.named_parameters()), (x,)), y)
 
 
+class FunctionalScaled(Linear):
+    def objective(self, x: Tensor, y: Tensor) -> Tensor:
+        values = {name: parameter * 1.5 for name, parameter in self.model.named_parameters()}
+        return F.mse_loss(functional_call(self.model, values, (x,)), y)
+
+
 class Mapped(Linear):
     def objective(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(vmap(self.model)(x), y)
@@ -265,6 +271,7 @@ CASES: dict[str, tuple[Callable[[], Linear], tuple[str, ...]]] = {
     "pruned": (lambda: Linear(parametrised(prune.l1_unstructured, amount=0.3)), ALL),
     "hypernetwork": (lambda: Linear(Hyper), ALL),
     "functional call": (FunctionalCall, ALL),
+    "functional call with other weights": (FunctionalScaled, ALL),
     "vmap": (Mapped, ALL),
     "gradients of inputs": (PlainGradients, ALL),
     "torch.func.grad": (InputGradients, WHOLE),
@@ -287,6 +294,7 @@ def _strategies() -> dict[str, Strategy]:
     return found | {name: ZeroStrategy(stage=stage) for name, stage in STAGES.items()}  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_of_ddp(name: str) -> None:
     make, stages = CASES[name]
@@ -305,12 +313,6 @@ def test_the_bits_of_ddp(name: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Refused
-
-
-class FunctionalScaled(Linear):
-    def objective(self, x: Tensor, y: Tensor) -> Tensor:
-        values = {name: parameter * 1.5 for name, parameter in self.model.named_parameters()}
-        return F.mse_loss(functional_call(self.model, values, (x,)), y)
 
 
 class Distributed(nn.Module):
@@ -367,7 +369,6 @@ REFUSED: dict[str, tuple[Callable[[], Linear], tuple[str, ...], tuple[str, ...]]
     "script": (lambda: Linear(_scripted_head), ("stage 3",), ("'model.head'", "TorchScript", "stage 1 or 2")),
     "trace": (lambda: Linear(lambda: _between(_trace(Block()))), ("stage 3",), ("'model.layers.1'", "TorchScript")),
     "torch.func.grad": (InputGradients, ("stage 3",), ("torch.func", "torch.autograd.grad", "full_parameters")),
-    "functional call": (FunctionalScaled, ("stage 3",), ("'model.layers.0.norm.weight'", "full_parameters")),
 }
 
 

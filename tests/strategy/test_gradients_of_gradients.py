@@ -75,7 +75,15 @@ def gradients_of_weights(critic: nn.Module, real: Tensor, fake: Tensor) -> Tenso
     return sum((gradient.square().sum() for gradient in gradients), critic(fake).mean()) / 1000
 
 
-LOSSES = [wasserstein, slope_alone, third_derivative, product_with_the_hessian, gradients_of_weights]
+def after_a_step(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    """The loss after a step of gradient descent, as in MAML (arXiv:1703.03400)."""
+    weights = dict(critic.named_parameters())
+    gradients = torch.autograd.grad(critic(real).square().mean(), list(weights.values()), create_graph=True)
+    stepped = {name: weights[name] - 0.01 * gradient for name, gradient in zip(weights, gradients, strict=True)}
+    return torch.func.functional_call(critic, stepped, (fake,)).square().mean()
+
+
+LOSSES = [after_a_step, wasserstein, slope_alone, third_derivative, product_with_the_hessian, gradients_of_weights]
 
 
 class Adversaries(Net):
