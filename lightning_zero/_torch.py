@@ -181,6 +181,11 @@ def in_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def script_methods(module: torch.jit.ScriptModule) -> tuple[str, ...]:
+    """Names of the methods of a TorchScript module that Python can call."""
+    return tuple(module._c._method_names())
+
+
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` records this thread; 0.1 microseconds."""
 

@@ -157,7 +157,9 @@ class UnitBuilder:
         for spec in plan.parameters:
             for name in (spec.name, *spec.aliases):
                 owner, _, key = name.rpartition(".")
-                unit.holders.append((vars(self._module.get_submodule(owner)), key, self._parameters[spec.name]))
+                holder = self._module.get_submodule(owner)
+                if not isinstance(holder, torch.jit.ScriptModule):  # of which a parameter cannot be replaced
+                    unit.holders.append((vars(holder), key, self._parameters[spec.name]))
         return unit
 
     def _flat(self, layout: FlatLayout, master: Tensor, weights: Tensor | None = None) -> FlatParameters:

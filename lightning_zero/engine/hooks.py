@@ -23,6 +23,7 @@ from lightning_zero._torch import (
     is_compiled_module,
     is_tracing,
     opaque_to_dynamo,
+    script_methods,
     sequence_number,
     tree_leaves,
     watched,
@@ -68,10 +69,13 @@ class EngineHooks:
         scopes = {""}
         for name in by_module:
             scopes.update(_around(name))
+        # A call of TorchScript does not come by the modules inside of it.
+        scripts = [f"{name}." for name, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)]
         brought: dict[str, dict[ReplicatedUnit, None]] = {}
         for owner in scoped:
             for spec in owner.plan.parameters:
                 names = [name.rpartition(".")[0] for name in (spec.name, *spec.aliases)]
+                names += [script[:-1] for script in scripts for name in names if f"{name}.".startswith(script)]
                 scopes.update(names)
                 if isinstance(owner, ReplicatedUnit):
                     for name in names:
@@ -83,6 +87,10 @@ class EngineHooks:
                 self._watch_unit(child, unit)
             elif name in scopes:
                 self._watch_scope(child, name or type(child).__name__, tuple(brought.get(name, ())))
+        for script in scripts:  # inside of a unit: it may be called past that, and nothing would see it
+            for unit in by_module.values():
+                if any(name.startswith(script) for spec in unit.plan.parameters for name in (spec.name, *spec.aliases)):
+                    self._watch_unit(module.get_submodule(script[:-1]), unit)
 
     def watch_parts(self, module: nn.Module, units: Sequence[ShardedUnit]) -> None:
         """Watch the modules inside units as the units' own: somebody calls these past the module around them.
@@ -153,6 +161,10 @@ class EngineHooks:
 
     def _around(self, module: nn.Module, before: Any, after: Any) -> None:
         first, last = (_Attached(hook, module) for hook in (before, after))
+        if isinstance(module, torch.jit.ScriptModule):
+            names = (*script_methods(module), *_SAVES)
+            self._handles += [_ScriptMethod(module, name, first, last) for name in names]
+            return
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
 
@@ -224,11 +236,11 @@ class _Attached:
     opaque_to_dynamo(__call__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        self._check_shown("A copy")
+        self.check_shown("A copy")
         return nullcontext().__exit__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._check_shown("A pickle")
+        self.check_shown("A pickle")
         return getattr, (nullcontext(), "__exit__")
 
     @property
@@ -236,7 +248,8 @@ class _Attached:
         """What ``torch.jit.script`` asks for first, to compile the hook with the module."""
         self._refuse("A script")
 
-    def _check_shown(self, what: str) -> None:
+    def check_shown(self, what: str) -> None:
+        """Raise ParameterAccessError if values would be missing in ``what`` is made of the module."""
         module = self._module()
         if module is not None and any(map(is_absent, module.parameters())):
             self._refuse(what)
@@ -247,6 +260,43 @@ class _Attached:
             "hold NaN. Make it inside `with lightning_zero.full_parameters(module):`, on every rank, outside of a "
             "step; that takes the memory of the whole module."
         )
+
+
+class _ScriptMethod:
+    """A method of a TorchScript module with hooks around it: such a module takes none.
+
+    Compiled code reads parameters past everything else that could bring them. Calls between compiled modules need
+    nothing: a module around them was called from Python.
+    """
+
+    def __init__(self, module: torch.jit.ScriptModule, name: str, before: _Attached, after: _Attached) -> None:
+        self._module, self._name, self._before, self._after = ref(module), name, before, after
+        self._method: Callable[..., Any] = getattr(module, name)
+        vars(module)[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._name in _SAVES:
+            self._before.check_shown("A copy")
+            return self._method(*args, **kwargs)
+        output = None
+        self._before(self._module(), args)
+        try:
+            output = self._method(*args, **kwargs)
+        finally:
+            self._after(self._module(), args, output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)  # its graph, its code
+
+    def remove(self) -> None:
+        """Take it off the module, which finds its method anew."""
+        module = self._module()
+        if module is not None and vars(module).get(self._name) is self:
+            del vars(module)[self._name]
+
+
+_SAVES = ("save", "save_to_buffer", "__deepcopy__")  # what copies a TorchScript module
 
 
 def keep_formats(root: nn.Module) -> None:
@@ -323,7 +373,10 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
         return seen[module]
 
     visit(root)
+    methods: list[tuple[dict[str, Any], str, _ScriptMethod]] = []
     for module in filter(visit, root.modules()):
+        own = vars(module)
+        methods += [(own, name, own.pop(name)) for name in list(own) if isinstance(own[name], _ScriptMethod)]
         before, after, always = forward_hooks(module)
         keys = [key for table in (before, after) for key, hook in table.items() if isinstance(hook, _Attached)]
         for table, key in ((table, key) for table in (before, after, always) for key in keys if key in table):
@@ -331,6 +384,8 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
     try:
         yield
     finally:
+        for own, name, method in methods:
+            own[name] = method
         for table, order, key, hook in reversed(taken):
             table[key] = hook
             for earlier in reversed(order[: order.index(key) + 1]):

@@ -334,7 +334,7 @@ class Plan:
         chosen = placement if placement is not None else Placement.from_stage(stage)
         tree = ModuleTree(module)
         validate_prefetch(prefetch)
-        refuse_modules(module, sharded=chosen.shards_parameters, copied=param_dtype is not None)
+        refuse_modules(module, world_size)
         dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=tree.in_batch_norm())
         if chosen.shards_parameters:
             specs = find_units(tree, validate_units(units))

@@ -134,14 +134,10 @@ def _strange(tensor: Tensor) -> str:
     return ""
 
 
-def refuse_modules(module: nn.Module, *, sharded: bool, copied: bool) -> None:
-    """Raise ValueError for parameters that cannot be absent between uses, change in a forward, or are a rank's own.
-
-    Args:
-        module: the root.
-        sharded: whether parameters are there only while their unit computes.
-        copied: whether they are computed with as copies of another dtype, which are there only in a step.
-    """
+def refuse_modules(module: nn.Module, world_size: int) -> None:
+    """Raise ValueError for parameters that would be a rank's own, in a world of several ranks."""
+    if world_size == 1:
+        return
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, parameter in module.named_parameters(remove_duplicate=False) if ignored else ():
         if name in ignored and parameter.requires_grad:
@@ -151,13 +147,6 @@ def refuse_modules(module: nn.Module, *, sharded: bool, copied: bool) -> None:
                 "freeze it, or keep it and its optimizer in an attribute that is not registered in the module."
             )
     for name, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule) and (sharded or copied) and any(True for _ in child.parameters()):
-            where = "With sharded parameters (stage 3)" if sharded else "With 16-bit copies of parameters"
-            raise ValueError(
-                f"'{name}' is a TorchScript module with parameters. {where} these are not in memory all the time, and "
-                "compiled code reads them past everything that could bring them. Put the ordinary module there "
-                "(`torch.compile` works), or use stage 1 or 2 in full precision."
-            )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
             # It scales the rows that a forward looks up in place: on each rank those of its own data.
             raise ValueError(

@@ -7,7 +7,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Feature:
         bounds: by stage, the largest relative difference of a number to DDP's. Not there: every bit is the same.
         refused: by stage.
         ddp_refuses: whether DDP raises an error as well.
+        alone: whether one process is as DDP all the same.
         why: what the page says of bounds.
         options: of the strategy.
     """
@@ -55,6 +56,7 @@ class Feature:
     bounds: Mapping[int, float] = field(default_factory=dict)
     refused: Mapping[int, Refusal] = field(default_factory=dict)
     ddp_refuses: bool = False
+    alone: bool = False
     why: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -76,6 +78,8 @@ def hold(feature: Feature, ranks: int = 2) -> None:
     Raises:
         AssertionError: if a stage does not what the feature says of it.
     """
+    if ranks == 1 and feature.alone:
+        feature = replace(feature, refused={})
     with tempfile.TemporaryDirectory() as shared:
         results = run_world(ranks, lambda rank: _played(feature, Path(shared), ranks), timeout=200)
     if feature.ddp_refuses:

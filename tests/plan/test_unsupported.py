@@ -64,26 +64,6 @@ def test_a_class_of_parameters_is_none_of_tensors(trainable: bool) -> None:
         assert "head.weight" in {spec.name for spec in build_plan(model, stage=stage, world_size=2).parameters}
 
 
-COMPILED: dict[str, Callable[[], nn.Module]] = {
-    "script": lambda: torch.jit.script(nn.Linear(20, 20)),
-    "trace": lambda: torch.jit.trace(nn.Linear(20, 20), torch.ones(1, 20)),
-    "frozen": lambda: torch.jit.script(nn.Linear(20, 20).requires_grad_(False)),
-}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")
-@pytest.mark.parametrize("name", COMPILED)
-def test_torchscript_needs_its_parameters_all_the_time(name: str) -> None:
-    model = Stack()
-    model.layers[1] = COMPILED[name]()
-    for stage in (1, 2):
-        build_plan(model, stage=stage, world_size=2)
-        with pytest.raises(ValueError, match=r"'layers\.1' is a TorchScript module.*16-bit"):
-            build_plan(model, stage=stage, world_size=2, param_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"'layers\.1' is a TorchScript module.*stage 3"):
-        build_plan(model, stage=3, world_size=2)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_torchscript_without_parameters_is_like_any_module() -> None:
     model = Stack()

@@ -282,10 +282,10 @@ CASES: dict[str, tuple[Callable[[], Linear], tuple[str, ...]]] = {
     "symbols in units": (lambda: Linear(lambda: Stack(*map(torch.fx.symbolic_trace, (Block(), Block())))), ALL),
     "script of a function": (lambda: Linear(lambda: Stack(ScriptedFunction(), ScriptedFunction())), ALL),
     "script without parameters": (lambda: Linear(lambda: Stack(Block(), _script(nn.GELU()), Block())), ALL),
-    "script of a leaf": (lambda: Linear(lambda: Stack(Block(), _script(nn.Linear(WIDTH, WIDTH)), Block())), WHOLE),
-    "script of the head": (lambda: Linear(_scripted_head), WHOLE),
-    "script of all": (lambda: Linear(lambda: _script(Stack())), WHOLE),
-    "trace": (lambda: Linear(lambda: Stack(_trace(Block()), _trace(Block()))), WHOLE),
+    "script of a leaf": (lambda: Linear(lambda: Stack(Block(), _script(nn.Linear(WIDTH, WIDTH)), Block())), ALL),
+    "script of the head": (lambda: Linear(_scripted_head), ALL),
+    "script of all": (lambda: Linear(lambda: _script(Stack())), ALL),
+    "trace": (lambda: Linear(lambda: Stack(_trace(Block()), _trace(Block()))), ALL),
 }
 
 
@@ -366,8 +366,6 @@ REFUSED: dict[str, tuple[Callable[[], Linear], tuple[str, ...], tuple[str, ...]]
     "quantized buffer": (lambda: Linear(lambda: _between(Quantized())), ALL, ("Buffer 'model.layers.1.shift'",)),
     "lazy": (lambda: Linear(lambda: _between(nn.LazyLinear(WIDTH))), ALL, ("'model.layers.1.weight'", "lazy")),
     "same memory": (lambda: Linear(_same_memory), ALL, ("'model.stem.weight'", "'model.head.weight'", "same memory")),
-    "script": (lambda: Linear(_scripted_head), ("stage 3",), ("'model.head'", "TorchScript", "stage 1 or 2")),
-    "trace": (lambda: Linear(lambda: _between(_trace(Block()))), ("stage 3",), ("'model.layers.1'", "TorchScript")),
     "torch.func.grad": (InputGradients, ("stage 3",), ("torch.func", "torch.autograd.grad", "full_parameters")),
 }
 
