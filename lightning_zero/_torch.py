@@ -55,14 +55,44 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def new_group(backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
+def new_group(backend: str | None, timeout: timedelta | None, description: str) -> dist.ProcessGroup:
     """A group of all ranks. Since 2.15 annotated as if it could be no group, as it is for a rank that is left out.
 
     Collective: every rank of the default group.
     """
-    made: Any = dist.new_group(backend=backend, timeout=timeout)
+    made: Any = dist.new_group(backend=backend, timeout=timeout, group_desc=description)
     group: dist.ProcessGroup = made
     return group
+
+
+def groups_made() -> int:
+    """How many process groups this process has made, or has begun to."""
+    return int(dist.distributed_c10d._world.group_count)
+
+
+def entered_collectives() -> dict[str, int]:
+    """How many collectives, and messages to and from other ranks, this process has begun, by the name of the group."""
+    found: dict[str, int] = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if (place := place_in(group)) >= 0:
+            found[group.group_name] = place
+    return found
+
+
+def place_in(group: dist.ProcessGroup) -> int:
+    """How many collectives of one group this process has begun; -1 if its backend does not count."""
+    try:
+        number: Any = getattr(group, "_get_sequence_number_for_group")  # noqa: B009
+        return int(number())
+    except RuntimeError:
+        return -1
+
+
+def abort_group(name: str) -> None:
+    """End what waits in a group on an accelerator. What waits in one of gloo goes on waiting."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_name == name and dist.get_backend(group) == "nccl":
+            group.abort()
 
 
 def profiler_runs() -> bool:

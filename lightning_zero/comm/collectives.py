@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import place_in, untracked
 from lightning_zero.comm.control import raise_failure
 from lightning_zero.comm.streams import Event, Streams
 
@@ -54,6 +55,7 @@ class Pending:
         event: device-side event after which the result may be used.
         keep: tensors the transport still reads or writes.
         finish: arithmetic on the result that has to follow the transport, run once by the first ``wait``.
+        group: what carries it, if ``works`` are of a process group.
     """
 
     def __init__(
@@ -65,8 +67,12 @@ class Pending:
         streams: Streams | None = None,
         keep: Sequence[Tensor] = (),
         finish: Callable[[], None] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._what = what
+        self.what = what
+        self.group = group
+        self.place = place_in(group) if group is not None else 0
+        """Which one it is of the group's."""
         self._rank = rank
         self._works = works
         self._event = event
@@ -109,7 +115,7 @@ class Pending:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise_failure(self._what, self._rank, error)
+            raise_failure(self.what, self._rank, error)
         if self._streams is not None:
             self._streams.wait(self._event)
         if self._finish is not None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm.watch import ANY_AGREEMENT, current_watch
 from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError, OffloadError
 
 __all__ = ["ControlGroup", "collect", "failure_text", "naming_failures", "raise_failure"]
@@ -38,8 +39,12 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
     """Raise what ``naming_failures`` makes of an error."""
     if isinstance(error, DivergenceError | CommunicationError):
         raise error
+    watch = current_watch()
+    known = "" if watch is None else watch.explain()
+    if watch is not None and watch.verdict:
+        raise DivergenceError(f"Rank {rank}: {what} did not complete. {known}") from error
     raise CommunicationError(
-        f"Rank {rank}: {what} did not complete: {error}\n"
+        f"Rank {rank}: {what} did not complete: {error}\n{known}"
         "Another rank has died, raised an error, or did not arrive within the process group's timeout. Look at the "
         "log of the rank that stopped first. Checkpoints that were saved before are intact."
     ) from error
@@ -60,7 +65,7 @@ class ControlGroup:
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's 64-bit integers in rank order, equally many on each. Collective: every rank."""
-        return self._exchange("q", values, "the agreement with the other ranks")
+        return self._exchange("q", values, ANY_AGREEMENT)
 
     def sum_float64(self, values: Sequence[float]) -> list[float]:
         """Sum float64 numbers over the ranks, in rank order on every rank, so that all get the same bits.
@@ -99,7 +104,7 @@ class ControlGroup:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with naming_failures("the agreement with the other ranks", self.rank):
+        with naming_failures(ANY_AGREEMENT, self.rank):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 

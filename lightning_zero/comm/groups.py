@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lightning_zero._torch import default_store, new_group
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup
+from lightning_zero.comm.watch import connections, watch_ranks
 
 if TYPE_CHECKING:
     from lightning_zero.comm.shared_memory.transport import Transport
@@ -99,10 +100,11 @@ class Groups:
             elif groups._asked == (backend, timeout):
                 return groups
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        gather = new_group(backend, timeout)
-        reduce = new_group(backend, timeout)
-        control = ControlGroup(new_group("gloo", timeout), rank, world_size)
-        checkpoint = ControlGroup(new_group("gloo", timeout), rank, world_size)
+        watch_ranks()
+        gather = _made(backend, timeout, "parameters")
+        reduce = _made(backend, timeout, "gradients")
+        control = ControlGroup(_made("gloo", timeout, "agreements"), rank, world_size)
+        checkpoint = ControlGroup(_made("gloo", timeout, "checkpoints"), rank, world_size)
         groups = cls(gather, reduce, control, checkpoint, ShardGroup(rank, world_size), world_size, timeout=timeout)
         groups._default, groups._asked = weakref.ref(default), (backend, timeout)
         atexit.register(groups._at_exit)
@@ -170,6 +172,14 @@ class Groups:
     def _at_exit(self) -> None:
         if os.getpid() == self._owner:  # a forked process has the group but none of its threads
             self.destroy()
+
+
+def _made(backend: str | None, timeout: timedelta | None, description: str) -> dist.ProcessGroup:
+    """A group of all ranks, whose connections are known. Collective: every rank."""
+    with connections.opened() as opened:
+        group = new_group(backend, timeout, description)
+    connections[group.group_name] = opened
+    return group
 
 
 _LIVE: list[Groups] = []  # not destroyed yet

@@ -113,11 +113,11 @@ class NativeCollectives(Collectives):
         work = dist.all_to_all_single(
             output, input, output_splits, input_splits, group=self.groups.reduce, async_op=True
         )
-        return Pending(what, self.rank, works=[work], keep=(output, input))
+        return Pending(what, self.rank, works=[work], keep=(output, input), group=self.groups.reduce)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         work = dist.broadcast(tensor, source, group=self.groups.gather, async_op=True)
-        return Pending(what, self.rank, works=[work], keep=(tensor,))
+        return Pending(what, self.rank, works=[work], keep=(tensor,), group=self.groups.gather)
 
 
 class GlooCollectives(NativeCollectives):
@@ -150,7 +150,7 @@ class GlooCollectives(NativeCollectives):
                 works.append(dist.isend(mine, (self.rank + step) % self.world_size, group=self.groups.gather))
         except RuntimeError as error:
             raise_failure(what, self.rank, error)
-        return Pending(what, self.rank, works=works, keep=(buffer,))
+        return Pending(what, self.rank, works=works, keep=(buffer,), group=self.groups.gather)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         received, lent = self._receive_buffer(bucket, patience)
@@ -165,7 +165,8 @@ class GlooCollectives(NativeCollectives):
             pieces = received.view(self.world_size, -1).unbind(0)
             self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.groups.divisor)
 
-        pending = Pending(what, self.rank, works=[work], keep=(bucket, shard), finish=sum_in_rank_order)
+        keep, group = (bucket, shard), self.groups.reduce
+        pending = Pending(what, self.rank, works=[work], keep=keep, finish=sum_in_rank_order, group=group)
         if lent:
             self._receiving = pending
         return pending

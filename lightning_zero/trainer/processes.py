@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,16 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_zero.comm.control import naming_failures, raise_failure
 from lightning_zero.comm.groups import destroy_default_group_at_exit
+from lightning_zero.comm.watch import connections, current_watch, watch_ranks
+from lightning_zero.errors import ZeroError
 
 __all__ = ["DEFAULT_TIMEOUT", "Processes"]
+
+_OF_TRANSPORT = re.compile(
+    r"gloo/|NCCL|ProcessGroup|Broken pipe|Connection (was likely |reset by peer|closed by peer)|Timed out waiting"
+)
 
 DEFAULT_TIMEOUT = default_pg_timeout
 
@@ -74,7 +82,10 @@ class Processes(ParallelStrategy):
         if not dist.is_initialized():
             options: dict[str, Any] = {"timeout": self._timeout}
             options |= {} if device.type == "cpu" else {"device_id": device}
-            _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
+            with connections.opened() as opened:
+                _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
+            connections[dist.group.WORLD.group_name] = opened  # type: ignore[union-attr]
+            watch_ranks()
             destroy_default_group_at_exit()  # Lightning does so for nccl only
         expected = self.num_nodes * self.num_processes
         if dist.get_world_size() != expected:
@@ -84,20 +95,42 @@ class Processes(ParallelStrategy):
                 "let the Trainer start them."
             )
 
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell the other ranks of an error that ends this rank's run, and the user what is known of theirs. Local."""
+        watch = current_watch()
+        if watch is None:
+            return
+        if isinstance(error, RuntimeError) and not isinstance(error, ZeroError) and _OF_TRANSPORT.search(str(error)):
+            try:
+                raise_failure("a collective", self.global_rank, error)
+            except ZeroError as named:
+                error.args = (str(named), *error.args[1:])
+        watch.failed(error)
+
     # -------------------------------------------------------------- collectives
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. Collective: every rank."""
         if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+            with naming_failures(f"the barrier '{name}'" if name else "a barrier", self.global_rank):
+                dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give rank ``src``'s object to all ranks. Collective: every rank."""
         objects = [obj]
         if dist.is_initialized():
-            dist.broadcast_object_list(objects, src)
+            with naming_failures(f"a broadcast from rank {src}", self.global_rank):
+                dist.broadcast_object_list(objects, src)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; anything else is returned as it is. Collective: every rank."""
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with naming_failures("the reduction of a value (`sync_dist=True`, say)", self.global_rank):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """A tensor of each rank, along a new first dimension. Collective: every rank."""
+        with naming_failures("an all_gather", self.global_rank):
+            return super().all_gather(tensor, group, sync_grads)

@@ -329,6 +329,7 @@ class ZeroStrategy(Processes):
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave no pinned slot and no half-reduced gradient behind."""
+        self.tell_failure(exception)
         if self._session is not None:
             self._session.abandon()
 

@@ -34,8 +34,11 @@ from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
 from lightning_zero.comm.shared_memory.links import LARGEST_PAYLOAD, Links, Message
+from lightning_zero.comm.watch import current_watch
 
 __all__ = ["Channel", "Transfer", "Transport"]
+
+_LOOK_SECONDS = 1.0  # in a wait, after which it looks whether there is a verdict
 
 
 class Channel(IntEnum):
@@ -100,7 +103,7 @@ class Transfer(Pending):
         self.done = self.done or self._wait(self._whole)
 
     def _wait(self, whole: bool, seconds: float | None = None) -> bool:
-        with naming_failures(self._what, self._rank):
+        with naming_failures(self.what, self._rank):
             return self._transport.wait(self, whole, seconds)
 
 
@@ -118,6 +121,7 @@ class Transport:
         self.peers = [(rank + step) % self.world_size for step in range(1, self.world_size)]
         self.moved = 0  # bytes read from other ranks' memory so far
         self.exchanges = 0  # agreements that came this way so far
+        self.turns = 0  # how often something was heard
         self._timeout = timeout
         self._heaps = peers
         self._links = links
@@ -236,6 +240,7 @@ class Transport:
         """Take in messages, waiting for the first at most ``seconds``, and read what may be read. Under the lock."""
         messages = self._links.receive(0.0 if self._ready else seconds)
         while messages or self._ready:
+            self.turns += 1
             try:
                 for message in messages:
                     self._take_in(message)
@@ -272,13 +277,15 @@ class Transport:
                 return False
             if stuck:
                 reason = reason or f"rank {min(stuck)} takes no part in it: it waits for this rank somewhere else"
+            if (watch := current_watch()) is not None and watch.verdict:
+                reason = watch.verdict
             if left <= 0:
                 names = ", ".join(map(str, sorted(absent | owed)))
                 reason = reason or f"rank {names} did not come within the timeout of {limit:.0f} s"
             if reason:
                 self._give_up()
                 raise RuntimeError(reason)
-            self.progress(left)
+            self.progress(min(left, _LOOK_SECONDS))
         return True
 
     def _give_up(self) -> None:

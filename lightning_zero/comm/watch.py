@@ -1,0 +1,416 @@
+"""What every rank is doing, told to those that wait: so that no rank waits for what can never come.
+
+[Note: when nobody can go on]
+One rank waits in a collective of one group, another in one of another group, and neither looks at the other: only the
+timeout would end that, after half an hour. So a thread of each process looks twice a second at what the rank's own
+thread is doing. While that computes, or waits for a moment, nothing else happens and nothing is sent. A rank that has
+waited for a second says in the store of the default group in which collective of which group it is, and how many of
+each group it has entered.
+
+Once all ranks wait, or have failed, the first one judges. A rank can go on if all members of the group have entered
+the collective that it waits in, or wait in it; if nobody can, nobody ever will. The waits have to be the same ones in
+two looks, with two signs of life of every rank in between: so all ranks were in them at one moment. A rank that
+computes, loads, compiles or sleeps does not wait, however long it takes, and as long as there is one nobody judges.
+
+Then each thread ends the wait of its rank: where that waits for memory of other ranks it looks whether there is a
+verdict; in a process group its connections are shut, as if the others had ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from lightning_zero._torch import abort_group, default_store, entered_collectives, groups_made
+
+__all__ = ["ANY_AGREEMENT", "Watch", "connections", "current_watch", "watch_ranks"]
+
+ANY_AGREEMENT = "the agreement with the other ranks"
+"""What is waited for, where nobody knows more."""
+
+_TICK_SECONDS = 0.5
+_LONG_SECONDS = 1.0  # in one wait, before anybody is told
+_STORE = "(store)"  # in place of a group's name: where processes make groups
+_NO_WAITS = {"_object_to_tensor", "_tensor_to_object"}  # compute, and know their group
+_MAKE_GROUPS = {"_new_process_group_helper", "_store_based_barrier", "init_process_group"}
+
+_ADVICE = (
+    "Every rank must make the same calls in the same order. Usual causes: dataloaders of different length; a branch "
+    "that asks for the rank (`if self.global_rank == 0:`) around what all ranks have to do together (a checkpoint, "
+    "`self.log(..., sync_dist=True)`, a call of the model, a barrier); an exception that one rank caught."
+)
+
+
+class Wait(NamedTuple):
+    """What a rank's thread waits in."""
+
+    key: tuple[int, ...]  # the same as long as it is the same wait
+    group: str  # whose members it needs; empty where it needs any other rank
+    operation: str
+    place: int  # which one it is of the group's
+    members: tuple[int, ...]
+    text: str  # for people
+
+
+class Connections(dict[str, list[tuple[int, str]]]):
+    """Sockets by the name of their process group: the number of the file, and what the system calls it."""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[list[tuple[int, str]]]:
+        """Those that were opened inside, afterwards."""
+        before, found = _sockets(), list[tuple[int, str]]()
+        yield found
+        found += [(file, what) for file, what in _sockets().items() if before.get(file) != what]
+
+    def shut(self, name: str) -> None:
+        """End whatever waits for them."""
+        now = _sockets()
+        for file, what in self.get(name, ()):
+            if now.get(file) == what:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+                    connection.getpeername()  # a listening one must not be shut: gloo ends the process
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+connections = Connections()
+
+
+def watch_ranks() -> Watch | None:
+    """Watch the ranks of the default group from this thread's process on, once per default group. Not collective."""
+    global _WATCH
+    world = dist.group.WORLD
+    if _WATCH is not None and _WATCH.group() is not world:
+        _WATCH.end()
+        _WATCH = None
+    if _WATCH is None and world is not None and dist.get_world_size() > 1:
+        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):  # of a store that has no copies
+            _WATCH = Watch(weakref.ref(world))
+    if _WATCH is not None:
+        _WATCH.begins_anew()
+    return _WATCH
+
+
+def current_watch() -> Watch | None:
+    """What watches the ranks of this process, if anything does."""
+    return _WATCH
+
+
+class Watch:
+    """One rank's side: a thread that looks, tells and judges. See [Note: when nobody can go on].
+
+    ``group`` gives the default group as long as it lives.
+    """
+
+    def __init__(self, group: weakref.ref[Any]) -> None:
+        self.group = group
+        self.verdict = ""
+        """Why nobody can go on; empty while somebody may."""
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._default: Any = default_store()  # kept: perhaps this process serves it
+        connections[_STORE] = _clients_of(self._default)
+        self._store: Any = self._default.clone()  # a client of its own: the rank's may be waiting
+        self._watched = threading.get_ident()
+        self._failure = ""
+        self._number = next(_NUMBERS)  # the store may outlive the default group
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._tell(state="runs")
+        self._thread = threading.Thread(target=self._run, name="lightning_zero: watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others of an error that ends this rank's run: it comes to no collective of that any more. Local."""
+        text = str(error).splitlines() or [""]
+        self._failure = f"{type(error).__name__}: {text[0]}"[:500]
+        self._tell_quietly()
+
+    def begins_anew(self) -> None:
+        """Take part again, in another run. Local."""
+        if self._failure:
+            self._failure = ""
+            self._tell_quietly()
+
+    def explain(self) -> str:
+        """What is known of why a collective did not complete, as lines; ``verdict`` if nobody could go on. Local.
+
+        Who ends for a reason has told of it before its connections are shut, so that there is nothing to wait for.
+        """
+        with contextlib.suppress(RuntimeError):  # the process with the store has ended
+            if not self._find_verdict():
+                told = [f"Rank {r} {s['text']}.\n" for r, s in enumerate(self._states()) if s["state"] == "over"]
+                return "".join(told[:4])
+        return self.verdict
+
+    def end(self) -> None:
+        """End the thread, while the interpreter still runs. May be called again.
+
+        A rank that has failed lets the others, whose connections to it have just been shut, read why.
+        """
+        atexit.unregister(self.end)
+        self._over.set()
+        self._thread.join(5.0)
+        deadline = time.monotonic() + _LONG_SECONDS
+        with contextlib.suppress(RuntimeError):
+            while self._failure and time.monotonic() < deadline:
+                if all(state["state"] == "over" for state in self._states()):
+                    break
+                time.sleep(0.05)
+        self._default = None
+
+    # ----------------------------------------------------------------- private
+
+    def _key(self, rank: int, what: str = "state") -> str:
+        return f"lightning_zero/watch/{self._number}/{rank}/{what}"
+
+    def _tell(self, **state: Any) -> None:
+        with self._lock:
+            if self._failure:
+                state |= {"state": "over", "text": f"has failed with {self._failure}"}
+            state["entered"] = {_STORE: groups_made(), **entered_collectives()}
+            self._store.set(self._key(self._rank), json.dumps(state))
+
+    def _states(self, rank: int | None = None) -> list[dict[str, Any]]:
+        """What one rank has told, or all, once all have told anything; until then nothing."""
+        keys = [self._key(other) for other in (range(self._world_size) if rank is None else [rank])]
+        return [json.loads(state) for state in self._store.multi_get(keys)] if self._store.check(keys) else []
+
+    def _tell_quietly(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._tell(state="runs")
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # of the store, whose process has ended: gloo tells of that
+            self._look()
+
+    def _look(self) -> None:
+        wait: Wait | None = None
+        since, beats, number = 0.0, 0, 0
+        first_look: tuple[Any, ...] | None = None
+        while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
+            now = self._waits()
+            if now is None or wait is None or now.key != wait.key:
+                if beats:
+                    self._tell(state="runs")
+                wait, since, beats, first_look = now, time.monotonic(), 0, None
+                continue
+            if time.monotonic() - since < _LONG_SECONDS:
+                continue
+            number, beats = number + (not beats), beats + 1
+            told = {**wait._asdict(), "text": f"has waited for {time.monotonic() - since:.0f} s {wait.text}"}
+            self._tell(state="waits", number=number, beats=beats, **told)
+            if not self.verdict:
+                first_look = self._judge(first_look)
+            if self.verdict:
+                self._break(wait)
+
+    def _judge(self, before: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        """Look at all ranks. Returns what this look found, for the next one."""
+        if self._find_verdict():
+            return None
+        for rank in range(self._rank):  # the first that has not failed judges
+            if [state["state"] for state in self._states(rank)] != ["over"]:
+                return None
+        states = self._states()
+        if not _stuck(states):
+            return None
+        waits = tuple((state["state"], state.get("number")) for state in states)
+        beats = tuple(state.get("beats", 0) for state in states)
+        if before is None or before[0] != waits:
+            return waits, beats
+        if any(b - a < 2 for a, b, state in zip(before[1], beats, states, strict=True) if state["state"] == "waits"):
+            return before
+        lines = "\n".join(f"  rank {rank} {state['text']}" for rank, state in enumerate(states))
+        self.verdict = f"No rank can go on, because they wait for one another in different places:\n{lines}\n{_ADVICE}"
+        self._store.set(self._key(0, "verdict"), self.verdict)
+        self._over.wait(2 * _TICK_SECONDS)  # the process with the store does not end before the others have looked
+        return None
+
+    def _find_verdict(self) -> bool:
+        key = self._key(0, "verdict")
+        if not self.verdict and self._store.check([key]):
+            self.verdict = self._store.get(key).decode()
+        return bool(self.verdict)
+
+    def _waits(self) -> Wait | None:
+        """What the rank's thread waits in, if it is nothing but waiting; and no other thread of ours is at work."""
+        frames = sys._current_frames()
+        wait = _wait_in(frames.get(self._watched))
+        if wait is None:
+            return None
+        for thread, frame in frames.items():
+            if thread not in (self._watched, threading.get_ident()) and _communicates(frame):
+                return None
+        return wait
+
+    def _break(self, wait: Wait) -> None:
+        if wait.group:
+            connections.shut(wait.group)
+            abort_group(wait.group)
+
+
+def _stuck(states: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no rank will ever go on, given what all of them have told."""
+    return (
+        bool(states)
+        and all(state["state"] != "runs" for state in states)
+        and not any(state["state"] == "waits" and _can_go_on(rank, states) for rank, state in enumerate(states))
+    )
+
+
+def _can_go_on(rank: int, states: Sequence[Mapping[str, Any]]) -> bool:
+    mine = states[rank]
+    group, place = mine["group"], mine["place"]
+    if not group:  # memory: whoever waits there has heard everything that the others had to say
+        return False
+    for other in (states[member] for member in mine["members"]):
+        there = other["state"] == "waits" and other["group"] == group
+        same = there and other["operation"] == mine["operation"]
+        if there and not same and other["place"] == place:
+            return False
+        if other["entered"].get(group, 0) < place and not same:
+            return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a thread's stack. Nothing has to be noted where ranks wait, so that it costs nothing, and calls of
+# torch.distributed in user code are seen like our own.
+
+
+def _wait_in(frame: FrameType | None) -> Wait | None:
+    """The wait that a thread with this innermost frame is in.
+
+    Variables are read in frames of these files only: what is read in one stays alive until that returns.
+    """
+    if frame is None:
+        return None
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if file == _COLLECTIVES and name not in _NO_WAITS:
+        if name in _MAKE_GROUPS:
+            return Wait(
+                (id(frame),), _STORE, "new_group", groups_made(), _everyone(), _text(frame, "for a new process group")
+            )
+        if "group" in frame.f_locals:
+            group: Any = frame.f_locals["group"] or dist.group.WORLD
+            place = entered_collectives().get(group.group_name, 0)
+            text = _text(frame, f"in {name} of {_description(group)}")
+            return Wait(
+                (id(frame), place), group.group_name, name, place, tuple(dist.get_process_group_ranks(group)), text
+            )
+    elif file == _TRANSFERS and name == "wait":
+        pending = frame.f_locals["self"]
+        if (group := pending.group) is not None:
+            text = _text(frame, f"for the {pending.what} through {_description(group)}")
+            members = tuple(dist.get_process_group_ranks(group))
+            return Wait((id(frame), pending.place), group.group_name, "transfer", pending.place, members, text)
+    elif file == _PIPES and name == "_read":
+        outer: FrameType | None = frame
+        while outer is not None and outer.f_code.co_name != "_until":
+            outer = outer.f_back
+        if outer is not None:
+            key = (id(outer), outer.f_locals["self"].turns)
+            return Wait(key, "", "", 0, _everyone(), _text(outer, "for other ranks"))
+    return None
+
+
+def _everyone() -> tuple[int, ...]:
+    return tuple(range(dist.get_world_size()))
+
+
+def _communicates(frame: FrameType) -> bool:
+    """Whether a thread that stands here does something that other ranks may wait for."""
+    outer: FrameType | None = frame
+    while outer is not None:
+        file = outer.f_code.co_filename
+        if file == _COLLECTIVES or file.startswith(f"{_OURS}checkpoint{os.sep}"):
+            return True
+        outer = outer.f_back
+    return False
+
+
+def _description(group: Any) -> str:
+    return "the default group" if group is dist.group.WORLD else f"the group '{group.group_desc}'"
+
+
+def _text(frame: FrameType, waits: str) -> str:
+    """What a rank does there, for people: what our own code calls it, and where user code called that."""
+    told, lightning, library, user = "", "", "", ""
+    outer: FrameType | None = frame
+    while outer is not None and not user:
+        file = outer.f_code.co_filename
+        line = f"{Path(file).name}:{outer.f_lineno}, {outer.f_code.co_name}"
+        if file.startswith(_OURS):
+            named = [outer.f_locals.get(name) for name in ("what", "place")]
+            told = told or next((v for v in named if isinstance(v, str) and v not in ("", ANY_AGREEMENT)), "")
+        elif _LIGHTNING.intersection(Path(file).parts):
+            lightning = lightning or line
+        elif f"{os.sep}site-packages{os.sep}" in file:
+            library = library or line
+        elif not file.startswith((_STANDARD, "<")):
+            user = f"{file}:{outer.f_lineno}, {outer.f_code.co_name}"
+        outer = outer.f_back
+    called = " <- ".join(filter(None, (lightning, user or library)))
+    return " ".join(filter(None, (waits, f"({told})" if told else "", f"at {called}" if called else "")))
+
+
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+_COLLECTIVES = dist.distributed_c10d.__file__
+_TRANSFERS = str(Path(_OURS, "comm", "collectives.py"))
+_PIPES = str(Path(_OURS, "comm", "shared_memory", "links.py"))
+_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _sockets() -> dict[int, str]:
+    """This process's sockets, by the numbers of their files; none where the system does not tell."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if (what := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
+                    found[int(name)] = what
+    return found
+
+
+def _clients_of(store: Any) -> list[tuple[int, str]]:
+    """The connections of this process to the server of a store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port, found = getattr(store, "port", None), []
+    for file, what in _sockets().items() if port else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+            if connection.getpeername()[1] == port:
+                found.append((file, what))
+    return found
+
+
+_NUMBERS = itertools.count()  # alike on all ranks
+_WATCH: Watch | None = None
+
+
+def _after_fork() -> None:
+    global _WATCH
+    _WATCH = None
+    connections.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,133 @@
+"""What one rank does alone while the others go on: an error on every rank that says what each is doing, in seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.comm.groups import _LIVE
+from lightning_zero.comm.watch import current_watch
+from lightning_zero.errors import DivergenceError
+from tests.helpers.cases import WIDTH
+from tests.helpers.world import run_world
+from tests.strategy.runs import Net, batches, quiet
+
+SECONDS = 10  # of which three are for being sure
+
+
+class Alone(Net):
+    """Rank 0 does something alone, in the third step or behind it."""
+
+    def __init__(self, deed: Callable[[Any], Any], behind: bool = False) -> None:
+        super().__init__()
+        self.deed, self.behind, self.began = deed, behind, 0.0
+
+    def _do(self, batch_idx: int, behind: bool) -> None:
+        if batch_idx == 2:
+            self.began = time.monotonic()
+            if self.global_rank == 0 and self.behind is behind:
+                self.deed(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._do(batch_idx, behind=False)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._do(batch_idx, behind=True)
+
+
+class Broken(Net):
+    """Its layers cannot be made on rank 1."""
+
+    began = 0.0
+
+    def configure_model(self) -> None:
+        self.began = time.monotonic()
+        if self.global_rank == 1:
+            raise ValueError("there is no such file here")
+
+
+def _save(module: Alone) -> None:
+    module.trainer.save_checkpoint("never.ckpt")
+
+
+def _log(module: Alone) -> None:
+    module.log("value", torch.tensor(1.0), sync_dist=True)
+
+
+DEEDS: dict[str, tuple[Callable[[], Net], str]] = {
+    "a barrier": (lambda: Alone(lambda module: module.trainer.strategy.barrier("mine")), "barrier of the default"),
+    "a value that is logged": (lambda: Alone(_log), "barrier of the default group"),
+    "a checkpoint": (lambda: Alone(_save), "save the checkpoint"),
+    "a forward in a hook": (lambda: Alone(lambda m: m(torch.zeros(1, WIDTH)), behind=True), "(forward of 'Alone')"),
+    "a collective of torch": (
+        lambda: Alone(lambda module: dist.all_reduce(torch.ones(1))),
+        "all_reduce of the default",
+    ),
+}
+
+
+def play(rank: int, make: Callable[[], Net], stage: int) -> tuple[str, str, float]:
+    module = make()
+    trainer = pl.Trainer(
+        strategy=ZeroStrategy(stage=stage), accelerator="cpu", devices=2, max_epochs=1, logger=False,  # type: ignore[arg-type]
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with quiet():
+        try:
+            trainer.fit(module, batches(8))
+        except Exception as error:
+            return type(error).__name__, str(error), time.monotonic() - module.began  # type: ignore[operator]
+    raise AssertionError("it did not fail")
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_what_one_rank_does_alone_is_an_error_on_all(deed: str) -> None:
+    make, told = DEEDS[deed]
+    stage = 3 if deed in ("a forward in a hook", "a checkpoint") else 1
+    results = run_world(2, play, make, stage, init_group=False)
+    assert DivergenceError.__name__ in [kind for kind, _, _ in results]
+    for rank, (_, message, seconds) in enumerate(results):
+        assert message.startswith(f"Rank {rank}: ")
+        assert "No rank can go on" in message
+        assert told in message
+        assert "test_waiting.py" in message
+        assert seconds < SECONDS
+
+
+def test_ranks_that_set_up_are_told_of_one_that_cannot() -> None:
+    """They wait for it in the store, where nobody notices that it has ended."""
+    results = run_world(2, play, Broken, 3, init_group=False)
+    assert results[1][:2] == ("ValueError", "there is no such file here")
+    _, message, seconds = results[0]
+    assert "rank 1 has failed with ValueError: there is no such file here" in message
+    assert "rank 0 has waited" in message
+    assert seconds < SECONDS
+
+
+def test_an_error_of_one_rank_is_told_to_those_that_lose_it() -> None:
+    def boom(module: Alone) -> None:
+        raise ValueError("boom")
+
+    def world(rank: int) -> tuple[str, str, float]:
+        result = play(rank, lambda: Alone(boom), 1)
+        watch = current_watch()
+        assert watch is not None
+        for groups in list(_LIVE):  # as at the end of the program
+            groups.destroy()
+        dist.destroy_process_group()
+        watch.end()
+        return result
+
+    results = run_world(2, world, init_group=False)
+    assert results[0][:2] == ("ValueError", "boom")
+    assert results[1][0] == "CommunicationError"
+    assert "Rank 0 has failed with ValueError: boom." in results[1][1]
+    assert results[1][2] < SECONDS
