@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -214,6 +215,14 @@ def in_function_transform() -> bool:
 def script_methods(module: torch.jit.ScriptModule) -> tuple[str, ...]:
     """Names of the methods of a TorchScript module that Python can call."""
     return tuple(module._c._method_names())
+
+
+def called_functionally() -> bool:
+    """Whether this runs inside of ``torch.func.functional_call``, which puts other tensors in parameters' places."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.nn.utils.stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing

@@ -19,7 +19,7 @@ from lightning_zero.engine.gradients.shown import GradientPlace, UserGradients
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.plan import Plan
+from lightning_zero.plan import FlatLayout, Plan
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
 from lightning_zero.shards.flat import ParameterShard
 from lightning_zero.shards.sliced_tensor import SlicedTensor
@@ -67,9 +67,12 @@ class ParameterAccess:
         self._taken: list[tuple[int, int, str]] = []  # memory of these, sorted: first address, the one behind it, name
         self._units = {parameter: unit for unit in engine.units for parameter in unit.parameters}
         self.bindings: dict[nn.Parameter, Binding] = {}
+        self._cuts: dict[nn.Parameter, tuple[FlatLayout, int]] = {}
         for flat in (flat for unit in engine.units for flat in unit.flats):
-            for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
+            every = zip(flat.parameters, flat.placeholders, flat.shards, strict=True)
+            for position, (parameter, placeholder, shard) in enumerate(every):
                 self.bindings[parameter] = Binding(parameter, shard.spec.name, placeholder, self)
+                self._cuts[parameter] = flat.layout, position
         self._plain = [u for u in engine.units if isinstance(u, ReplicatedUnit) and u.always_bound]
 
     def watch_gradients(self, buckets: Iterable[GradientBucket]) -> None:
@@ -194,12 +197,8 @@ class ParameterAccess:
         self, binding: Binding, alive: Callable[[], bool] | None = None, edited: Callable[[int], None] | None = None
     ) -> SlicedTensor:
         shard, parameter = self._engine.shards[binding.name], binding.parameter
-        cut = next(
-            flat.layout.cut_of(position)
-            for flat in self._units[parameter].flats
-            for position, known in enumerate(flat.parameters)
-            if known is parameter
-        )
+        layout, position = self._cuts[parameter]
+        cut = layout.cut_of(position)
         start = shard.start if shard.data.numel() else 0
         name, device = binding.name, self._engine.device
         return SlicedTensor(shard.data, start, parameter.shape, name, alive, edited, device, values_of(name), cut)

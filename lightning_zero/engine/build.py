@@ -156,10 +156,9 @@ class UnitBuilder:
         unit = ShardedUnit(plan, flats, slots[plan.slot])
         for spec in plan.parameters:
             for name in (spec.name, *spec.aliases):
-                owner, _, key = name.rpartition(".")
-                holder = self._module.get_submodule(owner)
+                holder = self._module.get_submodule(name.rpartition(".")[0])
                 if not isinstance(holder, torch.jit.ScriptModule):  # of which a parameter cannot be replaced
-                    unit.holders.append((vars(holder), key, self._parameters[spec.name]))
+                    unit.holders.append((vars(holder), name, self._parameters[spec.name]))
         return unit
 
     def _flat(self, layout: FlatLayout, master: Tensor, weights: Tensor | None = None) -> FlatParameters:

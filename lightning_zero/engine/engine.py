@@ -87,7 +87,7 @@ class ZeroEngine(Passes):
         Collective: every rank.
         """
         self._recover()
-        if self._reducer is not None and self._reducer.holds_local:
+        if self.accumulates:
             raise RuntimeError(
                 f"{label} is about to step on gradients that were never reduced over the ranks: the last backward ran "
                 "without gradient synchronisation. Let the last backward before a step run outside "

@@ -107,14 +107,15 @@ def whole_gradients(engine: ZeroEngine) -> dict[nn.Parameter, Tensor]:
 
 
 def whole_slices(engine: ZeroEngine, slices: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """Full shapes of what is cut as the masters are: 1-D slices by parameter, of the masters' dtypes, on the host.
+    """Full shapes of what is cut as the masters are: 1-D slices by parameter, of one dtype in each unit. On the host.
 
     Collective: every rank, with the same parameters.
     """
     found: dict[nn.Parameter, Tensor] = {}
     for flat in (flat for unit in engine.units for flat in unit.flats if not slices.keys().isdisjoint(flat.parameters)):
         with untracked():
-            shard = torch.zeros(flat.layout.shard_numel, dtype=flat.layout.dtype, device=engine.device)
+            dtype = next(slices[parameter].dtype for parameter in flat.parameters if parameter in slices)
+            shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=engine.device)
             for parameter, part in zip(flat.parameters, cut(shard, flat.slices), strict=True):
                 if parameter in slices:
                     part.copy_(slices[parameter])
@@ -273,7 +274,7 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
         return
     what = f"full_gradients('{places[0].name}'{f' and {len(places) - 1} more' if places[1:] else ''})"
     with engine.paused():
-        local = engine._reducer is not None and engine._reducer.holds_local
+        local = engine.accumulates
         rows = engine.agree(f"the beginning of {what}", [int(local)])
         if any(row[0] for row in rows):
             hidden = any(place.shard.grad is not None and place.parameter.grad is None for place in places)

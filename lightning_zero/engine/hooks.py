@@ -306,10 +306,11 @@ def keep_formats(root: nn.Module) -> None:
     input is in it, so the input has to be from now on.
     """
     for module in root.modules():
-        if isinstance(module, _CONVOLUTIONS) and isinstance(module.weight, nn.Parameter):
-            ordinary, last = _strides(module.weight.shape)
-            if module.weight.stride() == last != ordinary:
-                module.register_forward_pre_hook(_ChannelsLast())
+        weight = module._parameters.get("weight") if isinstance(module, _CONVOLUTIONS) else None
+        if weight is not None:  # of what is parametrized it is none: to ask for it would compute it
+            ordinary, last = _strides(weight.shape)
+            if weight.stride() == last != ordinary:
+                module.register_forward_pre_hook(_ChannelsLast(), with_kwargs=True)
 
 
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -334,13 +335,14 @@ class _OfInput:
 class _ChannelsLast(_OfInput):
     """Brings a convolution's input into channels-last format."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not args or not isinstance(args[0], Tensor) or args[0].dim() not in (4, 5):
-            return None
-        image = args[0].contiguous(memory_format=torch.channels_last if args[0].dim() == 4 else torch.channels_last_3d)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        image = args[0] if args else kwargs.get("input")
+        if not isinstance(image, Tensor) or image.dim() != module.weight.dim():  # type: ignore[operator]
+            return None  # nothing that is done to an image without a batch makes torch take this format
+        image = image.contiguous(memory_format=torch.channels_last if image.dim() == 4 else torch.channels_last_3d)
         if image.shape[1] == 1:  # is in both formats, and torch takes it for ordinary
             image = image.as_strided(image.shape, _strides(image.shape)[1])
-        return (image, *args[1:])
+        return ((image, *args[1:]), kwargs) if args else (args, {**kwargs, "input": image})
 
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -144,11 +144,8 @@ class Passes:
         if self._depth == 0:
             if self.updating and self.plan.offload is not None:
                 raise torn(f"{name} cannot run")
-            if torch.is_grad_enabled() and (thawed := self.thawed()):
-                raise ParameterAccessError(
-                    f"Parameter '{thawed[0]}' was frozen at set-up and is trainable now, and nothing has laid the "
-                    "module out anew. A training step of `ZeroSession` does, between two accumulations."
-                )
+            if torch.is_grad_enabled():
+                self._refuse_thawed()
             for unit in self._sharded:
                 unit.outstanding = 0
         self.enter(name)
@@ -214,16 +211,7 @@ class Passes:
         implicit = self._depth == 0 and not self.in_backward
         if implicit:
             self.enter(f"forward of '{unit.name}'")
-        for owner, key, parameter in unit.holders:
-            held = owner["_parameters"]  # under another name where `torch.nn.utils.prune` and its kin have put it
-            shown = held.get(key)  # a tensor that is no parameter while `torch.func.functional_call` has put it there
-            own = shown is parameter or (isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter))
-            if not own and held.get(f"{key}_orig") is not parameter:
-                raise ParameterAccessError(
-                    f"Parameter '{self.names.get(parameter, key)}' of unit '{unit.name}' was replaced by another "
-                    "object after set-up (load_state_dict(assign=True), a re-assigned attribute, or a re-tied "
-                    "weight). Change its values inside `with lightning_zero.full_parameters(module):` instead."
-                )
+        unit.check_holders()
         self._schedule.unshard(unit)
         guarded = torch.is_grad_enabled()
         call = ForwardCall(unit, unit.version, next_sequence_number(), guarded, implicit, self.in_backward)
@@ -277,6 +265,7 @@ class Passes:
         finally:
             self._explicit = False
         self.end_backward()
+        self._refuse_thawed()
 
     def begin_backward(self) -> None:
         """Note that a backward runs. Called by whatever is seen of it first."""
@@ -365,6 +354,7 @@ class Passes:
         self.in_backward = False
         self._segment += 1
         if self._depth > 0:
+            self._refuse_thawed()
             self._open_forward()
         else:
             self.weights.unbind()
@@ -372,9 +362,14 @@ class Passes:
     # ------------------------------------------------------------------- state
 
     def thawed(self) -> list[str]:
-        """What is trainable and was not when the module was laid out: its gradients have nowhere to go. Local."""
+        """What is trainable and was not when the module was laid out. Local."""
         with no_subclasses():  # absent parameters would be asked one by one
             return [self.names[parameter] for parameter in self._frozen if parameter.requires_grad]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether this rank has sums of gradients for itself, to be averaged with those of a later micro-step."""
+        return self._reducer is not None and self._reducer.holds_local
 
     @property
     def gathered(self) -> bool:
@@ -418,6 +413,14 @@ class Passes:
         """Drop a backward that raised: its end callback never came, and gradients would never be reduced again."""
         if self.in_backward and not self._explicit and current_graph_task() == -1:
             self.abandon()
+
+    def _refuse_thawed(self) -> None:
+        if thawed := self.thawed():
+            raise ParameterAccessError(
+                f"Parameter '{thawed[0]}' was frozen when this step began and is trainable now, so that its gradient "
+                "has nowhere to go. Set `requires_grad` between steps (`on_train_batch_start`): the next training step "
+                "lays the module out anew then. Or leave it True, and set `.grad = None` where it is not to be stepped."
+            )
 
     def _end_span(self, name: str) -> None:
         if self._running:

@@ -163,6 +163,7 @@ class ZeroSession:
         dtypes: Dtypes | None = None,
         record: InitRecord | None = None,
         is_running: Callable[[nn.Module], bool] = lambda module: False,
+        cast: bool = True,
     ) -> None:
         """Lay the module out over the ranks, with rank 0's values, or with the weights that the settings name.
 
@@ -171,6 +172,7 @@ class ZeroSession:
             dtypes: the precision of the run.
             record: how parameters on the meta device are to be initialised.
             is_running: whether somebody trains a module at this moment.
+            cast: whether the module gets the precision's dtypes; else it has had them, and what is new keeps its own.
 
         Raises:
             ParameterAccessError: for a part of a module that is running, or whose values have gone.
@@ -179,11 +181,12 @@ class ZeroSession:
         """
         self._dtypes = dtypes = dtypes or _OwnDtypes()
         existing, torn = _own_engine(module, is_running), False
+        convert = dtypes.convert_module if cast else lambda module: module
         if existing is not None:
             fits = existing.device == self.device and not dtypes.would_cast(module)
             fits = fits and self.settings.offload == existing.plan.offload
             fits = fits and existing.names.keys() >= {*module.parameters()}
-            plan = self._plan(dtypes.convert_module(module), dtypes) if fits else None
+            plan = self._plan(convert(module), dtypes) if fits else None
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
                 self._engine = existing  # sharded by an earlier run just as it is wanted now
                 existing.plan = plan  # buffers may have been added or replaced
@@ -192,7 +195,7 @@ class ZeroSession:
             torn = existing.updating
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
         with nullcontext() if record is None else InitRecorder(record):
-            dtypes.convert_module(module)
+            convert(module)
         control, streams = self.groups.control, Streams(self.device)
         collectives = self.wire(self.groups, streams, self.device)
         plan = self._plan(module, dtypes)
@@ -255,21 +258,22 @@ class ZeroSession:
             every = former.control.gather_objects(thawed)
             told = "; ".join(f"rank {rank}: {some(names)}" for rank, names in enumerate(every))
             raise DivergenceError(f"The ranks have thawed different parameters ({told}). Thaw the same on every rank.")
-        if former._reducer is not None and former._reducer.holds_local:
+        if former.accumulates:
             raise ParameterAccessError(
                 f"{some(thawed)} thawed in the middle of an accumulation, whose gradients every rank still has for "
                 "itself. Set `requires_grad` when an epoch starts, or after an optimizer step."
             )
         if any(adapter.rule == "replicated" for adapter in self._adapters.values()):
             raise ParameterAccessError(
-                f"{some(thawed)} thawed while an optimizer that needs a closure is in its step. Thaw before the fit."
+                f"{some(thawed)} thawed in the middle of a fit, with an optimizer that needs a closure: it keeps whole "
+                "parameters. Thaw before the fit."
             )
         with self.relaying():
             gradients = whole_gradients(former)
             optimizers = [adapter.optimizer for adapter in self._adapters.values()]
             if self._activations is not None:
                 self._activations.detach()
-            self.shard(former.module, self._dtypes)
+            self.shard(former.module, self._dtypes, cast=False)
             engine, former.updating = self.engine, True  # slices that user code has kept are not of this engine
             former.access.hand_over()
             engine.spans.observers, engine.reduce_gradients = former.spans.observers, former.reduce_gradients
@@ -278,7 +282,9 @@ class ZeroSession:
             self._prepare_training()
             self.shard_optimizers(optimizers, self._schedulers, writable=self._writable)
             for parameter, gradient in gradients.items():
-                engine.access.gradients.keep(engine.access.bindings[parameter], gradient)
+                binding = engine.access.bindings[parameter]
+                if binding.place is not None:  # else it was frozen at the same time, and its gradient goes
+                    engine.access.gradients.keep(binding, gradient)
 
     def shard_optimizers(
         self, optimizers: Sequence[Optimizer], schedulers: Sequence[Mapping[str, Any]] = (), writable: bool = True

@@ -3,7 +3,7 @@
 [Note: averages of slices]
 ``WeightAveraging`` and ``StochasticWeightAveraging`` copy the module at set-up, and later read, average, swap and write
 parameters between steps. Where parameters do not hold their values then (stage 3, and 16-bit copies), each parameter of
-the callback's copy becomes a sliced tensor that holds this rank's elements in the master's dtype, and in place of the
+the callback's copy becomes a sliced tensor that holds this rank's elements in the copy's dtype, and in place of the
 module the callback's methods get what shows the masters in the same way. An averaging function that is not elementwise
 cannot be applied to slices, and raises. Checkpoints hold averages as they hold weights: sharded, under full names.
 """
@@ -26,6 +26,7 @@ from lightning_zero.session.names import unwrapped
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.trainer.replaced import ReplacedMethods
 
 __all__ = ["Averages", "as_shards", "copy_whole"]
 
@@ -35,22 +36,23 @@ _KINDS = (WeightAveraging, StochasticWeightAveraging)
 class Averages:
     """The averaging callbacks of one fit, made to work on slices. Collective: every rank has the same callbacks."""
 
-    def __init__(self, callbacks: Iterable[Callback], session: ZeroSession, module: LightningModule) -> None:
+    def __init__(
+        self, callbacks: Iterable[Callback], session: ZeroSession, module: LightningModule, replaced: ReplacedMethods
+    ) -> None:
         self._session = session
         self._module = module
         self._callbacks: list[Any] = [c for c in callbacks if isinstance(c, _KINDS) and c._average_model is not None]
-        self._replaced: list[tuple[Any, str]] = []
         for callback in self._callbacks:
             self._slice(callback._average_model)
             if isinstance(callback, WeightAveraging):
-                self._replace(callback._average_model, "update_parameters", self._reads)
-                self._replace(callback, "_swap_models", self._writes)
-                self._replace(callback, "_copy_average_to_current", self._writes)
-                self._replace(callback, "on_load_checkpoint", self._loads)
+                replaced.put(callback._average_model, "update_parameters", self._reads)
+                replaced.put(callback, "_swap_models", self._writes)
+                replaced.put(callback, "_copy_average_to_current", self._writes)
+                replaced.put(callback, "on_load_checkpoint", self._loads)
             else:
-                self._replace(callback, "update_parameters", self._reads)
-                self._replace(callback, "transfer_weights", self._writes)
-                self._replace(callback, "_load_average_model_state", self._takes)
+                replaced.put(callback, "update_parameters", self._reads)
+                replaced.put(callback, "transfer_weights", self._writes)
+                replaced.put(callback, "_load_average_model_state", self._takes)
 
     def before_schedulers(self, trainer: Trainer) -> None:
         """Let ``StochasticWeightAveraging`` make its own scheduler again, whose state it has loaded: what is restored
@@ -68,7 +70,7 @@ class Averages:
         yield
         for model, whole in zip(models, kept, strict=True):
             for parameter, average in self._of(model, lambda p, average: average).items():
-                fresh: Any = self._session.engine.access.master(parameter).clone()
+                fresh: Any = self._session.engine.access.master(parameter).clone().to(average.device, average.dtype)
                 average.be(fresh.copy_(whole[parameter].to(fresh.device)))
 
     def _of(self, model: nn.Module, asked: Callable[[nn.Parameter, Any], Any]) -> dict[nn.Parameter, Any]:
@@ -76,16 +78,6 @@ class Averages:
         copy = model.module if hasattr(model, "n_averaged") else model
         pairs = zip(self._module.parameters(), copy.parameters(), strict=True)  # type: ignore[union-attr]
         return {own: asked(own, average) for own, average in pairs if isinstance(average, SlicedTensor)}
-
-    def release(self) -> None:
-        """Give the callbacks their own methods back. Their averages stay sliced."""
-        for target, name in self._replaced:
-            vars(target).pop(name, None)
-        self._replaced.clear()
-
-    def _replace(self, target: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        vars(target)[name] = around(getattr(target, name))
-        self._replaced.append((target, name))
 
     def _reads(self, method: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: method(*map(self._shown, args), **_each(self._shown, kwargs))
@@ -124,7 +116,7 @@ class Averages:
             if parameter in owned and place.get(key) is not None:
                 if parameter not in copies:
                     own: Any = self._session.engine.access.master(parameter).clone()
-                    copies[parameter] = own.to(place[key].device).as_parameter()
+                    copies[parameter] = own.to(place[key].device, place[key].dtype).as_parameter()
                 place[key] = copies[parameter]
 
     def _fitted(self, copy: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,23 +155,22 @@ class _Masters:
         return getattr(self._module, name)
 
 
-def copy_whole(callbacks: Iterable[Callback], module: nn.Module) -> None:
+def copy_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: ReplacedMethods) -> None:
     """Let averaging callbacks copy, at their set-up, a module that an earlier fit has sharded. Collective there."""
     engine = engine_of(module)
     if engine is None or not any(map(is_absent, module.parameters())):
         return
+
+    def whole(method: Callable[..., None]) -> Callable[..., None]:
+        def setup(*args: Any, **kwargs: Any) -> None:
+            with gathered(engine, engine.names):
+                method(*args, **kwargs)
+
+        return setup
+
     for callback in callbacks:
         if isinstance(callback, _KINDS):
-            vars(callback)["setup"] = _whole_once(callback, engine)
-
-
-def _whole_once(callback: Callback, engine: Any) -> Callable[..., None]:
-    def setup(*args: Any, **kwargs: Any) -> None:
-        del vars(callback)["setup"]
-        with gathered(engine, engine.names):
-            callback.setup(*args, **kwargs)
-
-    return setup
+            replaced.put(callback, "setup", whole)
 
 
 def _each(function: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +29,10 @@ from lightning_zero.debug import full_parameters
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.full import gathered
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.trainer.replaced import ReplacedMethods
 
 __all__ = [
     "HeldSchedulers",
-    "WatchedNames",
     "begin_epoch",
     "gather_for_graphs",
     "prune_whole",
@@ -41,6 +40,7 @@ __all__ = [
     "refuse_other_strategies",
     "refuse_synced_norms",
     "running_trainer",
+    "watch_names",
 ]
 
 
@@ -57,51 +57,44 @@ def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
             )
 
 
-def prune_whole(callbacks: Iterable[Callback], module: nn.Module) -> None:
+def prune_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: ReplacedMethods) -> None:
     """Let ``ModelPruning`` read and write whole parameters, where they do not hold their values between steps.
 
     It is called on every rank alike, and the whole module is in memory meanwhile. Collective there.
     """
 
     def whole(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             engine = engine_of(module)
             with gathered(engine, engine.names) if engine is not None else nullcontext():
-                return method(*args)
+                return method(*args, **kwargs)
 
         return call
 
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             for name in ("_run_pruning", "make_pruning_permanent", "_make_pruning_permanent_on_state_dict"):  # 2.6
-                vars(callback).setdefault(name, whole(getattr(callback, name)))
+                replaced.put(callback, name, whole)
 
 
-class WatchedNames:
-    """Lets ``ModelCheckpoint`` know of what is being written in the background: it chooses names that are not taken.
+def watch_names(callbacks: Iterable[Callback], is_underway: Callable[[Any], bool], replaced: ReplacedMethods) -> None:
+    """Let ``ModelCheckpoint`` know of what is being written in the background: it chooses names that are not taken.
 
     ``is_underway`` says whether a name is that of a checkpoint which is being written. Collective: every rank asks.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], is_underway: Callable[[Any], bool]) -> None:
-        self._watched = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-        for callback in self._watched:
-            known = callback.file_exists
-            callback.file_exists = lambda path, trainer, known=known: (  # type: ignore[method-assign, misc]
-                known(path, trainer) or is_underway(path)
-            )
-        if any(callback.save_last == "link" for callback in self._watched):
-            rank_zero_warn(
-                'ModelCheckpoint(save_last="link") points last.ckpt to a new checkpoint at once, but with async_save '
-                "the checkpoint is there only a while later: a run that is killed in between has no last.ckpt to go on "
-                "from. Use save_last=True."
-            )
+    def knowing(known: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda path, trainer: known(path, trainer) or is_underway(path)
 
-    def release(self) -> None:
-        """Give the callbacks their own method back."""
-        for callback in self._watched:
-            del callback.file_exists
-        self._watched = []
+    watched = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    for callback in watched:
+        replaced.put(callback, "file_exists", knowing)
+    if any(callback.save_last == "link" for callback in watched):
+        rank_zero_warn(
+            'ModelCheckpoint(save_last="link") points last.ckpt to a new checkpoint at once, but with async_save '
+            "the checkpoint is there only a while later: a run that is killed in between has no last.ckpt to go on "
+            "from. Use save_last=True."
+        )
 
 
 class HeldSchedulers:
@@ -149,23 +142,29 @@ def refuse_synced_norms(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def gather_for_graphs(loggers: Iterable[Logger]) -> None:
+def gather_for_graphs(loggers: Iterable[Logger], replaced: ReplacedMethods) -> None:
     """Have loggers that are about to draw the module's graph run it on whole parameters: they do on one rank alone.
 
     ``TensorBoardLogger(log_graph=True)`` does; other loggers of Lightning do not call the module. Theirs and the user's
     ``log_graph`` is called on every rank when a run begins. That call is collective then, and gathers the module.
     """
+
+    def drawing(method: Callable[..., None]) -> Callable[..., None]:
+        drawn: list[bool] = []
+
+        def call(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            first = not drawn
+            drawn.append(True)
+            with full_parameters(model) if first else nullcontext():  # what is drawn later is drawn by who asks for it
+                method(model, *args, **kwargs)
+
+        return call
+
     for logger in loggers:
         own = not type(logger).__module__.startswith("lightning.")
         overridden = getattr(type(logger), "log_graph", None) is not Logger.log_graph
-        if overridden and "log_graph" not in vars(logger) and getattr(logger, "_log_graph", own):  # 2.6
-            logger.log_graph = partial(_draw_once, logger)  # type: ignore[method-assign]
-
-
-def _draw_once(logger: Logger, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    del logger.log_graph
-    with full_parameters(model):
-        logger.log_graph(model, *args, **kwargs)
+        if overridden and getattr(logger, "_log_graph", own):  # 2.6
+            replaced.put(logger, "log_graph", drawing)
 
 
 def running_trainer(module: nn.Module) -> Trainer | None:

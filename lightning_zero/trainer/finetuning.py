@@ -8,6 +8,7 @@ when a run is resumed, earlier than a sharded run knows of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +22,19 @@ from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.engine.full import gathered
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import checksum
+from lightning_zero.trainer.replaced import ReplacedMethods
 
 __all__ = ["compare_by_value", "go_on_finetuning"]
 
 
-def compare_by_value(callbacks: Iterable[Callback], module: nn.Module) -> None:
+def compare_by_value(callbacks: Iterable[Callback], module: nn.Module, replaced: ReplacedMethods) -> None:
     """Let ``torch.equal`` in these callbacks' ``finetune_function`` compare sharded parameters. Collective there."""
     for callback in callbacks:
-        if isinstance(callback, BaseFinetuning) and "finetune_function" not in vars(callback):
-            vars(callback)["finetune_function"] = _comparing(callback.finetune_function, module)
+        if isinstance(callback, BaseFinetuning):
+            replaced.put(callback, "finetune_function", partial(_comparing, module))
 
 
-def _comparing(method: Callable[..., None], module: nn.Module) -> Callable[..., None]:
+def _comparing(module: nn.Module, method: Callable[..., None]) -> Callable[..., None]:
     def call(*args: Any, **kwargs: Any) -> None:
         engine = engine_of(module)
         if engine is None:
@@ -76,4 +78,4 @@ def go_on_finetuning(module: LightningModule) -> None:
     trainer = module.trainer
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BaseFinetuning) and callback._restarting:
-            callback.on_fit_start(trainer, module)
+            BaseFinetuning.on_fit_start(callback, trainer, module)  # what a subclass does there, it has done

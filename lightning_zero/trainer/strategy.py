@@ -30,7 +30,6 @@ from lightning_zero.session.session import SessionSettings, ZeroSession
 from lightning_zero.trainer.averaging import Averages, as_shards, copy_whole
 from lightning_zero.trainer.callbacks import (
     HeldSchedulers,
-    WatchedNames,
     begin_epoch,
     gather_for_graphs,
     prune_whole,
@@ -38,10 +37,12 @@ from lightning_zero.trainer.callbacks import (
     refuse_other_strategies,
     refuse_synced_norms,
     running_trainer,
+    watch_names,
 )
 from lightning_zero.trainer.finetuning import compare_by_value, go_on_finetuning
 from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes
+from lightning_zero.trainer.replaced import ReplacedMethods
 
 __all__ = ["ZeroStrategy"]
 
@@ -127,7 +128,7 @@ class ZeroStrategy(Processes):
         self._timeout = timeout
         self._session: ZeroSession | None = None
         self._recorder = InitRecorder()
-        self._names: WatchedNames | None = None
+        self._replaced = ReplacedMethods()
         self._held = HeldSchedulers()
         self._averages: Averages | None = None
 
@@ -182,8 +183,9 @@ class ZeroStrategy(Processes):
     def setup_environment(self) -> None:
         """Join the process group, and make callbacks ready for their own set-up. Collective: every rank."""
         super().setup_environment()
-        copy_whole(self._module.trainer.callbacks, self._module)  # type: ignore[attr-defined]
-        compare_by_value(self._module.trainer.callbacks, self._module)  # type: ignore[attr-defined]
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        copy_whole(callbacks, self._module, self._replaced)
+        compare_by_value(callbacks, self._module, self._replaced)
 
     # -------------------------------------------------------------------- setup
 
@@ -207,8 +209,10 @@ class ZeroStrategy(Processes):
         self._shard(self._module)
         self.checkpoints.begin(training=fitting)
         if fitting and self.settings.checkpoint.async_save:
-            self._names = WatchedNames(callbacks, self.checkpoints.is_underway)
-        gather_for_graphs(trainer.loggers)
+            watch_names(callbacks, self.checkpoints.is_underway, self._replaced)
+        absent = self.placement.shards_parameters or precision.param_dtype is not None  # between steps
+        if absent and trainer.enable_autolog_hparams:  # where every rank is asked to draw
+            gather_for_graphs(trainer.loggers, self._replaced)
         self.model_to_device()
         precision.attach(
             self.root_device, self.engine.control, self.adapter, lambda o: self._held.hold(self.lr_scheduler_configs, o)
@@ -216,9 +220,9 @@ class ZeroStrategy(Processes):
         self.session.begin(training=fitting)
         if fitting:
             self.setup_optimizers(trainer)
-            if self.placement.shards_parameters or precision.param_dtype is not None:
-                self._averages = Averages(callbacks, self.session, self._module)
-                prune_whole(callbacks, self._module)
+            if absent:
+                self._averages = Averages(callbacks, self.session, self._module, self._replaced)
+                prune_whole(callbacks, self._module, self._replaced)
         self.setup_precision_plugin()
 
     def _shard(self, module: LightningModule) -> None:
@@ -341,10 +345,7 @@ class ZeroStrategy(Processes):
             self.cluster_environment.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
-        if self._names is not None:
-            self._names.release()
-        if self._averages is not None:
-            self._averages.release()
+        self._replaced.release()
         if self._session is not None:
             self._session.rest()
 

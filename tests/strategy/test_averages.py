@@ -66,6 +66,19 @@ def test_averages_are_those_of_ddp(name: str) -> None:
     assert_same(each_strategy(play))
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_averages_keep_the_dtype_in_which_lightning_copied_them(precision: Any) -> None:
+    """It copies the module before the precision casts it: a small decay would be lost in bfloat16."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Net(Normed)
+        with quiet():
+            trainer = fit(strategy, module, 4, callbacks=[EMAWeightAveraging(decay=0.99)], precision=precision)
+        return made(module, trainer)
+
+    assert_same(each_strategy(play))
+
+
 class Expected(Callback):
     """The average of ``EMAWeightAveraging``, of whole parameters in float32."""
 

@@ -165,6 +165,21 @@ class ScriptedFunction(Block):
         return x + self.down(F.gelu(self.function(self.norm(x), self.up.weight, self.up.bias)))
 
 
+class NormedConvolutions(nn.Module):
+    """Their weights are computed, and each time they are asked for changes what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(parametrizations.spectral_norm(nn.Conv1d(1, 1, 3, padding=1)) for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x.squeeze(1))
+
+
 class Hyper(nn.Module):
     """One module makes the weights of another."""
 
@@ -190,6 +205,18 @@ class FunctionalScaled(Linear):
     def objective(self, x: Tensor, y: Tensor) -> Tensor:
         values = {name: parameter * 1.5 for name, parameter in self.model.named_parameters()}
         return F.mse_loss(functional_call(self.model, values, (x,)), y)
+
+
+class Target(Linear):
+    """A target network: the same layers, called with parameters that another module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.ParameterDict({n.replace(".", "/"): p.detach() / 2 for n, p in self.model.named_parameters()})
+
+    def objective(self, x: Tensor, y: Tensor) -> Tensor:
+        values = {name.replace("/", "."): parameter for name, parameter in self.target.items()}
+        return F.mse_loss(self.model(x), functional_call(self.model, values, (x,)))
 
 
 class Mapped(Linear):
@@ -267,6 +294,8 @@ CASES: dict[str, tuple[Callable[[], Linear], tuple[str, ...]]] = {
     "weight norm": (lambda: Linear(parametrised(parametrizations.weight_norm)), ALL),
     "spectral norm": (lambda: Linear(parametrised(parametrizations.spectral_norm)), ALL),
     "orthogonal": (lambda: Linear(parametrised(parametrizations.orthogonal)), ALL),
+    "spectral norm of convolutions": (lambda: Linear(NormedConvolutions), ALL),
+    "functional call with parameters": (Target, ALL),
     "old spectral norm": (lambda: Linear(parametrised(nn.utils.spectral_norm)), ALL),
     "pruned": (lambda: Linear(parametrised(prune.l1_unstructured, amount=0.3)), ALL),
     "hypernetwork": (lambda: Linear(Hyper), ALL),

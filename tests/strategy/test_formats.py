@@ -80,6 +80,25 @@ def test_channels_last(kind: str, weights: bool, inputs: bool) -> None:
     assert_same(each_strategy(play))
 
 
+@pytest.mark.filterwarnings("ignore:.*Grad strides do not match:UserWarning")  # DDP's
+@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
+def test_an_image_by_name() -> None:
+    class Odd(Vision):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = torch.randn(self.size, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
+            x, layer = x.expand(-1, 8, -1, -1), self.model[1].layers[1]
+            out = layer(input=x.contiguous()).square().mean()
+            self.losses.append(out.detach().clone())
+            return out
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module, trainer = Odd("two dimensions", True, False), make_trainer(strategy)
+        trainer.fit(module, batches(3))
+        return made(module, trainer)
+
+    assert_same(each_strategy(play))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_convolution_goes_on_in_its_format(stage: int) -> None:
     """In a validation, and in a second engine. Copies compute, and pickles are of torch alone."""

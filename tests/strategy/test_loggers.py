@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_zero import full_gradients, full_parameters
+from lightning_zero import ZeroStrategy, full_gradients, full_parameters
 from tests.helpers.cases import WIDTH
 from tests.helpers.world import run_world
 from tests.strategy.runs import Memory, Net, assert_same, each_strategy, fit, made, name_of, quiet, raised, zero
@@ -83,6 +83,23 @@ def test_a_logger_of_one_s_own_may_call_the_module() -> None:
     results = each_strategy(play)
     assert len(results[0]["ddp"]["drawn"]) == 1
     assert_same(results)
+
+
+def test_a_graph_that_one_rank_draws_where_lightning_asks_for_none() -> None:
+    """Nobody else draws it, so nothing may wait for the others. In zero3 only all ranks together can."""
+
+    class Draws(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            if trainer.is_global_zero:
+                trainer.loggers[0].log_graph(pl_module)
+
+    def world(rank: int) -> int:
+        logger = Drawing()
+        with quiet():
+            fit(ZeroStrategy(1), Example(), 2, logger=logger, callbacks=[Draws()], enable_autolog_hparams=False)
+        return len(logger.drawn)
+
+    assert run_world(2, world) == [1, 0]
 
 
 def test_a_summary_with_an_example_runs_on_every_rank() -> None:

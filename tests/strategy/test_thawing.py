@@ -19,7 +19,7 @@ from lightning_zero import ActivationPolicy, HostOffload, NvmeOffload
 from tests.helpers.cases import WIDTH, Block
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
-from tests.strategy.runs import STAGES, Net, assert_same, batches, each_strategy, fit, made, quiet, raised, zero
+from tests.strategy.runs import STAGES, Net, again, assert_same, batches, each_strategy, fit, made, quiet, raised, zero
 
 
 class Backbone(Net):
@@ -122,6 +122,124 @@ def test_state_and_options_go_along(optimizer: type[torch.optim.Optimizer], opti
 
     results = each_strategy(play)
     assert_same(results, bound=2e-6 if "accumulate_grad_batches" in options else 0.0)
+
+
+class InTheStep(Backbone):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.backbone.requires_grad_(True)
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+    def on_fit_start(self) -> None:
+        self.backbone.requires_grad_(False)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_thawing_inside_of_a_step_is_an_error(stage: int) -> None:
+    """Its gradient of that step would be lost, and nobody would know."""
+
+    def world(rank: int) -> list[str]:
+        class Frozen(pl.Callback):
+            def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+                pl_module.backbone.requires_grad_(False)
+
+        errors: list[str] = []
+        with quiet(), raised(errors):
+            fit(zero(stage), InTheStep(), 4, callbacks=[Frozen()])
+        return errors
+
+    for errors in run_world(2, world):
+        assert "ParameterAccessError: Parameter 'model." in errors[0]
+        assert "on_train_batch_start" in errors[0]
+
+
+class Alternates(Late, pl.Callback):
+    """One part is frozen where another one thaws, with gradients of the last step still there."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        pl_module.backbone.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch:
+            pl_module.backbone.requires_grad_(trainer.current_epoch % 2 == 1)
+            pl_module.head.requires_grad_(trainer.current_epoch % 2 == 0)
+
+
+class Both(Backbone):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def data(self, batch_idx: int, epoch: int | None = None) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(batch_idx)  # alike on all ranks: see the top of this file
+        both = torch.randn(2, 3, WIDTH, generator=generator)
+        return both[0], both[1]
+
+
+def test_parts_that_take_turns() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Both()
+        with quiet():
+            return made(module, fit(strategy, module, 3, callbacks=[Alternates()], max_epochs=4))
+
+    assert_same(each_strategy(play))
+
+
+class Table(Backbone):
+    """Gets a buffer of its own dtype after the precision has cast the module."""
+
+    def on_train_start(self) -> None:
+        self.head.register_buffer("table", torch.linspace(0, 1, WIDTH, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.head.table.float()  # type: ignore[operator, union-attr]
+
+
+def test_what_came_later_keeps_its_dtype() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Table()
+        with quiet():
+            trainer = fit(strategy, module, 4, callbacks=[CALLBACKS["backbone"]()], precision="bf16-true", **OPTIONS)
+        return made(module, trainer)
+
+    assert_same(each_strategy(play))
+
+
+class Counted(ByEpoch):
+    """Notes its own set-up, which runs once for each fit."""
+
+    def __init__(self) -> None:
+        super().__init__(unfreeze_backbone_at_epoch=1)
+        self.calls = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self.calls += 1
+
+
+def test_a_callback_is_what_it_was_after_the_fit(tmp_path: Path) -> None:
+    """It can be pickled, used with another module, and its hooks are called as often as Lightning calls them."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        name = type(strategy).__name__
+        callback, saved = Counted(), tmp_path / f"{name}{getattr(strategy, 'placement', None)}"[:200]
+        before = set(vars(callback))
+        module = Backbone()
+        trainer = fit(strategy, module, 2, callbacks=[callback], max_epochs=2)
+        left = set(vars(callback)) - before - {"log", "log_dict"}  # Lightning's own
+        trainer.save_checkpoint(saved)
+        second = Backbone()
+        fit(again(strategy), second, 2, callbacks=[callback], max_epochs=2)
+        resumed, fresh = Backbone(), Counted()
+        trainer = make_trainer(again(strategy), callbacks=[fresh], max_epochs=3)
+        trainer.fit(resumed, batches(2), ckpt_path=saved)
+        return {
+            "left": sorted(left),
+            "calls": [callback.calls, fresh.calls],
+            "losses": [*second.losses, *resumed.losses],
+        }
+
+    assert_same(each_strategy(play))
 
 
 class Everything(ByHand):

@@ -66,12 +66,11 @@ def check_weights(unit: ShardedUnit, version: int) -> None:
 
 
 def refuse_graph_of_gradients() -> None:
-    """Raise where a gradient arrives in a backward that makes a graph; only there gradients are enabled."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "backward(create_graph=True) is not supported: gradients are sent as they arrive, without a graph. Take "
-            "them with torch.autograd.grad(loss, inputs, create_graph=True), which works."
-        )
+    """Raise where a gradient arrives in a backward that makes a graph."""
+    raise RuntimeError(
+        "backward(create_graph=True) is not supported: gradients are sent as they arrive, without a graph. Take them "
+        "with torch.autograd.grad(loss, inputs, create_graph=True), which works."
+    )
 
 
 class SavedTensorGuard:

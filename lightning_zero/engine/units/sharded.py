@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import storage_key, untracked
+from lightning_zero._torch import called_functionally, storage_key, untracked
 from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.errors import OffloadError
+from lightning_zero.errors import OffloadError, ParameterAccessError
 from lightning_zero.plan import FlatLayout, UnitPlan, pack
 from lightning_zero.shards.binding import Bound, hide, show
 from lightning_zero.shards.flat import FlatParameters
@@ -86,7 +86,7 @@ class ShardedUnit(Unit):
         self.in_backward = False  # acquired for its running backward
         self.span: Span | None = None  # of that, if somebody listens
         self.holders: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        """Where each parameter is an attribute: the module's ``vars``, and its name there."""
+        """Where each parameter is an attribute: the module's ``vars``, and its full name."""
         self.state = UnitState.SHARDED
         self.storage: Slot | None = None  # where the full parameters are: home, own, or memory for this once
         self.pins = 0
@@ -223,6 +223,20 @@ class ShardedUnit(Unit):
             self.state = UnitState.BOUND
             if not self.held:
                 show(self._views)
+
+    def check_holders(self) -> None:
+        """Raise ParameterAccessError if user code has put another parameter in the place of one of these."""
+        for owner, name, parameter in self.holders:
+            key = name.rpartition(".")[2]
+            held = owner["_parameters"]  # under another name where `torch.nn.utils.prune` and its kin have put it
+            shown = held.get(key)  # another tensor, for a moment, in `torch.func.functional_call`
+            own = shown is parameter or (isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter))
+            if not own and held.get(f"{key}_orig") is not parameter and not called_functionally():
+                raise ParameterAccessError(
+                    f"Parameter '{name}' of unit '{self.name}' was replaced by another object after set-up "
+                    "(load_state_dict(assign=True), a re-assigned attribute, or a re-tied weight). Change its values "
+                    "inside `with lightning_zero.full_parameters(module):` instead."
+                )
 
     def unbind(self, streams: Streams, writes: ExternalWrites) -> bool:
         """Take back one ``bind``. After the last one parameters show placeholders, and the slot keeps the values.
