@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
 from collections import OrderedDict
@@ -165,6 +166,14 @@ def storage_users(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object ``storage`` holds it too
 
 
+def held_in_python(memory: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
+    """Whether Python holds other tensors than these in the memory of any of ``memory``; takes some 50 ms."""
+    keys, known = {storage_key(tensor) for tensor in memory}, {id(tensor) for tensor in (*memory, *own)}
+    with no_subclasses():
+        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and id(thing) not in known]
+        return any(storage_key(tensor) in keys for tensor in tensors)
+
+
 class WeakStorage:
     """The memory behind a tensor, without keeping it.
 
@@ -189,6 +198,11 @@ class WeakStorage:
             return None
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
         return storage
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Memory as a 1-D tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def version_probe(tensor: Tensor) -> Tensor:
@@ -297,16 +311,21 @@ def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 
 class untracked:
-    """No autograd and no inference mode: tensors made here are ordinary ones, whatever the caller's context is.
+    """No autograd, no inference mode, no mode that looks at operations: tensors made here are ordinary ones.
 
-    Memory of the engine that came to life under ``inference_mode`` could never be used in training again. Entered some
-    times for every unit and gradient, so it is a class and not a generator, and leaves a mode alone that is off.
+    Memory of the engine that came to life under ``inference_mode`` could never be used in training again, and a mode of
+    the user's, as of a selective recomputation, would take the engine's operations for the model's. Entered some times
+    for every unit and gradient, so it is a class and not a generator, and leaves a mode alone that is off.
     """
 
-    __slots__ = ("_grad", "_inference")
+    __slots__ = ("_grad", "_inference", "_modes")
 
     def __enter__(self) -> None:
         self._inference: Any = None
+        self._modes: Any = None
+        if torch._C._len_torch_dispatch_stack():
+            self._modes = torch._C._DisableTorchDispatch()
+            self._modes.__enter__()
         if torch.is_inference_mode_enabled():
             self._inference = torch.inference_mode(False)
             self._inference.__enter__()
@@ -319,6 +338,8 @@ class untracked:
             torch._C._set_grad_enabled(True)
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
 
 
 _HIDDEN = "_unsafe_preserve_version_counter" in DistributedDataParallel._sync_buffers.__code__.co_names

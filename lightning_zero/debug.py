@@ -79,8 +79,9 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     if engine is None:
         yield
         return
-    before = {parameter: use_count(parameter) for parameter in module.parameters()}
-    with gathered(engine, module.parameters()):
+    parameters = list(nn.Module.parameters(module))  # all, whatever a method of the user's shows
+    before = {parameter: use_count(parameter) for parameter in parameters}
+    with gathered(engine, parameters):
         yield
     risen = [p for p, count in before.items() if is_absent(p) and use_count(p) > count]  # also by graphs of autograd
     programs = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.jit.ScriptModule)] if risen else []

@@ -21,6 +21,7 @@ from tests.helpers.cases import Case, Stack, case
 from tests.helpers.models import ZOO
 from tests.helpers.training import build, make_trainer, quiet
 from tests.helpers.world import run_world
+from tests.strategy.runs import Net, batches, zero
 
 STAGES = (1, 2, 3)
 PLAIN = case("plain", Stack)
@@ -159,6 +160,27 @@ def test_full_optimizer_state(optimizer: str) -> None:
         for ours, theirs in zip(expected, seen, strict=True):
             assert ours.shape == theirs.shape
             assert torch.equal(ours, theirs)
+
+
+def test_full_parameters_are_all_whatever_a_method_of_the_module_s_shows() -> None:
+    class Adapted(Net):
+        """As for an optimizer of the adapters alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.layers.requires_grad_(False)
+
+        def parameters(self, recurse: bool = True) -> Any:
+            return (p for p in super().parameters(recurse) if p.requires_grad)
+
+    def world(rank: int) -> bool:
+        module = Adapted()
+        with quiet():
+            make_trainer(zero(3)).fit(module, batches(2), batches(1))
+        with full_parameters(module):
+            return all(bool(p.isfinite().all()) for _, p in module.named_parameters())
+
+    assert run_world(2, world) == [True, True]
 
 
 def test_wrong_names_are_named() -> None:

@@ -249,14 +249,11 @@ class Watch:
 
     def _waits(self) -> Wait | None:
         """What the rank's thread waits in, if it is nothing but waiting; and no other thread of ours is at work."""
-        frames = sys._current_frames()
-        wait = _wait_in(frames.get(self._watched))
-        if wait is None:
-            return None
-        for thread, frame in frames.items():
-            if thread not in (self._watched, threading.get_ident()) and _communicates(frame):
-                return None
-        return wait
+        wait = _only_wait(self._watched)  # what stands on a stack is kept alive no longer than this takes
+        if wait is None or wait.place >= 0:
+            return wait
+        place = entered_collectives().get(wait.group, 0)
+        return wait._replace(place=place, key=(*wait.key, place))
 
     def _break(self, wait: Wait) -> None:
         if wait.group:
@@ -293,8 +290,24 @@ def _can_go_on(rank: int, states: Sequence[Mapping[str, Any]]) -> bool:
 # torch.distributed in user code are seen like our own.
 
 
+def _only_wait(watched: int) -> Wait | None:
+    """The wait that a thread is in, if no other thread of ours does something that ranks may wait for."""
+    # As long as somebody has a frame, all its variables live on: so none is kept, and this one, which is among them,
+    # does not keep them by their dictionary.
+    frame = sys._current_frames().get(watched)
+    if frame is None or frame.f_code.co_filename not in _WAITING:
+        return None
+    frames = sys._current_frames()
+    try:
+        wait = _wait_in(frames.pop(watched, None))
+        del frames[threading.get_ident()], frame
+        return None if wait is None or any(map(_communicates, frames.values())) else wait
+    finally:
+        frames.clear()
+
+
 def _wait_in(frame: FrameType | None) -> Wait | None:
-    """The wait that a thread with this innermost frame is in.
+    """The wait that a thread with this innermost frame is in; its place is -1 if it is the last one of its group.
 
     Variables are read in frames of these files only: what is read in one stays alive until that returns.
     """
@@ -308,11 +321,8 @@ def _wait_in(frame: FrameType | None) -> Wait | None:
             )
         if "group" in frame.f_locals:
             group: Any = frame.f_locals["group"] or dist.group.WORLD
-            place = entered_collectives().get(group.group_name, 0)
-            text = _text(frame, f"in {name} of {_description(group)}")
-            return Wait(
-                (id(frame), place), group.group_name, name, place, tuple(dist.get_process_group_ranks(group)), text
-            )
+            text, ranks = _text(frame, f"in {name} of {_description(group)}"), dist.get_process_group_ranks(group)
+            return Wait((id(frame),), group.group_name, name, -1, tuple(ranks), text)
     elif file == _TRANSFERS and name == "wait":
         pending = frame.f_locals["self"]
         if (group := pending.group) is not None:
@@ -373,6 +383,7 @@ _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _COLLECTIVES = dist.distributed_c10d.__file__
 _TRANSFERS = str(Path(_OURS, "comm", "collectives.py"))
 _PIPES = str(Path(_OURS, "comm", "shared_memory", "links.py"))
+_WAITING = {_COLLECTIVES, _TRANSFERS, _PIPES}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 

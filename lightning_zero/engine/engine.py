@@ -55,6 +55,7 @@ class ZeroEngine(Passes):
             root = self._schedule.root
             scoped = [*self._replicated, *([root] if root is not None else [])]
             self._hooks.watch_forwards(self.module, self._sharded, scoped)
+            self._hooks.watch_encoders(self.module)
         mixed = any(flat.layout.dtype != flat.layout.compute_dtype for unit in self.units for flat in unit.flats)
         if mixed and self.device.type == "cpu":
             self._hooks.narrow_norms(self.module)

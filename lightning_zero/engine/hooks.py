@@ -23,17 +23,27 @@ from lightning_zero._torch import (
     is_compiled_module,
     is_tracing,
     opaque_to_dynamo,
-    script_methods,
     sequence_number,
+    storage_key,
     tree_leaves,
     watched,
 )
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.gradients.bucket import GradientBucket
+from lightning_zero.engine.scripts import ScriptMethod, wrap_methods
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
-from lightning_zero.shards.binding import binding_of, get_gradient, is_absent, set_gradient
+from lightning_zero.shards.binding import (
+    binding_of,
+    get_data,
+    get_gradient,
+    is_absent,
+    original_kind,
+    set_gradient,
+    show,
+    shown_kind,
+)
 
 __all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "keep_formats", "unhooked"]
 
@@ -107,6 +117,16 @@ class EngineHooks:
                 self._watched.add(part)
                 self._watch_unit(module.get_submodule(part), unit)
 
+    def watch_encoders(self, module: nn.Module) -> None:
+        """Let torch's encoders evaluate on the path that they take where the weights of their first layer are there.
+
+        They look at these, not at their values, before they call the layer. What is padding is zero on that path.
+        """
+        for child in module.modules():
+            if isinstance(child, nn.TransformerEncoder) and len(child.layers):
+                before, after = partial(_look_present, child.layers[0]), partial(_look_absent, child.layers[0])
+                self._around(child, before, after)
+
     def narrow_norms(self, module: nn.Module) -> None:
         """Have norms with 16-bit weights take inputs in 16 bits: on CPUs, autocast leaves them what they get, and torch
         takes no wider ones there."""
@@ -162,8 +182,7 @@ class EngineHooks:
     def _around(self, module: nn.Module, before: Any, after: Any) -> None:
         first, last = (_Attached(hook, module) for hook in (before, after))
         if isinstance(module, torch.jit.ScriptModule):
-            names = (*script_methods(module), *_SAVES)
-            self._handles += [_ScriptMethod(module, name, first, last) for name in names]
+            self._handles += wrap_methods(module, first, last, first.check_shown)
             return
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
@@ -251,7 +270,7 @@ class _Attached:
     def check_shown(self, what: str) -> None:
         """Raise ParameterAccessError if values would be missing in ``what`` is made of the module."""
         module = self._module()
-        if module is not None and any(map(is_absent, module.parameters())):
+        if module is not None and any(map(is_absent, nn.Module.parameters(module))):
             self._refuse(what)
 
     def _refuse(self, what: str) -> NoReturn:
@@ -260,43 +279,6 @@ class _Attached:
             "hold NaN. Make it inside `with lightning_zero.full_parameters(module):`, on every rank, outside of a "
             "step; that takes the memory of the whole module."
         )
-
-
-class _ScriptMethod:
-    """A method of a TorchScript module with hooks around it: such a module takes none.
-
-    Compiled code reads parameters past everything else that could bring them. Calls between compiled modules need
-    nothing: a module around them was called from Python.
-    """
-
-    def __init__(self, module: torch.jit.ScriptModule, name: str, before: _Attached, after: _Attached) -> None:
-        self._module, self._name, self._before, self._after = ref(module), name, before, after
-        self._method: Callable[..., Any] = getattr(module, name)
-        vars(module)[name] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._name in _SAVES:
-            self._before.check_shown("A copy")
-            return self._method(*args, **kwargs)
-        output = None
-        self._before(self._module(), args)
-        try:
-            output = self._method(*args, **kwargs)
-        finally:
-            self._after(self._module(), args, output)
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._method, name)  # its graph, its code
-
-    def remove(self) -> None:
-        """Take it off the module, which finds its method anew."""
-        module = self._module()
-        if module is not None and vars(module).get(self._name) is self:
-            del vars(module)[self._name]
-
-
-_SAVES = ("save", "save_to_buffer", "__deepcopy__")  # what copies a TorchScript module
 
 
 def keep_formats(root: nn.Module) -> None:
@@ -375,10 +357,10 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
         return seen[module]
 
     visit(root)
-    methods: list[tuple[dict[str, Any], str, _ScriptMethod]] = []
+    methods: list[tuple[dict[str, Any], str, ScriptMethod]] = []
     for module in filter(visit, root.modules()):
         own = vars(module)
-        methods += [(own, name, own.pop(name)) for name in list(own) if isinstance(own[name], _ScriptMethod)]
+        methods += [(own, name, own.pop(name)) for name in list(own) if isinstance(own[name], ScriptMethod)]
         before, after, always = forward_hooks(module)
         keys = [key for table in (before, after) for key, hook in table.items() if isinstance(hook, _Attached)]
         for table, key in ((table, key) for table in (before, after, always) for key in keys if key in table):
@@ -393,6 +375,18 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
             for earlier in reversed(order[: order.index(key) + 1]):
                 if earlier in table:
                     table.move_to_end(earlier, last=False)
+
+
+def _look_present(layer: nn.Module, encoder: nn.Module, *called: Any) -> None:
+    """Let absent parameters be taken for ordinary ones, by code that asks for anything but their values."""
+    if not encoder.training:
+        show((p, get_data(p), shown_kind(original_kind(p))) for p in layer.parameters() if is_absent(p))
+
+
+def _look_absent(layer: nn.Module, *called: Any) -> None:
+    for binding in filter(None, map(binding_of, layer.parameters())):
+        if storage_key(get_data(binding.parameter)) == storage_key(binding.placeholder):
+            binding.hide()
 
 
 def _keep(engine: Verbs, *args: Any) -> None:

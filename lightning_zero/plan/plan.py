@@ -42,7 +42,7 @@ from lightning_zero.plan.layout import (
     rest_of,
 )
 from lightning_zero.plan.tree import ModuleTree, refuse_modules
-from lightning_zero.plan.units import UnitSpec, find_named, find_units
+from lightning_zero.plan.units import UnitSpec, find_named, find_units, names_inside
 
 __all__ = ["FETCH_UNITS", "STAGING_BUFFERS", "Plan", "SlotPlan", "UnitPlan", "assign_slots", "pack"]
 
@@ -307,6 +307,7 @@ class Plan:
         prefetch: int = 1,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        full_precision: Sequence[str] = (),
         offload: Offload | None = None,
         broadcast_buffers: bool = True,
     ) -> AnyPlan:
@@ -322,6 +323,7 @@ class Plan:
             prefetch: units gathered ahead of the one computing; 0 switches it off.
             param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
             reduce_dtype: of floating gradients; None: the parameters' own.
+            full_precision: class names of modules whose parameters are computed with in their own dtype.
             offload: what rests on the host or in files; None: nothing.
             broadcast_buffers: whether rank 0 sends its buffers to the others.
 
@@ -335,7 +337,8 @@ class Plan:
         tree = ModuleTree(module)
         validate_prefetch(prefetch)
         refuse_modules(module, world_size)
-        dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=tree.in_batch_norm())
+        keep = tree.in_batch_norm() | names_inside(tree, full_precision, "full_precision")
+        dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=keep)
         if chosen.shards_parameters:
             specs = find_units(tree, validate_units(units))
         else:

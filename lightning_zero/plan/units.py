@@ -38,7 +38,7 @@ from lightning_zero.config import validate_units
 from lightning_zero.plan.layout import ParameterSpec
 from lightning_zero.plan.tree import ModuleNode, ModuleTree
 
-__all__ = ["UnitSpec", "find_named", "find_recomputed", "find_units"]
+__all__ = ["UnitSpec", "find_named", "find_recomputed", "find_units", "names_inside"]
 
 BLOCK_FLOOR = 1_024
 """Elements that a container's child must own. A collective of 4 KiB costs its latency (0.2 to 5 ms on gloo, tens of
@@ -154,6 +154,16 @@ def find_named(tree: ModuleTree, rules: Sequence[str]) -> list[int]:
                     "weight without calling it: name 'MultiheadAttention' or a class around it."
                 )
     return [node.index for node in found]
+
+
+def names_inside(tree: ModuleTree, classes: Sequence[str], setting: str) -> frozenset[str]:
+    """Names of the parameters in modules of these classes; ValueError for a class that is not there."""
+    tops = {node.index for node in _of_classes(tree, classes, setting)} if classes else set[int]()
+    return frozenset(
+        parameter.spec.name
+        for parameter in tree.parameters
+        if any(tops.intersection(path) for holder in parameter.holders for path in tree.nodes[holder].paths)
+    )
 
 
 def find_recomputed(

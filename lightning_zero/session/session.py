@@ -86,6 +86,9 @@ class Dtypes(Protocol):
         """What gradients are averaged in; ``None``: each parameter's own dtype."""
         return None
 
+    full_precision: Sequence[str] = ()
+    """Class names of modules whose parameters keep their own dtype in units."""
+
     def would_cast(self, module: nn.Module) -> bool:
         """Whether ``convert_module`` would change a parameter, so that its values must be in memory first."""
         return False
@@ -230,6 +233,7 @@ class ZeroSession:
             offload=settings.offload,
             param_dtype=dtypes.param_dtype,
             reduce_dtype=dtypes.reduce_dtype,
+            full_precision=dtypes.full_precision,
             broadcast_buffers=settings.broadcast_buffers,
         )
 

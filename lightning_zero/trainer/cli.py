@@ -151,6 +151,7 @@ class PlanCLI(ZeroCLI):
         self.optimizer = found_optimizer or ADAM
         self.assumed = found_optimizer is None and isinstance(self.model, LightningModule)
         self.settings |= {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
+        self.settings["full_precision"] = precision.full_precision
 
     def _module(self) -> nn.Module | None:
         if self.config.hf_config is not None:
@@ -327,7 +328,8 @@ def _precision(trainer: Namespace) -> ZeroPrecision:
     for plugin in trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]:
         if isinstance(plugin, Namespace) and plugin.class_path.rpartition(".")[2] == "ZeroPrecision":
             given = _arguments(plugin)
-            return ZeroPrecision(given.get("precision", "32-true"), reduce_dtype=given.get("reduce_dtype"))
+            names = ("precision", "reduce_dtype", "full_precision")
+            return ZeroPrecision(**{name: given[name] for name in names if name in given})
     return ZeroPrecision(_PRECISIONS.get(str(trainer.precision), trainer.precision))
 
 

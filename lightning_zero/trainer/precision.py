@@ -8,7 +8,8 @@ on, for the operations it keeps in fp32) finds the weights in its dtype already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, get_args
@@ -26,7 +27,7 @@ from torchmetrics import Metric
 
 from lightning_zero._torch import BatchNorm, is_traceable_wrapper_subclass
 from lightning_zero.comm import ControlGroup
-from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError, ZeroError
 from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.replicated import ReplicatedOptimizer
 from lightning_zero.optim.rules import naming_closures
@@ -43,6 +44,15 @@ _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+_TWO_DTYPES = re.compile("same dtype|expected scalar type|mixed dtype")  # torch's messages
+_IN_16_BITS = (
+    "In mixed precision modules compute with 16-bit copies of their weights. Where your code has switched autocast off "
+    "for a module that is to compute in float32 (`with torch.autocast(..., enabled=False): self.router(x.float())`), "
+    "name its class: Trainer(plugins=ZeroPrecision('bf16-mixed', full_precision=['Router'])). Its weights are used as "
+    "the float32 that they are then."
+)
+
+
 class ZeroPrecision(Precision):
     """Precision of a sharded run.
 
@@ -56,6 +66,8 @@ class ZeroPrecision(Precision):
         buffers: under ``bf16-true`` and ``16-true``. ``cast``: all of the module is in 16 bit, as Lightning makes it.
             ``keep``: buffers, batch norm layers and metrics keep ``float32``. That is more exact where a buffer holds
             what 16 bits cannot (rotary frequencies, running statistics), and differs from DDP's numbers.
+        full_precision: under mixed precision, class names of modules whose parameters are computed with as the
+            ``float32`` that they are: of those that your code calls where it has switched autocast off.
 
     Under mixed precision buffers, batch norm layers and metrics keep their dtype.
 
@@ -69,6 +81,7 @@ class ZeroPrecision(Precision):
         reduce_dtype: DtypeName | None = None,
         scaler: LossScaler | None = None,
         buffers: BuffersName = "cast",
+        full_precision: Sequence[str] = (),
     ) -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(
@@ -86,7 +99,13 @@ class ZeroPrecision(Precision):
                 "buffers must be 'cast' or 'keep', and 'keep' only applies to bf16-true and 16-true, got "
                 f"buffers={buffers!r} with precision={precision!r}."
             )
+        if full_precision and (precision not in _MIXED or isinstance(full_precision, str)):
+            raise ValueError(
+                "full_precision must be a list of class names, and only applies to bf16-mixed and 16-mixed, got "
+                f"full_precision={full_precision!r} with precision={precision!r}."
+            )
         self.precision = precision
+        self.full_precision: Sequence[str] = tuple(full_precision)
         self.buffers = buffers
         self.scaler = scaler or (LossScaler() if precision == "16-mixed" else None)
         self._reduce_dtype = reduce_dtype
@@ -185,7 +204,12 @@ class ZeroPrecision(Precision):
         """Around every step method: autocast, or the default dtype."""
         if self.precision in _MIXED:
             with torch.autocast(self._device_type, dtype=_MIXED[self.precision], cache_enabled=False), _no_fast_path():
-                yield
+                try:
+                    yield
+                except RuntimeError as error:
+                    if _TWO_DTYPES.search(str(error)) and not isinstance(error, ZeroError):
+                        raise ParameterAccessError(f"{error}. {_IN_16_BITS}") from error
+                    raise
         else:
             with self.tensor_init_context():
                 yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_zero import ActivationPolicy, ZeroStrategy
 from tests.helpers.cases import WIDTH, Block, Stack
@@ -207,6 +208,24 @@ class FunctionalScaled(Linear):
         return F.mse_loss(functional_call(self.model, values, (x,)), y)
 
 
+class Encoders(nn.Module):
+    """torch evaluates it on a path of its own, if it likes the weights of the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 3 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.tensor([[False, False, True]] * x.shape[0])
+        return self.encoder(x.unsqueeze(1).expand(-1, 3, -1), src_key_padding_mask=mask).mean(1)
+
+
+class Padded(Linear):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.model(self.data(batch_idx)[0]).detach().clone())
+
+
 class Target(Linear):
     """A target network: the same layers, called with parameters that another module holds."""
 
@@ -247,12 +266,15 @@ class PlainGradients(Linear):
         return super().objective(x, y)
 
 
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
 class Checkpointed(Linear):
     """DDP cannot do it reentrantly, with the same numbers."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool, **options: Any) -> None:
         super().__init__()
-        self.reentrant = reentrant
+        self.reentrant, self.options = reentrant, options
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -260,7 +282,7 @@ class Checkpointed(Linear):
         reentrant = self.reentrant and not isinstance(self.trainer.strategy, DDPStrategy)
         x = self.model.stem(x)
         for layer in self.model.layers:
-            x = checkpoint(layer, x, use_reentrant=reentrant)
+            x = checkpoint(layer, x, use_reentrant=reentrant, **self.options)
         return self.model.head(x)
 
 
@@ -296,6 +318,8 @@ CASES: dict[str, tuple[Callable[[], Linear], tuple[str, ...]]] = {
     "orthogonal": (lambda: Linear(parametrised(parametrizations.orthogonal)), ALL),
     "spectral norm of convolutions": (lambda: Linear(NormedConvolutions), ALL),
     "functional call with parameters": (Target, ALL),
+    "selective checkpoint": (lambda: Checkpointed(False, context_fn=SELECTIVE), ALL),
+    "encoder, evaluated with padding": (lambda: Padded(Encoders), ALL),
     "old spectral norm": (lambda: Linear(parametrised(nn.utils.spectral_norm)), ALL),
     "pruned": (lambda: Linear(parametrised(prune.l1_unstructured, amount=0.3)), ALL),
     "hypernetwork": (lambda: Linear(Hyper), ALL),
@@ -324,6 +348,7 @@ def _strategies() -> dict[str, Strategy]:
 
 
 @pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_of_ddp(name: str) -> None:
     make, stages = CASES[name]

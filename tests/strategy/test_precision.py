@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-from lightning_zero import ZeroPrecision, ZeroStrategy, full_parameters
+from lightning_zero import ZeroPrecision, ZeroStrategy, build_plan, full_parameters
 from lightning_zero.optim.gradients import LossScaler
 from lightning_zero.shards.binding import is_absent
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case, features, mse
@@ -633,3 +633,55 @@ def test_wide_inputs_of_narrow_norms(name: str) -> None:
 
     for trained, seen, *losses in run_world(2, run):
         assert losses == pytest.approx([trained, seen] * 3, rel=1e-2)
+
+
+class Islands(nn.Module):
+    """Computes a part in float32, where it has switched autocast off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            weights = self.router(x.float()).softmax(dim=-1)
+        assert weights.dtype == torch.float32
+        return self.experts(x) * weights
+
+
+class Router(nn.Linear):
+    pass
+
+
+def test_a_module_may_compute_in_full_precision() -> None:
+    """Then it has the float32 weights, and their bits; without, an error says how."""
+
+    def world(rank: int) -> tuple[list[list[Tensor]], list[str]]:
+        losses, told = [], list[str]()
+        for stage in (1, 2, 3):
+            module = Net(Islands)
+            plugin = ZeroPrecision("bf16-mixed", full_precision=["Router"])
+            with runs.quiet():
+                runs.fit(ZeroStrategy(stage), module, count=4, plugins=[plugin])
+            losses.append(module.losses)
+            with runs.quiet(), runs.raised(told):
+                runs.fit(ZeroStrategy(stage), Net(Islands), count=4, precision="bf16-mixed")
+        module = Net(Islands)
+        with runs.quiet():
+            runs.fit(DDPStrategy(), module, count=4, precision="bf16-mixed")
+        losses.append(module.losses)
+        return losses, told
+
+    for losses, told in run_world(2, world):
+        first, *others, ddp = losses
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+        assert torch.allclose(torch.stack(first), torch.stack(ddp), rtol=1e-2)
+        assert len(told) == 3
+        assert all("full_precision=['Router']" in message for message in told)
+
+
+def test_a_class_in_full_precision_has_to_be_there() -> None:
+    with pytest.raises(ValueError, match=r"full_precision names \['Nobody'\]"):
+        build_plan(Islands(), world_size=2, param_dtype=torch.bfloat16, full_precision=["Nobody"])
+    with pytest.raises(ValueError, match="full_precision must be a list"):
+        ZeroPrecision("32-true", full_precision=["Router"])

@@ -37,7 +37,6 @@ from lightning_zero.engine.units.sharded import ShardedUnit, Slot
 __all__ = ["SavedTensorGuard", "check_weights", "refuse_graph_of_gradients"]
 
 _new = tuple.__new__
-_detach = Tensor.detach  # of any class
 _makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with create_graph
 
 
@@ -114,6 +113,10 @@ class SavedTensorGuard:
         for key in gone:
             del self._slots[key]
 
+    def forget(self, slot: Slot) -> None:
+        """Stop watching memory that is nobody's any more."""
+        self._slots.pop(slot.key, None)
+
     def push(self) -> None:
         """Guard what is saved from here on, on this thread."""
         top = top_saved_tensor_hooks()
@@ -144,7 +147,10 @@ class SavedTensorGuard:
                 version = tensor._version
                 return (tensor, version) if version else tensor  # no tuple: less for the collector
             if slot is not None and type(unit := slot.owner) is ShardedUnit and (slot is unit.home or slot is unit.own):
-                return _new(_SlotView, (unit, unit.version, _detach(tensor), slot, tensor._version))
+                key = unit.index, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+                view = slot.views.get(key)
+                view = slot.save(key, tensor) if view is None else view
+                return _new(_SlotView, (unit, unit.version, view, slot, tensor._version))
             return pack_otherwise(tensor)
 
         def unpack(packed: Any) -> Tensor:
@@ -166,7 +172,9 @@ class SavedTensorGuard:
         if slot is not None and isinstance(slot.owner, ShardedUnit):
             unit = slot.owner
             if slot is unit.home or slot is unit.own:
-                return _new(_SlotView, (unit, unit.version, _detach(tensor), slot, tensor._version))
+                key = unit.index, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+                view = slot.views[key] if key in slot.views else slot.save(key, tensor)
+                return _new(_SlotView, (unit, unit.version, view, slot, tensor._version))
             # Memory that is borrowed for once is not kept alive: the same view of the home slot says where to look.
             with torch.no_grad():
                 view = unit.home.buffer.view(tensor.dtype).as_strided(

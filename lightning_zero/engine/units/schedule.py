@@ -5,6 +5,13 @@ While the order of a phase is still being recorded nothing is gathered ahead, an
 soon as the unit is let go. Whoever kept a stale view of a weight (``self.w = layer.weight.t()``) computes NaN in the
 very first step, instead of quietly reading another unit's weights in a later one.
 
+[Note: memory that user code shares]
+A view of a weight, or its ``detach()``, may leave the forward of its unit: as a part of the output, in an attribute, in
+a list. Under plain data parallelism it goes on showing the weight; in a slot it would show whatever is gathered there
+next. The system counts who holds a slot's memory, and what the engine and autograd hold of it is known. So before other
+weights come there, memory that somebody else holds too is left to them, and the slot gets fresh memory. Once the
+weights have changed, what is left of the old ones is filled with NaN: nobody can make it show the new ones.
+
 [Note: a world of one]
 One rank's shard is the whole unit, so nothing has to be gathered: once an order is known, a unit computes in its shard
 as it lies there. An order is still recorded in a slot, because a shard cannot be filled with NaN. All units do so or
@@ -24,14 +31,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import compiler_of_frames, current_graph_task, in_function_transform, is_tracing
+from lightning_zero._torch import (
+    WeakStorage,
+    bytes_of,
+    compiler_of_frames,
+    current_graph_task,
+    held_in_python,
+    in_function_transform,
+    is_tracing,
+    untracked,
+)
 from lightning_zero.comm import Collectives, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import Agreement, ExternalWrites
@@ -49,6 +66,12 @@ __all__ = ["UnitSchedule"]
 _log = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
+_MOMENT_SECONDS = 0.02
+_SPOILED = (
+    "A tensor that shares memory with a weight (a view of it, its `detach()` or `data`) was still there when the "
+    "weight got new values. Under DDP such a tensor shows them; here it holds NaN from now on. Clone it where it is "
+    "made, or read the weight anew, in a step or inside of `full_parameters`."
+)
 
 
 class UnitSchedule:
@@ -107,6 +130,10 @@ class UnitSchedule:
             self.guard.know_kinds(unit)
         self._at = {unit.index: unit for unit in self.sharded}
         self._permanent = {unit.home.key for unit in self.sharded}
+        self._left: list[
+            tuple[WeakStorage, ShardedUnit]
+        ] = []  # memory that is the user's now, and whose weights it has
+        self._looks = 3  # how often it may still look who has old weights, to warn of that: it takes a while
         self._thread = 0  # which runs the phase
         self._whole = self._in_their_shards() if collectives.world_size == 1 and fetcher is None else ()
         slots = [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units]
@@ -223,6 +250,8 @@ class UnitSchedule:
         if not unit.unbind(self._streams, self._writes):
             return
         if self._order.recording:
+            if unit.storage is unit.home and unit.home.shared:
+                self._part(unit.home)
             unit.poison(self._streams)
         elif unit.storage is not unit.home and unit.storage is not unit.own:
             unit.release()
@@ -252,6 +281,7 @@ class UnitSchedule:
     def void(self, units: Sequence[int]) -> None:
         """The same between phases, of which each begins with what is in the masters then. Sends nothing."""
         self._masters = self._streams.mark()
+        self._spoil_old({self._at[index] for index in units if index in self._at})
         if self._fetcher is not None:
             self._fetcher.forget()
         self._order.forget(units)
@@ -325,8 +355,41 @@ class UnitSchedule:
             unit.stay_in_shard()
         return units
 
+    def _part(self, slot: Slot) -> None:
+        """Leave a slot's memory to tensors of the user's. See [Note: memory that user code shares]."""
+        fresh = Slot.allocate(slot.buffer.numel(), slot.buffer.device)
+        self._left.append((WeakStorage(slot.buffer), slot.last))
+        self.guard.forget(slot)
+        self._permanent.discard(slot.key)
+        for unit in self.sharded:
+            if unit.home is slot:
+                unit.rehouse(fresh)
+        self.guard.know(fresh)
+        self._permanent.add(fresh.key)
+
+    def _spoil_old(self, units: Collection[ShardedUnit]) -> None:
+        """Fill memory with NaN in which tensors of the user's would show what weights of these units were."""
+        homes = [u.home for u in units if u.home.last is u and not u.home.pins and u.home.shared]
+        kept = [(weak, unit, weak.lock()) for weak, unit in self._left] if self._left else []
+        self._left = [(weak, unit) for weak, unit, storage in kept if storage is not None and unit not in units]
+        old = [slot.buffer for slot in homes]
+        old += [bytes_of(storage) for _, unit, storage in kept if storage is not None and unit in units]
+        for buffer in old:
+            with untracked():
+                buffer.fill_(255)  # NaN, in any floating dtype
+        if old and self._looks:
+            self._looks -= 1
+            time.sleep(_MOMENT_SECONDS)  # another thread may hold a frame of ours for a moment, with what stands there
+            own = [slot.buffer for slot in homes] + [view for slot in homes for view in slot.views.values()]
+            own += [tensor for unit in self.sharded if unit.home in homes for tensor in unit.home_tensors()]
+            if held_in_python(old, own):  # and not in a graph alone, which says itself that its weights have changed
+                self._looks = 0
+                warnings.warn(_SPOILED, stacklevel=2)
+
     def _issue(self, index: int) -> None:
         unit = self._at[index]
+        if unit.home.last is not unit and not (unit.pins or unit.home.pins) and unit.home.shared:
+            self._part(unit.home)
         stays = unit in self._staying
         if not stays and not self.gathered:  # what was written since the phase began counts
             self.gathered = True

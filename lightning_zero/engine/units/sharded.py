@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import called_functionally, storage_key, untracked
+from lightning_zero._torch import called_functionally, storage_key, storage_users, untracked
 from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import ExternalWrites
@@ -27,6 +27,7 @@ from lightning_zero.storage.transfers import Fetcher
 __all__ = ["ShardedUnit", "Slot", "UnitState", "carve"]
 
 _NOTHING = nullcontext()
+_detach = Tensor.detach  # of any class
 
 
 class UnitState(Enum):
@@ -64,10 +65,24 @@ class Slot:
     owner: Any = None
     pins: int = 0
     free: Event = None
+    last: Any = None  # the unit that was gathered here last
+    views: dict[Any, Tensor] = field(default_factory=dict)  # what autograd has saved of it, each kind once
     key: int = field(init=False)
+    users: int = field(init=False)  # tensors that are the engine's own
 
     def __post_init__(self) -> None:
-        self.key = storage_key(self.buffer)
+        self.key, self.users = storage_key(self.buffer), storage_users(self.buffer)
+
+    @property
+    def shared(self) -> bool:
+        """Whether tensors of the user's lie in this memory. Only while no parameter shows it."""
+        return storage_users(self.buffer) > self.users
+
+    def save(self, key: Any, tensor: Tensor) -> Tensor:
+        """The view to keep for autograd of a tensor of this ``key`` in this memory."""
+        view = self.views[key] = _detach(tensor)
+        self.users += 1
+        return view
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> Slot:
@@ -81,7 +96,6 @@ class ShardedUnit(Unit):
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], slot: Slot) -> None:
         super().__init__(plan, flats)
-        self.home = slot
         self.nbytes = sum(flat.layout.numel * flat.layout.compute_dtype.itemsize for flat in flats)
         self.in_backward = False  # acquired for its running backward
         self.span: Span | None = None  # of that, if somebody listens
@@ -99,8 +113,8 @@ class ShardedUnit(Unit):
         self.sources = [flat.master if flat.weights is None else flat.weights for flat in flats]
         """What the full parameters are gathered from, of each layout: 1-D, wherever it rests."""
         self._what = f"parameters of unit '{self.name}'"
-        self._home_buffers = self._carve(slot)
-        self.home_views = self._views = self._bindings(self._home_buffers)
+        self._settle(slot)
+        self._views = self.home_views
         self.filled_at = -1  # version of the weights in storage
         self._scratch: Slot | None = None
         self.own: Slot | None = None
@@ -136,11 +150,29 @@ class ShardedUnit(Unit):
 
     def move(self, slot: Slot) -> None:
         """Be gathered into another slot from now on, and never compute in the shard. Gives up what is there."""
-        self.release()
         self.own, self._own_views = None, []
+        self.rehouse(slot)
+
+    def rehouse(self, slot: Slot) -> None:
+        """Be gathered into another slot from now on. Gives up what is in the one before."""
+        if self.storage is self.home:
+            self.release()
+        self.home.users -= self._home_users
+        self._settle(slot)
+        if self.storage is None:
+            self._views = self.home_views
+
+    def home_tensors(self) -> list[Tensor]:
+        """What this unit itself has in its slot."""
+        return [*self._home_buffers, *(view for _, view, _ in self.home_views)]
+
+    def _settle(self, slot: Slot) -> None:
+        before = storage_users(slot.buffer)
         self.home = slot
         self._home_buffers = self._carve(slot)
-        self.home_views = self._views = self._bindings(self._home_buffers)
+        self.home_views = self._bindings(self._home_buffers)
+        self._home_users = storage_users(slot.buffer) - before
+        slot.users += self._home_users
 
     @property
     def resident(self) -> bool:
@@ -328,7 +360,7 @@ class ShardedUnit(Unit):
         if self.state is not UnitState.SHARDED:
             self._refuse("be gathered")
         self.storage, self._views, self.filled_at, self.pending = storage, views, self.version, pending
-        storage.owner = self
+        storage.owner = storage.last = self
         self.state = UnitState.GATHERING
 
     def _refuse(self, what: str) -> NoReturn:
