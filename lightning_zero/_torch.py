@@ -166,12 +166,20 @@ def storage_users(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object ``storage`` holds it too
 
 
-def held_in_python(memory: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
-    """Whether Python holds other tensors than these in the memory of any of ``memory``; takes some 50 ms."""
+users_of: Callable[[int], int] = torch._C._storage_Use_Count
+"""The same of a ``storage_key``, of memory that is there, and one more."""
+
+
+def held_in_python(memory: Sequence[Tensor], own: Sequence[Tensor], holder: type) -> bool:
+    """Whether Python has other tensors than these in the memory of any of ``memory``, but for what a ``holder`` has.
+
+    Looks at all objects, which takes some 50 ms.
+    """
     keys, known = {storage_key(tensor) for tensor in memory}, {id(tensor) for tensor in (*memory, *own)}
     with no_subclasses():
-        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and id(thing) not in known]
-        return any(storage_key(tensor) in keys for tensor in tensors)
+        found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and id(thing) not in known]
+        found = [tensor for tensor in found if storage_key(tensor) in keys]
+        return any(not isinstance(by, holder) for tensor in found for by in gc.get_referrers(tensor) if by is not found)
 
 
 class WeakStorage:
@@ -310,12 +318,17 @@ def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))
 
 
-class untracked:
-    """No autograd, no inference mode, no mode that looks at operations: tensors made here are ordinary ones.
+def _recomputes_selectively() -> bool:
+    stack = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return any(type(mode).__module__ == torch.utils.checkpoint.__name__ for mode in stack)
 
-    Memory of the engine that came to life under ``inference_mode`` could never be used in training again, and a mode of
-    the user's, as of a selective recomputation, would take the engine's operations for the model's. Entered some times
-    for every unit and gradient, so it is a class and not a generator, and leaves a mode alone that is off.
+
+class untracked:
+    """No autograd, no inference mode, no selective recomputation: tensors made here are ordinary ones.
+
+    Memory of the engine that came to life under ``inference_mode`` could never be used in training again, and selective
+    recomputation would take the engine's operations for the model's. Entered some times for every unit and gradient, so
+    it is a class and not a generator, and leaves a mode alone that is off.
     """
 
     __slots__ = ("_grad", "_inference", "_modes")
@@ -323,7 +336,7 @@ class untracked:
     def __enter__(self) -> None:
         self._inference: Any = None
         self._modes: Any = None
-        if torch._C._len_torch_dispatch_stack():
+        if torch._C._len_torch_dispatch_stack() and _recomputes_selectively():
             self._modes = torch._C._DisableTorchDispatch()
             self._modes.__enter__()
         if torch.is_inference_mode_enabled():

@@ -328,8 +328,7 @@ class Plan:
             broadcast_buffers: whether rank 0 sends its buffers to the others.
 
         Raises:
-            ValueError: for settings out of range or that do not fit each other, for rules in ``units`` that match
-                nothing, and for what cannot be laid out (see ``plan.tree``), naming it.
+            ValueError: for bad settings and class names, and what cannot be laid out (``plan.tree``), naming it.
         """
         check_whole("world_size", world_size, least=1, unit="ranks")
         bucket_nbytes = max(int(validate_bucket_mib(bucket_mib) * 2**20), 1)
@@ -337,7 +336,7 @@ class Plan:
         tree = ModuleTree(module)
         validate_prefetch(prefetch)
         refuse_modules(module, world_size)
-        keep = tree.in_batch_norm() | names_inside(tree, full_precision, "full_precision")
+        keep = tree.in_batch_norm() | names_inside(tree, full_precision)
         dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=keep)
         if chosen.shards_parameters:
             specs = find_units(tree, validate_units(units))

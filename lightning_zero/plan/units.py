@@ -156,9 +156,10 @@ def find_named(tree: ModuleTree, rules: Sequence[str]) -> list[int]:
     return [node.index for node in found]
 
 
-def names_inside(tree: ModuleTree, classes: Sequence[str], setting: str) -> frozenset[str]:
+def names_inside(tree: ModuleTree, full_precision: Sequence[str]) -> frozenset[str]:
     """Names of the parameters in modules of these classes; ValueError for a class that is not there."""
-    tops = {node.index for node in _of_classes(tree, classes, setting)} if classes else set[int]()
+    found = _of_classes(tree, full_precision, "full_precision") if full_precision else []
+    tops = {node.index for node in found}
     return frozenset(
         parameter.spec.name
         for parameter in tree.parameters

@@ -42,7 +42,7 @@ class World:
         self.restored: list[str] = []
         self.stays = True
         self.guard = SavedTensorGuard(self.restore)
-        self.guard.know(self.units[0].home)
+        self.guard.watch(self.units[0].home)
 
     def gather(self, unit: ShardedUnit) -> None:
         if not unit.resident:

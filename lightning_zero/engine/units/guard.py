@@ -34,13 +34,13 @@ from lightning_zero._torch import (
 from lightning_zero.activations.offload import check_version
 from lightning_zero.engine.units.sharded import ShardedUnit, Slot
 
-__all__ = ["SavedTensorGuard", "check_weights", "refuse_graph_of_gradients"]
+__all__ = ["SavedTensorGuard", "SlotView", "check_weights", "refuse_graph_of_gradients"]
 
 _new = tuple.__new__
 _makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with create_graph
 
 
-class _SlotView(NamedTuple):
+class SlotView(NamedTuple):
     """A saved view of a unit's weights."""
 
     unit: ShardedUnit
@@ -99,12 +99,13 @@ class SavedTensorGuard:
         """How many units' forwards are running."""
         return len(self._outer)
 
-    def know(self, slot: Slot) -> None:
+    def watch(self, slot: Slot) -> None:
         """Watch views of a slot's memory."""
         self._slots[slot.key] = slot
 
-    def know_kinds(self, unit: ShardedUnit) -> None:
-        """Expect leaves of the classes that a unit's parameters have while they show their values."""
+    def know(self, unit: ShardedUnit) -> None:
+        """Watch a unit's slot, and expect leaves of the classes of its parameters where they show their values."""
+        self.watch(unit.home)
         self._kinds.update(kind for _, _, kind in unit.home_views)
 
     def forget_empty(self, permanent: set[int]) -> None:
@@ -150,12 +151,12 @@ class SavedTensorGuard:
                 key = unit.index, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
                 view = slot.views.get(key)
                 view = slot.save(key, tensor) if view is None else view
-                return _new(_SlotView, (unit, unit.version, view, slot, tensor._version))
+                return _new(SlotView, (unit, unit.version, view, slot, tensor._version))
             return pack_otherwise(tensor)
 
         def unpack(packed: Any) -> Tensor:
             if compiler_of_frames() is None:
-                if type(packed) is _SlotView:
+                if type(packed) is SlotView:
                     unit, version, view, slot, writes = packed
                     current = unit.version == version and (writes < 0 or view._version == writes)
                     if current and unit.in_backward and unit.storage is slot and not _makes_graph():
@@ -174,13 +175,13 @@ class SavedTensorGuard:
             if slot is unit.home or slot is unit.own:
                 key = unit.index, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
                 view = slot.views[key] if key in slot.views else slot.save(key, tensor)
-                return _new(_SlotView, (unit, unit.version, view, slot, tensor._version))
+                return _new(SlotView, (unit, unit.version, view, slot, tensor._version))
             # Memory that is borrowed for once is not kept alive: the same view of the home slot says where to look.
             with torch.no_grad():
                 view = unit.home.buffer.view(tensor.dtype).as_strided(
                     tensor.shape, tensor.stride(), tensor.storage_offset()
                 )
-            return _SlotView(unit, unit.version, view, unit.home, -1)
+            return SlotView(unit, unit.version, view, unit.home, -1)
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
             return _Handed(outer[0](tensor), outer[1])
@@ -190,7 +191,7 @@ class SavedTensorGuard:
     def _unpack(self, packed: Any) -> Tensor:
         kind = type(packed)
         tensor: Tensor
-        if kind is _SlotView:
+        if kind is SlotView:
             return self._unpack_view(packed)
         if kind is _Handed:
             tensor = packed.unpack(packed.packed)
@@ -200,7 +201,7 @@ class SavedTensorGuard:
             check_version(tensor, version, tensor.dtype, tensor.shape)
         return tensor
 
-    def _unpack_view(self, packed: _SlotView) -> Tensor:
+    def _unpack_view(self, packed: SlotView) -> Tensor:
         unit, version, view, slot, writes = packed
         check_weights(unit, version)
         if writes >= 0 and view._version != writes:

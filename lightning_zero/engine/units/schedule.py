@@ -48,12 +48,13 @@ from lightning_zero._torch import (
     in_function_transform,
     is_tracing,
     untracked,
+    users_of,
 )
 from lightning_zero.comm import Collectives, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import Agreement, ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
-from lightning_zero.engine.units.guard import SavedTensorGuard
+from lightning_zero.engine.units.guard import SavedTensorGuard, SlotView
 from lightning_zero.engine.units.order import OrderChange, UnitOrder
 from lightning_zero.engine.units.sharded import ShardedUnit, Slot, UnitState
 from lightning_zero.engine.units.unit import Unit
@@ -67,6 +68,7 @@ _log = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
 _MOMENT_SECONDS = 0.02
+_LOOKS = 3  # at who has old weights, to warn of it: each takes a while
 _SPOILED = (
     "A tensor that shares memory with a weight (a view of it, its `detach()` or `data`) was still there when the "
     "weight got new values. Under DDP such a tensor shows them; here it holds NaN from now on. Clone it where it is "
@@ -126,21 +128,18 @@ class UnitSchedule:
         self.guard = SavedTensorGuard(restore, self.was_read)
         self._root_is_guarded = False
         for unit in self.sharded:
-            self.guard.know(unit.home)
-            self.guard.know_kinds(unit)
+            self.guard.know(unit)
         self._at = {unit.index: unit for unit in self.sharded}
         self._permanent = {unit.home.key for unit in self.sharded}
-        self._left: list[
-            tuple[WeakStorage, ShardedUnit]
-        ] = []  # memory that is the user's now, and whose weights it has
-        self._looks = 3  # how often it may still look who has old weights, to warn of that: it takes a while
+        self._left: list[tuple[WeakStorage, ShardedUnit]] = []  # the user's memory now, and whose weights it has
+        self._looks = _LOOKS
         self._thread = 0  # which runs the phase
         self._whole = self._in_their_shards() if collectives.world_size == 1 and fetcher is None else ()
         slots = [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units]
         for unit in self._whole:
             slots[unit.index] = -2 - unit.index  # where an order is replayed nobody else computes there
             if unit.own is not None:
-                self.guard.know(unit.own)
+                self.guard.watch(unit.own)
                 self._permanent.add(unit.own.key)
         self._order = UnitOrder(
             agreement,
@@ -251,6 +250,9 @@ class UnitSchedule:
             return
         if self._order.recording:
             if unit.storage is unit.home and unit.home.shared:
+                if unit in self._staying:  # nobody else is gathered there
+                    unit.release()
+                    return
                 self._part(unit.home)
             unit.poison(self._streams)
         elif unit.storage is not unit.home and unit.storage is not unit.own:
@@ -317,7 +319,7 @@ class UnitSchedule:
         """Give a unit a slot of its own."""
         slot = Slot.allocate(unit.home.buffer.numel(), unit.home.buffer.device)
         unit.move(slot)
-        self.guard.know(slot)
+        self.guard.watch(slot)
         self._permanent.add(slot.key)
 
     def _agree_who_stays(self) -> bool:
@@ -364,32 +366,32 @@ class UnitSchedule:
         for unit in self.sharded:
             if unit.home is slot:
                 unit.rehouse(fresh)
-        self.guard.know(fresh)
+        self.guard.watch(fresh)
         self._permanent.add(fresh.key)
 
     def _spoil_old(self, units: Collection[ShardedUnit]) -> None:
         """Fill memory with NaN in which tensors of the user's would show what weights of these units were."""
         homes = [u.home for u in units if u.home.last is u and not u.home.pins and u.home.shared]
-        kept = [(weak, unit, weak.lock()) for weak, unit in self._left] if self._left else []
-        self._left = [(weak, unit) for weak, unit, storage in kept if storage is not None and unit not in units]
-        old = [slot.buffer for slot in homes]
-        old += [bytes_of(storage) for _, unit, storage in kept if storage is not None and unit in units]
+        kept = [(memory, unit, storage) for memory, unit in self._left if (storage := memory.lock()) is not None]
+        self._left = [(memory, unit) for memory, unit, _ in kept if unit not in units]
+        old = [slot.buffer for slot in homes] + [bytes_of(storage) for _, unit, storage in kept if unit in units]
         for buffer in old:
             with untracked():
                 buffer.fill_(255)  # NaN, in any floating dtype
         if old and self._looks:
             self._looks -= 1
             time.sleep(_MOMENT_SECONDS)  # another thread may hold a frame of ours for a moment, with what stands there
-            own = [slot.buffer for slot in homes] + [view for slot in homes for view in slot.views.values()]
+            own = [view for slot in homes for view in slot.views.values()]
             own += [tensor for unit in self.sharded if unit.home in homes for tensor in unit.home_tensors()]
-            if held_in_python(old, own):  # and not in a graph alone, which says itself that its weights have changed
+            if held_in_python(old, own, SlotView):  # a graph alone says itself that its weights have changed
                 self._looks = 0
                 warnings.warn(_SPOILED, stacklevel=2)
 
     def _issue(self, index: int) -> None:
         unit = self._at[index]
-        if unit.home.last is not unit and not (unit.pins or unit.home.pins) and unit.home.shared:
-            self._part(unit.home)
+        home = unit.home
+        if home.last is not unit and not (unit.pins or home.pins) and users_of(home.key) > home.users:
+            self._part(home)
         stays = unit in self._staying
         if not stays and not self.gathered:  # what was written since the phase began counts
             self.gathered = True
@@ -400,7 +402,7 @@ class UnitSchedule:
             failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place, version)
         self._failure = self._failure or failure
         if unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
-            self.guard.know(unit.storage)
+            self.guard.watch(unit.storage)
 
     def _resident(self, index: int) -> bool:
         unit = self._at[index]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import called_functionally, storage_key, storage_users, untracked
+from lightning_zero._torch import called_functionally, storage_key, untracked, users_of
 from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import ExternalWrites
@@ -71,12 +71,13 @@ class Slot:
     users: int = field(init=False)  # tensors that are the engine's own
 
     def __post_init__(self) -> None:
-        self.key, self.users = storage_key(self.buffer), storage_users(self.buffer)
+        self.key = storage_key(self.buffer)
+        self.users = users_of(self.key)
 
     @property
     def shared(self) -> bool:
         """Whether tensors of the user's lie in this memory. Only while no parameter shows it."""
-        return storage_users(self.buffer) > self.users
+        return users_of(self.key) > self.users
 
     def save(self, key: Any, tensor: Tensor) -> Tensor:
         """The view to keep for autograd of a tensor of this ``key`` in this memory."""
@@ -167,11 +168,11 @@ class ShardedUnit(Unit):
         return [*self._home_buffers, *(view for _, view, _ in self.home_views)]
 
     def _settle(self, slot: Slot) -> None:
-        before = storage_users(slot.buffer)
+        before = users_of(slot.key)
         self.home = slot
         self._home_buffers = self._carve(slot)
         self.home_views = self._bindings(self._home_buffers)
-        self._home_users = storage_users(slot.buffer) - before
+        self._home_users = users_of(slot.key) - before
         slot.users += self._home_users
 
     @property
