@@ -8,6 +8,7 @@ Everything that is compared is measured in turns, round after round in the same 
     files      the optimizer step of ``NvmeOffload``: its wall time beside what it consists of, each measured alone in
                the same windows (reading, computing, writing), and beside plain loops over the same file, in the same
                mode, with as many threads. One disk serves reads and writes: what both take at once is the honest bound.
+               All that is without checksums; what they add is measured behind it.
     host       the optimizer step of ``HostOffload`` beside the same kind of step on one flat tensor
     training   steps of a whole Trainer with each kind of offload, as a ratio to the same round's without; the losses
                are compared bit for bit
@@ -258,11 +259,40 @@ def noted(pipeline: Any, working: Meter) -> Iterator[list[Request]]:
         del pipeline.run
 
 
+def in_files(setting: Setting, checksums: bool) -> NvmeOffload:
+    """Everything that an optimizer steps on in files."""
+    return NvmeOffload(
+        path=setting.folder, buffer_mib=setting.buffer_mib, io_threads=setting.io_threads, checksums=checksums
+    )
+
+
+def measure_checksums(setting: Setting) -> dict[str, Any]:
+    """The step through files with and without checksums: seconds of wall time, and of all processors together."""
+    rigs = {checksums: Rig(setting, in_files(setting, checksums)) for checksums in (False, True)}
+    wall: dict[bool, list[float]] = {checksums: [] for checksums in rigs}
+    cpu: dict[bool, list[float]] = {checksums: [] for checksums in rigs}
+    for turn in range(setting.repeat + 1):
+        for checksums in sorted(rigs, reverse=bool(turn % 2)):
+            before = time.process_time()
+            wall[checksums].append(rigs[checksums].step())
+            cpu[checksums].append(time.process_time() - before)
+    for rig in rigs.values():
+        rig.tiers.close()
+    found = {}
+    for name, seconds in {"wall": wall, "cpu": cpu}.items():
+        without, checked = seconds[False][1:], seconds[True][1:]  # the first ones warm up
+        found[name] = {
+            "without": statistics.median(without),
+            "with": statistics.median(checked),
+            "ratio": median_ratio(checked, without),
+        }
+    return found
+
+
 def measure_files(setting: Setting) -> dict[str, Any]:
     """The step through files beside its parts."""
     system = Switched()
-    offload = NvmeOffload(path=setting.folder, buffer_mib=setting.buffer_mib, io_threads=setting.io_threads)
-    rig = Rig(setting, offload, system=system)
+    rig = Rig(setting, in_files(setting, checksums=False), system=system)  # parts of the step leave the disk out
     rig.step()
     pipeline = rig.tiers.store.pipeline()
     with noted(pipeline, Meter()) as windows:
@@ -333,7 +363,7 @@ def measure_files(setting: Setting) -> dict[str, Any]:
         ),
     }
     rig.tiers.close()
-    return result
+    return result | {"checksums": measure_checksums(setting)}
 
 
 def show_files(found: dict[str, Any]) -> None:
@@ -346,7 +376,13 @@ def show_files(found: dict[str, Any]) -> None:
     print(f"  {'step, of its largest part':28}{found['step_of_largest_part']:9.2f} x   (goal: at most 1.15)")
     print(f"  {'step, of compute or disk':28}{found['step_of_disk_bound']:9.2f} x   (reads and writes share the disk)")
     print(f"  {'bytes/s, of raw one by one':28}{found['rate_of_raw_serial']:9.2f} x")
-    print(f"  {'bytes/s, of raw at once':28}{found['rate_of_raw_at_once']:9.2f} x\n", flush=True)
+    print(f"  {'bytes/s, of raw at once':28}{found['rate_of_raw_at_once']:9.2f} x")
+    for name, row in found["checksums"].items():
+        label = f"step with checksums, {name}"
+        print(
+            f"  {label:28}{row['with'] * 1e3:9.1f} ms {row['ratio']:7.2f} x  of {row['without'] * 1e3:.1f} ms without"
+        )
+    print(flush=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- host

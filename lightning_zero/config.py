@@ -162,6 +162,8 @@ class NvmeOffload:
         parameters: the shards that units are gathered from rest in files too (stage 3 only); as for ``HostOffload``.
         buffer_mib: size of the pool of buffers on each rank, in MiB. Page-locked on an accelerator.
         io_threads: threads that read and write on each rank.
+        checksums: whether what is read is compared with what was written, so that a disk that changes it is an error
+            and not other weights. They take 2 KiB of host memory for each MiB in files.
         threads: threads the step computes with on each rank; ``None``: the machine's cores, shared out among its ranks,
             and on a CPU no more than torch is set to.
 
@@ -177,9 +179,11 @@ class NvmeOffload:
     buffer_mib: float = 256.0
     io_threads: int = 4
     threads: int | None = None
+    checksums: bool = True
 
     def __post_init__(self) -> None:
         _check_offloaded(self)
+        _check_switches(self, "checksums")
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
             raise ValueError(f"NvmeOffload.path must be a directory, got {self.path!r}.")
         object.__setattr__(self, "path", os.fspath(self.path))

@@ -105,7 +105,7 @@ class HostBytes(_Categories):
         gradients: reduced gradient shards.
         optimizer: optimizer state of the rank's own elements.
         buffers: what bytes on their way go through: the pool for files, shards that are read ahead of their gather, and
-            on an accelerator gradients that are added to others and weights that are cast.
+            on an accelerator gradients that are added to others and weights that are cast; and checksums of files.
     """
 
     weights: int = 0
@@ -234,6 +234,9 @@ def expected_host_memory(
     buffers = 0
     if isinstance(plan.offload, NvmeOffload):
         buffers += int(plan.offload.buffer_mib * 2**20) + FETCH_UNITS * plan.fetch_nbytes
+        if plan.offload.checksums:  # 8 bytes for each page
+            files = expected_disk(plan, rank=rank, optimizer_tensors=optimizer_tensors, training=training)
+            buffers += files.total // PAGE_NBYTES * 8
     if accelerator and training:
         buffers += STAGING_BUFFERS * _in_pages(plan.staging_nbytes)
     return HostBytes(

@@ -49,6 +49,7 @@ def make_tiers(
             device=device,
             system=system,
             report=local_rank == 0,
+            checksums=offload.checksums,
         )
     except Exception as error:
         failure = error

@@ -14,6 +14,7 @@ from torch import Tensor, dtype
 
 from lightning_zero._torch import untracked
 from lightning_zero.errors import OffloadError
+from lightning_zero.storage.checksums import PageChecksums
 from lightning_zero.storage.host import PAGE_NBYTES, PIECE_NBYTES, bytes_of, host_memory, padded_nbytes, view_of
 
 __all__ = ["DataFile", "FileSystem", "Region", "amount"]
@@ -235,6 +236,14 @@ class DataFile:
         except OSError as unknown:
             return f" (an unknown number of bytes free: {unknown.strerror})"
 
+    def damaged(self, what: str, where: str) -> OffloadError:
+        """The error for ``what`` was read there, and is not what was written."""
+        return OffloadError(
+            f"Rank {self._rank}: reading {what} of '{self.path}' gave something else than was written: {where}. The "
+            "disk, its cable or the memory does not keep what it is given, or somebody wrote there. The last "
+            "checkpoint is intact: resume from it, on another disk."
+        )
+
     def _lost(self, reason: str) -> OffloadError:
         return OffloadError(
             f"Rank {self._rank}: '{self.path}', which holds what is offloaded, is lost: {reason}. Is something "
@@ -263,6 +272,30 @@ class Region:
     numel: int  # elements; the file holds whole pages of them
     dtype: dtype
     what: str  # they are, for messages
+    checksums: PageChecksums | None = None  # of its pages, which are then always moved as a whole
+
+    def read(self, memory: Tensor, offset: int) -> None:
+        """Fill ``memory``, 1-D bytes on the host, from ``offset`` in the file, in bytes; whole pages of the region.
+
+        An ``OffloadError`` if they cannot be read, or are not what was written.
+        """
+        self.file.read(memory, offset, self.what)
+        if self.checksums is not None and (wrong := self.checksums.damaged(memory, offset - self.offset)):
+            size, pages = self.dtype.itemsize, memory.numel() // PAGE_NBYTES
+            begin = (offset - self.offset) // size
+            end = min(self.numel, begin + memory.numel() // size)
+            raise self.file.damaged(
+                f"{self.what} (the window of elements {begin} to {end}, at byte {offset})",
+                f"{len(wrong)} of {pages} pages have another checksum, first the one at byte {self.offset + wrong[0]}",
+            )
+
+    def write(self, memory: Tensor, offset: int) -> None:
+        """Write ``memory`` to the file; see ``read``."""
+        if self.checksums is None:
+            self.file.write(memory, offset, self.what)
+            return
+        with self.checksums.writing(memory, offset - self.offset):
+            self.file.write(memory, offset, self.what)
 
     def move(self, tensor: Tensor, start: int, write: bool) -> None:
         """Read elements into a 1-D tensor, on any device, of any dtype, or write them from it; both cast.
@@ -270,12 +303,12 @@ class Region:
         ``start`` is the element that ``tensor[0]`` gets or becomes; the range is inside the region.
         """
         self.file.check_usable()  # before the lock, which a forked process may have inherited as held
-        move = self.file.write if write else self.file.read
+        move = self.write if write else self.read
         size, begin = self.dtype.itemsize, self.offset + start * self.dtype.itemsize
         end = begin + tensor.numel() * size
         direct = self._direct_nbytes(tensor, begin)
         if direct:
-            move(bytes_of(tensor)[:direct], begin, self.what)
+            move(bytes_of(tensor)[:direct], begin)
         at = begin + direct
         while at < end:
             page = at - at % PAGE_NBYTES
@@ -287,9 +320,9 @@ class Region:
                 if write:
                     self._read_edges(piece, page, at, until)
                     elements.copy_(outside)
-                    move(piece, page, self.what)
+                    move(piece, page)
                 else:
-                    move(piece, page, self.what)
+                    move(piece, page)
                     outside.copy_(elements)
             at = until
 
@@ -298,7 +331,7 @@ class Region:
         same = tensor.device.type == "cpu" and tensor.dtype == self.dtype and tensor.is_contiguous()
         if not same or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return 0
-        alignment = self.file.alignment
+        alignment = self.file.alignment if self.checksums is None else PAGE_NBYTES
         if begin % alignment or tensor.data_ptr() % alignment:
             return 0
         return tensor.nbytes - tensor.nbytes % alignment
@@ -309,8 +342,8 @@ class Region:
         What lies behind the last element of the region, on its last page, does not matter.
         """
         if at > page:
-            self.file.read(piece[:PAGE_NBYTES], page, self.what)
+            self.read(piece[:PAGE_NBYTES], page)
         last = until - until % PAGE_NBYTES
         whole = until % PAGE_NBYTES == 0 or until == self.offset + self.numel * self.dtype.itemsize
         if not whole and not (at > page and last == page):
-            self.file.read(piece[last - page :], last, self.what)
+            self.read(piece[last - page :], last)

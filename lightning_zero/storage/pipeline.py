@@ -281,13 +281,13 @@ class Pipeline:
 
     def _jobs(self, window: _Window, span: _Span, write: bool) -> list[Job]:
         region = span.tensor.region
-        move = region.file.write if write else region.file.read
+        move = region.write if write else region.read
         jobs = []
         for begin in range(span.begin, span.end, TRANSFER_NBYTES):
             nbytes = min(TRANSFER_NBYTES, span.end - begin)
             place = span.place + begin - span.begin
             memory = window.memory[place : place + nbytes]
-            jobs.append(Job(partial(move, memory, begin, region.what), droppable=not write))
+            jobs.append(Job(partial(move, memory, begin), droppable=not write))
         return jobs
 
     def _is_read(self, window: _Window, or_room: bool) -> bool:

@@ -32,6 +32,7 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError
+from lightning_zero.storage.checksums import PageChecksums
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.files import DataFile, FileSystem, Region, amount
 from lightning_zero.storage.host import PAGE_NBYTES, BufferPool, HostMemory, host_memory, padded_nbytes
@@ -64,7 +65,8 @@ class NvmeStore:
 
     Everything ends with ``close``, at the latest when this object is freed or the process ends normally. Handles do not
     keep it alive; using one afterwards is an error. ``path`` is an existing directory, ``buffer_nbytes`` are for all
-    buffers together, and with ``report`` it warns of what earlier runs have left (one rank for each host is enough).
+    buffers together, with ``report`` it warns of what earlier runs have left (one rank for each host is enough), and
+    with ``checksums`` reading something else than what was written is an ``OffloadError``.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class NvmeStore:
         device: torch.device,
         system: FileSystem | None = None,
         report: bool = True,
+        checksums: bool = True,
     ) -> None:
         self.path = os.fspath(path)
         self._rank = rank
+        self._checksums = checksums
         self._system = system or FileSystem()
         self.check_space(0)
         self.leftovers = find_leftovers(self.path)
@@ -140,8 +144,9 @@ class NvmeStore:
 
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> FileTensor:
         """Reserve room for elements on the disk: 1-D, zeros. An ``OffloadError`` if there is not that much space."""
-        offset = self._file.grow(padded_nbytes(numel * dtype.itemsize), what)
-        region = Region(self._file, offset, numel, dtype, what)
+        nbytes = padded_nbytes(numel * dtype.itemsize)
+        offset = self._file.grow(nbytes, what)
+        region = Region(self._file, offset, numel, dtype, what, PageChecksums(nbytes) if self._checksums else None)
         return FileTensor(region, 0, torch.Size((numel,)))
 
     def pipeline(self) -> Pipeline:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_zero.storage import FileTensor
 from lightning_zero.storage.files import FileSystem
 from lightning_zero.storage.tiers import NvmeStore
 
@@ -99,6 +100,18 @@ def store(path: Path, system: FileSystem | None = None, *, kib: int = 1024, thre
         opened.close()
         assert not Path(opened.folder).exists()
         assert not io_threads()
+
+
+def flip(file: Path, resting: FileTensor, element: int, bit: int = 0) -> None:
+    """Change one bit of an element, as a disk does that does not keep what it was given."""
+    place = resting.region.offset + (resting.start + element) * resting.dtype.itemsize
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        (byte,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ (1 << bit)]))
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def io_threads() -> list[str]:

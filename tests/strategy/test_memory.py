@@ -150,12 +150,15 @@ def on_host(strategy: Any) -> dict[str, Storages]:
     states = [strategy.adapter(optimizer).state for optimizer in strategy.optimizers]
     state = [value for found in states for values in found.values() for value in values.values()]
     store = engine.tiers.store
+    rested = [*(tensor for flat in flats for tensor in (flat.master, flat.weights)), *state]
+    regions = {id(tensor.region): tensor.region for tensor in rested if isinstance(tensor, FileTensor)}
+    buffers = {0: store.host_nbytes + engine.tiers.fetcher.reserved_nbytes} if store is not None else {}
     return {
         "weights": storages(flat.weights for flat in flats if flat.rest.weights is Tier.HOST),
         "masters": storages(flat.master for flat in flats if flat.rest.master is Tier.HOST),
         "gradients": storages(bucket.shard for bucket in engine._reducer.buckets),
         "optimizer": storages(value for value in state if value.dim()),
-        "buffers": {0: store.host_nbytes + engine.tiers.fetcher.reserved_nbytes} if store is not None else {},
+        "buffers": buffers | storages(region.checksums._sums for region in regions.values()),
     }
 
 

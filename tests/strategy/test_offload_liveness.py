@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
@@ -14,16 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero import HostOffload, NvmeOffload, full_parameters
+from lightning_zero import HostOffload, NvmeOffload, ZeroPrecision, full_parameters
 from lightning_zero.analysis import build_plan
 from lightning_zero.comm import GlooCollectives, Groups, Streams
 from lightning_zero.config import Offload
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.errors import OffloadError
+from lightning_zero.errors import CheckpointError, OffloadError
 from lightning_zero.session.offloading import make_tiers
+from lightning_zero.storage import FileTensor
 from lightning_zero.storage.files import FileSystem
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
+from tests.storage.stores import flip
 from tests.strategy.runs import Net, batches, quiet, values_of, zero
 
 KINDS: dict[str, Callable[[Path], Offload]] = {
@@ -113,6 +116,78 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_every_rank(
         assert "checkpoint" in found["message"]  # and what to do next
         assert found["threads"] == []
         assert found["same"], "the checkpoint of step 2 is whole"
+    assert list(files.iterdir()) == []
+
+
+def resting(trainer: pl.Trainer, what: str) -> FileTensor:
+    """Some of what rests in this rank's files."""
+    flats = [flat for unit in trainer.strategy.engine.units for flat in unit.flats]
+    states = trainer.strategy.adapter(trainer.optimizers[0]).state
+    state = [value for found in states.values() for value in found.values()]
+    tensors = {"masters": [f.master for f in flats], "weights": [f.weights for f in flats], "state": state}[what]
+    (found, *_) = (tensor for tensor in tensors if isinstance(tensor, FileTensor) and tensor.numel())
+    return found
+
+
+class Flipping(pl.Callback):
+    """Flips a bit of one rank's files in the third step, at ``hook``."""
+
+    def __init__(self, rank: int, what: str, hook: str) -> None:
+        self.rank, self.what = rank, what
+        self.place = ""
+        setattr(self, hook, self.act)
+
+    def act(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == self.rank and not self.place:
+            tensor = resting(trainer, self.what)
+            flip(Path(tensor.region.file.path), tensor, tensor.numel() - 1, bit=5)
+            self.place = f"{tensor.region.what} (the window of elements"
+
+
+FLIPS = [
+    ("masters", "on_before_optimizer_step", "files"),
+    ("state", "on_before_optimizer_step", "files"),
+    ("masters", "on_train_batch_start", "files, parameters"),
+    ("weights", "on_train_batch_start", "files, parameters"),
+    ("masters", "on_save_checkpoint", "files"),
+    ("state", "on_save_checkpoint", "files"),
+]
+
+
+@pytest.mark.parametrize(("what", "hook", "kind"), FLIPS)
+def test_a_bit_that_flips_on_one_rank_is_an_error_on_every_rank(
+    what: str, hook: str, kind: str, tmp_path: Path
+) -> None:
+    """And neither in weights nor in a checkpoint; without checksums it is."""
+    files, checkpoint = tmp_path / "files", str(tmp_path / "checkpoint")
+    files.mkdir()
+
+    @quiet()
+    def run(rank: int) -> dict[str, Any]:
+        plugins = {"plugins": ZeroPrecision("bf16-mixed")} if what == "weights" else {}
+        offload = KINDS[kind](files)
+        flipping = Flipping(1, what, hook)
+        trainer = make_trainer(zero(3, offload=offload), callbacks=[SaveAt(2, checkpoint), flipping], **plugins)
+        with pytest.raises(CheckpointError if "save" in hook else OffloadError) as caught:
+            trainer.fit(Net(), batches(5))
+        blind = Flipping(1, what, hook)
+        unchecked = make_trainer(
+            zero(3, offload=dataclasses.replace(offload, checksums=False)),
+            callbacks=[SaveAt(2, f"{checkpoint} of something else"), blind],
+            max_steps=4,
+            **plugins,
+        )
+        unchecked.fit(Net(), batches(5))
+        assert bool(blind.place) == (rank == 1)
+        return {"message": str(caught.value), "place": flipping.place, "threads": threads()}
+
+    found = run_world(2, run, timeout=90)
+    for rank in found:
+        assert "Rank 1" in rank["message"], rank
+        assert found[1]["place"] in rank["message"], rank
+        assert str(files) in rank["message"]
+        assert "resume from it, on another disk" in rank["message"]
+        assert rank["threads"] == []
     assert list(files.iterdir()) == []
 
 
