@@ -1,29 +1,13 @@
-"""Where shards rest: the device, host memory, and the files of one rank on a disk, in a folder of its own.
-
-[Note: Whose folder is it?]
-A folder belongs to the process that created it, under a name that nobody else can have chosen, and is removed by that
-process alone, at the end of its run. A process that was killed leaves its folder behind. Nothing in it can be used
-again (it is half of an optimizer step), but deleting what another process may be using is worse than a full disk: it is
-only reported. Its owner holds a lock on ``owner.json`` as long as it lives, which the kernel releases however it ends,
-and which shows through containers and network file systems where a process number means nothing. Where there are no
-locks, number and start time of the process decide, on its own host.
-"""
+"""Where shards rest: the device, host memory, and the files of one rank on a disk, in a folder of its own."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
-import secrets
-import socket
-import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,16 +19,12 @@ from lightning_zero.errors import OffloadError
 from lightning_zero.storage.checksums import PageChecksums
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.files import DataFile, FileSystem, Region, amount
+from lightning_zero.storage.folder import DATA, RunFolder, find_leftovers
 from lightning_zero.storage.host import PAGE_NBYTES, BufferPool, HostMemory, host_memory, padded_nbytes
 from lightning_zero.storage.pipeline import Pipeline, Workers
 from lightning_zero.storage.transfers import Fetcher, Transfers
 
-try:
-    import fcntl
-except ImportError:  # no locks on this system
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["WINDOW_ALIGNMENT", "Leftover", "MemoryTiers", "NvmeStore", "RunFolder", "find_leftovers"]
+__all__ = ["WINDOW_ALIGNMENT", "MemoryTiers", "NvmeStore"]
 
 WINDOW_ALIGNMENT = 4096
 """Windows are cut at multiples of so many elements: whole pages, for elements of any size."""
@@ -52,12 +32,7 @@ WINDOW_ALIGNMENT = 4096
 _WINDOWS = 8  # windows in the pool: one at work, the others being read and written
 _MOST_STAGING_NBYTES = 4 << 20
 _MOST_WINDOW_NBYTES = 64 << 20  # larger ones only make the first read and the last write longer
-_DATA = "data"
-_OWNER = "owner.json"
-_PREFIX = "lightning_zero-"
-_NAME = re.compile(re.escape(_PREFIX) + r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{12}-rank(?P<rank>\d+)")
-_WHEN = "%Y-%m-%d %H:%M:%S %z"
-_SETTLING_SECONDS = 60.0  # how long a folder without an owner's file may be one that is just being made or removed
+_REPORTED = 20  # leftovers, in one message
 
 
 class NvmeStore:
@@ -89,7 +64,9 @@ class NvmeStore:
         self.check_space(0)
         self.leftovers = find_leftovers(self.path)
         if report and self.leftovers:
-            found = "\n".join(f"  {leftover}" for leftover in self.leftovers)
+            more = len(self.leftovers) - _REPORTED
+            lines = [*map(str, self.leftovers[:_REPORTED]), *([f"and {more} more"] if more > 0 else [])]
+            found = "\n".join(f"  {line}" for line in lines)
             warnings.warn(
                 "Runs that did not end normally have left offloaded files behind. They cannot be used again; delete "
                 f"them yourself if nothing uses them:\n{found}",
@@ -107,7 +84,7 @@ class NvmeStore:
         staging = host_memory(staging_nbytes, locked=False, inherited=False)
         self._folder = RunFolder(self.path, rank, world_size)
         try:
-            self._file = DataFile(self._folder.path / _DATA, rank, self._system, staging)
+            self._file = DataFile(self._folder.path / DATA, rank, self._system, staging)
         except BaseException:
             self._folder.remove()
             raise
@@ -270,156 +247,3 @@ def _close(workers: Workers, file: DataFile, folder: RunFolder) -> None:
     if left:
         with contextlib.suppress(Warning):  # where warnings are errors, the end of a run still is none
             warnings.warn(left, stacklevel=2)
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """A folder that a run left behind."""
-
-    path: Path
-    nbytes: int | None  # on disk, if that can be read
-    when: str  # it was created, or last changed
-    owner: str  # in words
-    dead: bool  # whether that process is known to have ended
-
-    def __str__(self) -> str:
-        size = "unknown size" if self.nbytes is None else amount(self.nbytes)
-        state = "which has ended" if self.dead else "of which nothing is known"
-        return f"{self.path} ({size}, {self.when}, {self.owner}, {state})"
-
-
-class RunFolder:
-    """A new folder for this process in an existing directory: see [Note: Whose folder is it?]."""
-
-    def __init__(self, parent: str, rank: int, world_size: int) -> None:
-        host, pid = _host(), os.getpid()
-        self._rank = rank
-        self.pid = pid
-        self._lock: int | None = None
-        self.path = Path(os.path.abspath(parent)) / f"{_PREFIX}{host}-{pid}-{secrets.token_hex(6)}-rank{rank}"
-        owner = {"host": host, "pid": pid, "started": _started(pid), "rank": rank, "world_size": world_size}
-        try:
-            self.path.mkdir(mode=0o700)
-            self._sign(owner | {"when": time.strftime(_WHEN)})
-        except BaseException as error:
-            self.remove()
-            if not isinstance(error, OSError):
-                raise
-            raise OffloadError(
-                f"Rank {rank}: the folder for offloaded files '{self.path}' cannot be created: {error.strerror}."
-            ) from error
-
-    def remove(self) -> str | None:
-        """Remove the folder with what this package put into it; in a forked process, and the second time, nothing.
-
-        Returns why it is still there, if it is.
-        """
-        if os.getpid() != self.pid:
-            return None
-        failed: OSError | None = None
-        for name in (_DATA, f"{_OWNER}.new", _OWNER):
-            try:
-                self.path.joinpath(name).unlink(missing_ok=True)
-            except OSError as error:
-                failed = failed or error
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            with contextlib.suppress(OSError):
-                os.close(lock)
-        try:
-            self.path.rmdir()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            reason = (failed or error).strerror
-            return f"Rank {self._rank}: the offloaded files in '{self.path}' were not removed: {reason}."
-        return None
-
-    def _sign(self, owner: dict[str, Any]) -> None:
-        """Write the owner's file, locked before anybody can see it."""
-        new = self.path / f"{_OWNER}.new"
-        self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # not offered here
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(self._lock, json.dumps(owner).encode())
-        new.rename(self.path / _OWNER)
-
-
-def find_leftovers(parent: str) -> list[Leftover]:
-    """The folders in ``parent`` whose process has ended, or cannot be asked. What vanishes meanwhile is not counted."""
-    found = []
-    with contextlib.suppress(OSError):
-        for entry in sorted(Path(os.path.abspath(parent)).glob(_PREFIX + "*")):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if (name := _NAME.fullmatch(entry.name)) and (leftover := _leftover(entry, name)):
-                    found.append(leftover)
-    return found
-
-
-def _leftover(path: Path, name: re.Match[str]) -> Leftover | None:
-    """What is known about a folder, unless its owner lives."""
-    changed = path.stat().st_mtime
-    pid, host = int(name["pid"]), name["host"]
-    owner: dict[str, Any] = {}
-    locked: bool | None = None
-    with contextlib.suppress(PermissionError):
-        try:
-            owner, locked = _asked(path / _OWNER)
-        except FileNotFoundError:
-            if time.time() - changed < _SETTLING_SECONDS:
-                return None
-    ours = host == _host()
-    if locked or (locked is None and ours and _lives(pid, owner.get("started"))):
-        return None
-    nbytes: int | None = None
-    with contextlib.suppress(OSError):
-        nbytes = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(path))
-    when = str(owner.get("when") or time.strftime(_WHEN, time.localtime(changed)))
-    return Leftover(path, nbytes, when, f"process {pid} on {host}", dead=ours)
-
-
-def _asked(path: Path) -> tuple[dict[str, Any], bool | None]:
-    """What an owner's file says, and whether its owner still holds the lock; ``None`` where there are no locks."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
-    try:
-        locked: bool | None = None
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others ask at the same time
-                locked = False
-            except BlockingIOError:
-                locked = True
-            except OSError:
-                locked = None
-        try:
-            owner = json.loads(os.pread(descriptor, 1 << 16, 0))
-        except ValueError:
-            owner = {}
-        return owner if isinstance(owner, dict) else {}, locked
-    finally:
-        os.close(descriptor)
-
-
-def _lives(pid: int, started: Any) -> bool:
-    """Whether that process of this host is running, and is not another one with the same number."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # it is somebody else's
-    now = _started(pid)
-    return started is None or now is None or started == now
-
-
-def _started(pid: int) -> int | None:
-    """When a process started, in ticks since the system's start."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "localhost"

@@ -17,7 +17,8 @@ import torch
 
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage import NvmeStore, tiers
-from lightning_zero.storage.tiers import RunFolder, find_leftovers
+from lightning_zero.storage import folder as folders
+from lightning_zero.storage.folder import RunFolder, find_leftovers
 from tests.helpers.world import run_world, subprocess_env
 from tests.storage.stores import CPU, Disk, io_threads, store
 
@@ -91,7 +92,7 @@ def test_only_one_rank_reports(tmp_path: Path) -> None:
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system, or a system, that has none."""
-    monkeypatch.setattr(tiers, "fcntl", None)
+    monkeypatch.setattr(folders, "fcntl", None)
 
 
 @pytest.mark.usefixtures("without_locks")
