@@ -34,7 +34,7 @@ class SharedMemoryCollectives(Collectives):
         super().__init__(groups.shard.rank, groups.shard.world_size, groups.abandoned)
         self.groups = groups
         self.transport = transport
-        self._session = transport.session()
+        self._session = transport.session(self)
         self._allocated: dict[tuple[int, int], int] = {}  # numbers by address and elements
         self._told = itertools.count()
         self._places: dict[int, dict[int, int] | None] = {}

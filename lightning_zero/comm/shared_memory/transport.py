@@ -21,8 +21,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Set
 from enum import IntEnum
 
@@ -133,7 +134,9 @@ class Transport:
         self._rows: defaultdict[int, dict[int, tuple[int, bytes]]] = defaultdict(dict)  # of agreements: check and bytes
         self._sessions = itertools.count()
         self._versions: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by session and rank; from 1
-        self._places: defaultdict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
+        self._places: defaultdict[int, defaultdict[int, dict[int, tuple[int, int]]]]
+        self._places = defaultdict(lambda: defaultdict(dict))  # by session, number and rank
+        self._ended: deque[int] = deque()  # sessions, by finalizers, which may run in the middle of anything
         self._given_up: set[int] = set()  # ranks whose own wait has failed: they do nothing more
 
     def read(self, peer: int, offset: int, target: Tensor, dtype: torch.dtype) -> None:
@@ -196,9 +199,16 @@ class Transport:
                 )
             return [rows[rank][1] for rank in range(self.world_size)]
 
-    def session(self) -> int:
-        """A new number, equal on all ranks. Collective: every rank."""
-        return next(self._sessions)
+    def session(self, owner: object) -> int:
+        """A new number, equal on all ranks, for as long as ``owner`` lives. Collective: every rank."""
+        with self._lock:
+            while self._ended:
+                ended = self._ended.popleft()
+                self._places.pop(ended, None)
+                self._versions.pop(ended, None)
+        session = next(self._sessions)
+        weakref.finalize(owner, self._ended.append, session).atexit = False
+        return session
 
     def tell_place(self, session: int, number: int, offset: int, nbytes: int) -> None:
         """Tell the others where this rank's memory of a number begins; 0 if they cannot read it there."""
@@ -209,7 +219,7 @@ class Transport:
     def places(self, session: int, number: int, nbytes: int) -> dict[int, int] | None:
         """Where the others have their memory of a number; ``None``, on every rank, if one of them has it elsewhere."""
         with self._lock:
-            told = self._places[session, number]
+            told = self._places[session][number]
             self._until(lambda: self._heaps.keys() - told.keys())
         if any(size != nbytes for _, size in told.values()):
             raise RuntimeError("the ranks are in different places of the program: their shards differ in size")
@@ -314,7 +324,7 @@ class Transport:
             case _Kind.VERSION:
                 self._versions[message.check][message.peer] = message.number
             case _Kind.PLACE:
-                self._places[message.check, message.number][message.peer] = message.offset, message.nbytes
+                self._places[message.check][message.number][message.peer] = message.offset, message.nbytes
             case _Kind.GIVEN_UP:
                 self._given_up.add(message.peer)
 
