@@ -186,6 +186,8 @@ def test_nvme_offload_keeps_gradients_and_one_pool_on_the_host(model: nn.Module)
         # The pool, two units' shards that are read ahead, and 8 bytes for each page of the files below.
         buffers=2 * 2**20 + 2 * LAYER // 2 * 2 + plan.expected_disk().total // 4096 * 8,
     )
+    with pytest.raises(ValueError, match=r"NvmeOffload\.checksums must be true or false, got 'yes'"):
+        nvme(checksums="yes")
     unchecked = offloaded(model, nvme(parameters=True, checksums=False))
     assert unchecked.expected_host_memory().buffers == 2 * 2**20 + 2 * LAYER // 2 * 2
     # 4,096 / 2 elements of 2 and of 4 bytes: whole pages.
