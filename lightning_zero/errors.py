@@ -16,8 +16,11 @@ __all__ = [
     "ParameterAccessError",
     "UnsupportedOptimizerError",
     "ZeroError",
+    "shortened",
     "some",
 ]
+
+_MAX_TEXT = 4000
 
 
 def some(names: Iterable[object], limit: int = 4) -> str:
@@ -25,6 +28,13 @@ def some(names: Iterable[object], limit: int = 4) -> str:
     every = [str(name) for name in names]
     more = f" and {len(every) - limit} more" if len(every) > limit else ""
     return ", ".join(every[:limit]) + more
+
+
+def shortened(text: str, limit: int = _MAX_TEXT) -> str:
+    """A text without its middle, if it has more letters than that."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit * 2 // 3]} [... {len(text) - limit} letters ...] {text[len(text) - limit // 3 :]}"
 
 
 class ZeroError(RuntimeError):
@@ -85,6 +95,9 @@ class CheckpointError(ZeroError):
 
     Fix: nothing that was saved before is lost; resume from the previous checkpoint.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))  # it may quote what a damaged file holds
 
 
 class OffloadError(ZeroError):

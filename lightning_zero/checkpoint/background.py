@@ -31,8 +31,8 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.destination import remove_at
 from lightning_zero.checkpoint.format.flat_shard import FlatShard
+from lightning_zero.checkpoint.format.items import tensors_in
 from lightning_zero.checkpoint.format.typed_json import is_plain
-from lightning_zero.checkpoint.pieces import tensors_in
 from lightning_zero.checkpoint.save import no_garbage_collection
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect, failure_text

@@ -10,15 +10,13 @@ What is in the latter is put into Lightning's checkpoint dictionary, under the n
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import re
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
-import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.format.dcp import BoxItem, parse_metadata
@@ -37,8 +35,9 @@ from lightning_zero.checkpoint.format.record import (
 )
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor, memory_of
 from lightning_zero.checkpoint.format.torch_file import ADVICE, load_torch
-from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder
-from lightning_zero.checkpoint.storage.files import Files, read_bytes
+from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, check_stored
+from lightning_zero.checkpoint.storage.files import Files
+from lightning_zero.checkpoint.storage.ranges import open_range, read_index, samples
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Directory", "ForeignDirectory", "load_safely", "read_directory", "read_foreign_directory"]
@@ -56,7 +55,7 @@ class Directory:
     def __init__(self, files: Files) -> None:
         self.files = files
         self.source = Source(files)
-        data = read_bytes(files, RECORD_FILE)
+        data = read_index(files, RECORD_FILE)
         self.digest = zlib.crc32(data)
         try:
             self.record = Record.from_bytes(data)
@@ -120,19 +119,19 @@ def _value(directory: Directory, key: str, item: Item) -> tuple[Any, str | None]
     if isinstance(item, TensorItem):
         return StoredTensor(directory.source, key, item), None
     if isinstance(item, BlobItem):
-        found = load_safely(read_bytes(directory.files, item.file, item.offset, item.nbytes))
+        found = load_safely(open_range(directory.files, item.file, item.offset, item.nbytes))
         return (None, item.type) if found is None else (found[0], None)
     decoder = Decoder()
     (value,) = decoder.decode([item.value])
     return value, decoder.unsupported[0][1] if decoder.unsupported else None
 
 
-def load_safely(archive: bytes) -> tuple[Any] | None:
+def load_safely(archive: IO[bytes]) -> tuple[Any] | None:
     """What a ``torch.save`` archive holds, if loading it can run no code."""
     # Any reason not to have it is the same reason to leave it out; but what torch warns of (sparse tensors) is none.
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return (torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True),)
+        return (load_torch(archive, "it", True, ADVICE),)
     return None
 
 
@@ -143,7 +142,7 @@ def _add_from_meta_file(
     loaded = None
     name = directory.listed(META_FILE)
     if name in directory.record.files:
-        loaded = load_safely(read_bytes(directory.files, name, 0, directory.record.files[name].nbytes))
+        loaded = load_safely(open_range(directory.files, name, 0, directory.record.files[name].nbytes))
     missing = []
     for path, kind in unsupported:
         try:
@@ -159,6 +158,7 @@ def _add_from_meta_file(
 def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
     """A tensor of ``meta.bin``."""
     dtype, shape = DTYPES[reference["dtype"]], tuple(reference["shape"])
+    check_stored(dtype, shape)
     name = directory.listed(META_TENSORS_FILE)
     chunk = Chunk(0, math.prod(shape), name, reference["offset"], reference["crc32"])
     item = TensorItem((), dtype, shape, (chunk,) if chunk.numel else ())
@@ -169,7 +169,7 @@ def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
     return tensor
 
 
-_OPTIMIZER = re.compile(r"optimizer_(\d+)")
+_OPTIMIZER = re.compile(r"optimizer_(0|[1-9][0-9]{0,8})")
 
 
 class ForeignDirectory:
@@ -182,7 +182,7 @@ class ForeignDirectory:
     def __init__(self, files: Files) -> None:
         self.files = files
         self._source = Source(files)
-        data = read_bytes(files, METADATA_FILE)
+        data = read_index(files, METADATA_FILE)
         self.digest = zlib.crc32(data)
         try:
             self.index = parse_metadata(data)
@@ -205,9 +205,9 @@ class ForeignDirectory:
         found = self.index.items[name]
         if isinstance(found, BoxItem):
             return StoredTensor(self._source, name, found)
-        data = read_bytes(self.files, *found)
         where = f"'{name}' in '{self.files.name}/{found.file}'"
-        return load_torch(io.BytesIO(data), where, True, "allow its class with `torch.serialization.add_safe_globals`")
+        file = open_range(self.files, *found)
+        return load_torch(file, where, True, "allow its class with `torch.serialization.add_safe_globals`")
 
     def unusable(self, error: ValueError) -> CheckpointError:
         """What to raise if the index is not what it should be."""
@@ -233,12 +233,12 @@ def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
             state.setdefault("param_groups", [])
     if not files.has(META_FILE):  # what Lightning puts beside the tensors
         return Opened(checkpoint, (directory.digest, 0))
-    data = read_bytes(files, META_FILE)
     where = f"'{files.name}/{META_FILE}'"
-    rest = load_torch(io.BytesIO(data), where, weights_only, ADVICE)
+    digest = samples(files, META_FILE)
+    rest = load_torch(open_range(files, META_FILE, 0, digest[0]), where, weights_only, ADVICE)
     if not isinstance(rest, Mapping):
         raise CheckpointError(f"{where} holds a {type(rest).__name__} instead of a dictionary.")
-    return Opened({**rest, **checkpoint}, (directory.digest, zlib.crc32(data)))
+    return Opened({**rest, **checkpoint}, (directory.digest, digest))
 
 
 def _layout(paths: Mapping[str, Path]) -> Callable[[Path], Path]:

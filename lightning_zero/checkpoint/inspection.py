@@ -12,17 +12,19 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY
 from lightning_zero.checkpoint.directories import Directory
+from lightning_zero.checkpoint.format.items import tensors_in
 from lightning_zero.checkpoint.format.record import RECORD_FILE
 from lightning_zero.checkpoint.format.typed_json import Decoder, Inexpressible, dtype_name
 from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, open_checkpoint
-from lightning_zero.checkpoint.pieces import stored_identity, tensors_in
+from lightning_zero.checkpoint.pieces import stored_identity
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
-from lightning_zero.errors import CheckpointError, some
+from lightning_zero.errors import CheckpointError, shortened, some
 
 __all__ = ["Inspection", "inspect_checkpoint", "readable_size"]
 
+_CELL_LETTERS = 400  # a column is as wide as its longest cell
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
 _RESIDENCES = ("parameters", "gradients", "optimizer")
 _KINDS = {
@@ -228,6 +230,7 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 def _columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Rows as lines of aligned columns."""
+    rows = [[shortened(cell, _CELL_LETTERS) for cell in row] for row in rows]
     widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

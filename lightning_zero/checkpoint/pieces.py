@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_zero.checkpoint.format.typed_json import raw_memory
 from lightning_zero.checkpoint.storage.files import WRITTEN_NBYTES
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["Pieces", "progress_bar", "stored_identity", "tensors_in", "write_bytes"]
+__all__ = ["Pieces", "progress_bar", "stored_identity", "write_bytes"]
 
 
 class Pieces:
@@ -116,15 +116,6 @@ def stored_identity(tensor: Tensor) -> Hashable:
     if isinstance(tensor, StoredTensor):
         return id(tensor._source), replace(tensor._item, path=())
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors of a structure, which may contain itself."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)) and depth <= 64:
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item, depth + 1)
 
 
 def write_bytes(descriptor: int, offset: int, content: bytes | memoryview) -> None:

@@ -47,6 +47,7 @@ from lightning_zero.checkpoint.format.record import (
 from lightning_zero.checkpoint.format.torch_file import TorchFile
 from lightning_zero.checkpoint.format.typed_json import Encoder, Inexpressible, dtype_name, is_plain, type_name
 from lightning_zero.checkpoint.storage.files import is_remote
+from lightning_zero.checkpoint.storage.ranges import MAX_INDEX_NBYTES
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError
@@ -228,7 +229,7 @@ def _outline(leaf: Leaf, lost: list[str]) -> _Outline:
     if not leaf.is_container:
         archive = io.BytesIO()
         torch.save(value, archive)
-        if load_safely(archive.getvalue()) is None:
+        if load_safely(archive) is None:
             lost.append(_named([leaf.key], kind))
     return _Outline(*what)
 
@@ -259,7 +260,7 @@ def _write_record(
         described = {meta_file: FileEntry(archive.nbytes, archive.checksum)}
     encoder, encoded = _encode_rest(directory, tensors_file, rest, described)
     lost = [text for part in parts for text in part.lost]
-    if encoder.unsupported and load_safely((directory / meta_file).read_bytes()) is None:
+    if encoder.unsupported and load_safely(io.BytesIO((directory / meta_file).read_bytes())) is None:
         lost += [_named(path, kind) for path, kind in encoder.unsupported]
     destination.deliver(list(described))
     index = _index(parts, written)
@@ -281,7 +282,10 @@ def _write_record(
         writer={"lightning_zero": _own_version(), "torch": torch.__version__},
     )
     with new_file(directory / RECORD_FILE) as file:
-        file.write(record.to_bytes())
+        content = record.to_bytes()
+        if len(content) > MAX_INDEX_NBYTES:
+            raise ValueError(f"{RECORD_FILE} would have {len(content)} bytes, too many to be read again")
+        file.write(content)
     return lost
 
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
+from lightning_zero.checkpoint.format.claims import new_tensor
 from lightning_zero.checkpoint.pieces import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
@@ -323,7 +324,7 @@ def _read(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """An ordinary tensor of its own, on the host."""
     dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
     with untracked():
-        whole = torch.empty(value.shape, dtype=dtype, device="cpu")
+        whole = new_tensor(value.shape, dtype, f"The tensor '{getattr(value, 'key', '')}'")
         if isinstance(value, StoredTensor):
             value.read_into(whole.view(-1), 0)
         else:

@@ -14,7 +14,6 @@ import io
 import math
 import os
 import pickle
-import pickletools
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_zero.checkpoint.format.checksums import ChecksummedFile
 from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, memory_identity, tile
 from lightning_zero.checkpoint.format.items import Leaf
+from lightning_zero.checkpoint.format.pickled import follow
 from lightning_zero.checkpoint.format.record import FileEntry, TensorItem
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored, is_plain
@@ -110,8 +110,7 @@ _CLASSES = {
 }
 _TUPLES = {(_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
 _TUPLES |= {("pathlib._local", "PosixPath")}  # its name in Python 3.13
-_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}  # an array is made as long as the number says
-_FORBIDDEN = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
+_MAX_DEPTH = 32
 _STRIDED = ("torch.strided",)  # what the stand-in of `_get_layout` makes of it
 
 
@@ -122,7 +121,7 @@ def parse_metadata(data: bytes) -> Index:
         ValueError: with the reason, if it names what DCP does not write or is not what DCP writes.
     """
     try:
-        _check_opcodes(data)
+        follow(data, len(data), max_depth=_MAX_DEPTH, values=False)
         unpickler = _Unpickler(io.BytesIO(data))
         loaded = unpickler.load()
     except _Refused as error:
@@ -137,13 +136,6 @@ def parse_metadata(data: bytes) -> Index:
 
 class _Refused(Exception):
     """A name that is not on the list, or an opcode."""
-
-
-def _check_opcodes(data: bytes) -> None:
-    """Refuse what takes memory or objects that the file does not contain, which the unpickler would do at once."""
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in _FORBIDDEN or (opcode.name in _PUTS and int(argument or 0) >= len(data)):
-            raise _Refused(f"it holds {opcode.name} {argument}, which torch.distributed.checkpoint does not write")
 
 
 def _foreign(module: str, name: str) -> _Refused:
@@ -220,7 +212,8 @@ def _index(loaded: Any) -> Index:
 def _tensor(name: str, entry: Any, found: Mapping[Any, StoredBytes]) -> BoxItem:
     shape, dtype = _sizes(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype) or entry.properties.layout != _STRIDED:
-        raise ValueError(f"'{name}' is not a plain tensor: dtype {dtype}, layout {entry.properties.layout}")
+        what = reprlib.repr((dtype, entry.properties.layout))
+        raise ValueError(f"'{name}' is not a plain tensor: {what}")
     boxes = []
     for chunk in entry.chunks:
         box = Box(_sizes(chunk.offsets), _sizes(chunk.sizes))
@@ -228,12 +221,14 @@ def _tensor(name: str, entry: Any, found: Mapping[Any, StoredBytes]) -> BoxItem:
             offset + size <= total for offset, size, total in zip(box.offsets, box.sizes, shape, strict=True)
         )
         if not fits:
-            raise ValueError(f"of '{name}' with shape {shape}, a part has {box}")
+            raise ValueError(f"of '{name}' with shape {reprlib.repr(shape)}, a part has {reprlib.repr(box)}")
         if 0 in box.sizes:
             continue
         place = found.get(box.offsets, found.get(None) if len(entry.chunks) == 1 else None)
         if place is None:
             raise ValueError(f"it does not say where the part of '{name}' at {box.offsets} lies")
+        if math.prod(box.sizes) * dtype.itemsize > place.nbytes:
+            raise ValueError(f"of '{name}', {box} claims more than the {place.nbytes} bytes that it lies in")
         boxes.append(StoredBox(box, place))
     try:
         return BoxItem((), dtype, shape, (), tuple(boxes))
@@ -243,7 +238,9 @@ def _tensor(name: str, entry: Any, found: Mapping[Any, StoredBytes]) -> BoxItem:
 
 def _stored_bytes(name: str, info: Any) -> StoredBytes:
     if getattr(info, "transform_descriptors", None):
-        raise ValueError(f"'{name}' was written through {info.transform_descriptors}: only plain bytes can be read")
+        raise ValueError(
+            f"'{name}' was written through {reprlib.repr(info.transform_descriptors)}: only plain bytes can be read"
+        )
     file = _text(info.relative_path)
     if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
         raise ValueError(f"'{name}' lies in the file {file!r}, which is not a plain file name")

@@ -18,7 +18,18 @@ from lightning_zero.checkpoint.format.flat_shard import FlatShard
 from lightning_zero.checkpoint.format.record import Index
 from lightning_zero.checkpoint.format.typed_json import type_name
 
-__all__ = ["Leaf", "Opened", "changed", "check_savable", "describe", "digest", "disagreement", "put_together", "split"]
+__all__ = [
+    "Leaf",
+    "Opened",
+    "changed",
+    "check_savable",
+    "describe",
+    "digest",
+    "disagreement",
+    "put_together",
+    "split",
+    "tensors_in",
+]
 
 _ALWAYS_ROUTED = ("state_dict", "optimizer_states")
 
@@ -158,6 +169,18 @@ def _holds(value: Any, kind: type[Tensor], depth: int = 0) -> bool:
     return False
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a structure, in order. What is in it several times, also in itself, is looked through once."""
+    ahead, seen = [value], set()
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            ahead += reversed(list(value.values() if isinstance(value, Mapping) else value))
+
+
 def check_savable(leaf: Leaf) -> None:
     """``ValueError`` if a value has no elements here, or is sharded in a way of its own."""
     value = leaf.value
@@ -211,7 +234,8 @@ def put_together(values: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[str, Any
         place: Any = whole
         for part, following in pairwise(path):
             place = _descend(place, part, list if isinstance(following, Index) else dict, path)
-        _descend(place, path[-1], lambda value=value: value, path)
+        if _descend(place, path[-1], lambda value=value: value, path) is not value:
+            raise ValueError(f"two values are at the path {path}")
     return whole
 
 

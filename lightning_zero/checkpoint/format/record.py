@@ -33,6 +33,7 @@ import hashlib
 import json
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, Encoder, check_stored, dtype_name
+from lightning_zero.checkpoint.format.typed_json import (
+    DTYPES,
+    Decoder,
+    Encoder,
+    check_stored,
+    dtype_name,
+    strict_json,
+)
 
 __all__ = ["BlobItem", "Chunk", "FileEntry", "Index", "Item", "RECORD_FILE", "Record", "TensorItem", "ValueItem"]
 
@@ -150,6 +158,13 @@ class Record:
                     self._check_range(key, chunk.file, chunk.offset, chunk.numel * item.dtype.itemsize)
             elif isinstance(item, BlobItem):
                 self._check_range(key, item.file, item.offset, item.nbytes)
+        # The same elements may have several names, but not be read as more than there are.
+        tensors = {
+            (item.dtype, item.shape, item.chunks) for item in self.items.values() if isinstance(item, TensorItem)
+        }
+        claimed = sum(math.prod(shape) * dtype.itemsize for dtype, shape, _ in tensors)
+        if claimed > (held := sum(entry.nbytes for entry in self.files.values())):
+            raise ValueError(f"its tensors claim {claimed} bytes, its files have {held}")
 
     def _check_range(self, key: str, file: str, offset: int, nbytes: int) -> None:
         if file not in self.files:
@@ -195,8 +210,8 @@ def _is_crc32(value: Any) -> bool:
 
 def _checked_content(data: bytes) -> dict[str, Any]:
     try:
-        whole = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        whole = strict_json(data)
+    except ValueError as error:
         raise ValueError(f"it is damaged or cut off: {error}") from error
     if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
         raise ValueError("it was not written by lightning_zero")
@@ -231,21 +246,29 @@ def _item_to_json(item: Item, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _item_from_json(key: str, item: Mapping[str, Any], names: Sequence[str]) -> Item:
+    if type(item["path"]) is not list:
+        raise ValueError(f"'{key}' has the path {reprlib.repr(item['path'])}")
     path = tuple(_path_from_json(part) for part in item["path"])
     if "value" in item:
         return ValueItem(path, item["value"])
     if "blob" in item:
         number, offset, nbytes = item["blob"]
-        return BlobItem(path, item["type"], names[number], offset, nbytes)
+        return BlobItem(path, str(item["type"]), _name(names, number), offset, nbytes)
     if item["dtype"] not in DTYPES:
         raise ValueError(f"'{key}' has the dtype {item['dtype']!r}, which this torch does not know")
     chunks = tuple(
-        Chunk(start, numel, names[number], offset, crc) for start, numel, number, offset, crc in item["chunks"]
+        Chunk(start, numel, _name(names, number), offset, crc) for start, numel, number, offset, crc in item["chunks"]
     )
     try:
         return TensorItem(path, DTYPES[item["dtype"]], tuple(item["shape"]), chunks)
     except ValueError as error:
         raise ValueError(f"of '{key}', {error}") from error
+
+
+def _name(names: Sequence[str], number: Any) -> str:
+    if type(number) is not int or not 0 <= number < len(names):
+        raise ValueError(f"it counts {len(names)} files, of which there is no number {reprlib.repr(number)}")
+    return names[number]
 
 
 def _path_to_json(part: Any) -> Any:
@@ -257,4 +280,6 @@ def _path_to_json(part: Any) -> Any:
 def _path_from_json(part: Any) -> Any:
     if type(part) is int:
         return Index(part)
-    return part if type(part) is str else Decoder().decode(part["key"])
+    key = part if type(part) is str else Decoder().decode(part["key"])
+    hash(key)  # the key of a dictionary; otherwise a TypeError
+    return key

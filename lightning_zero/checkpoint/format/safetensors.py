@@ -22,8 +22,9 @@ from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole
-from lightning_zero.checkpoint.format.typed_json import check_stored, dtype_name
+from lightning_zero.checkpoint.format.typed_json import check_stored, dtype_name, strict_json
 from lightning_zero.checkpoint.storage.files import Files, read_bytes
+from lightning_zero.checkpoint.storage.ranges import read_index
 from lightning_zero.errors import CheckpointError
 
 __all__ = [
@@ -66,11 +67,9 @@ def read_safetensors_directory(files: Files) -> Opened:
     if not files.has(INDEX_FILE):
         return read_safetensors(files, SINGLE_FILE)
     where = f"'{files.name}/{INDEX_FILE}'"
-    if files.size(INDEX_FILE) > _MAX_HEADER_NBYTES:
-        raise CheckpointError(f"{where} has {files.size(INDEX_FILE)} bytes, which is too large for an index.")
-    index = read_bytes(files, INDEX_FILE)
+    index = read_index(files, INDEX_FILE)
     try:
-        places: dict[str, str] = _strict_json(index)["weight_map"]
+        places: dict[str, str] = strict_json(index)["weight_map"]
         for key, name in places.items():
             if type(name) is not str or name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):
                 raise ValueError(f"'{key}' lies in the file {name!r}, which is not a plain file name")
@@ -98,7 +97,7 @@ def _open(files: Files, name: str) -> tuple[bytes, dict[str, TensorItem]]:
         if length > min(nbytes - 8, _MAX_HEADER_NBYTES):
             raise ValueError(f"its header should have {length} bytes, the whole file has {nbytes}")
         header = read_bytes(files, name, 8, length)
-        entries = _strict_json(header)
+        entries = strict_json(header)
         if not isinstance(entries, dict):
             raise ValueError(f"its header is a {type(entries).__name__}")
         entries.pop("__metadata__", None)
@@ -135,16 +134,6 @@ def _item(key: str, entry: dict[str, Any], name: str, data: int) -> TensorItem:
     if end - first != numel * dtype.itemsize:
         raise ValueError(f"'{key}' has {end - first} bytes, {numel} elements of {dtype} would have another number")
     return TensorItem((), dtype, shape, (Chunk(0, numel, name, data + first, None),) if numel else ())
-
-
-def _strict_json(data: bytes) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name appears twice")
-        return found
-
-    return json.loads(data.decode(), object_pairs_hook=unique)
 
 
 _ALIGNMENT = 8

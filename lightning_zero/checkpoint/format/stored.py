@@ -11,7 +11,6 @@ is whole rows, and otherwise the pieces of [Note: Boxes], each a strided view of
 from __future__ import annotations
 
 import ctypes
-import io
 import math
 import sys
 import zipfile
@@ -22,11 +21,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, tree_leaves, tree_map_only, untracked
+from lightning_zero.checkpoint.format.claims import new_tensor
 from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox, StoredBytes
 from lightning_zero.checkpoint.format.flat_shard import Box, boxes, elements_before, is_range, linear
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.torch_file import describe_tensor, load_torch, start_of
-from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window, read_bytes
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window
+from lightning_zero.checkpoint.storage.ranges import open_range
 from lightning_zero.errors import CheckpointError
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.host import host_memory
@@ -127,10 +128,10 @@ class StoredTensor(Tensor):
         """The whole tensor, in host memory of its own.
 
         Raises:
-            CheckpointError: if the file is damaged.
+            CheckpointError: if the file is damaged, or there is no memory for what it claims.
         """
         with untracked():
-            whole = torch.empty(self.shape, dtype=self.dtype)
+            whole = new_tensor(self.shape, self.dtype, f"The tensor '{self._key}'")
             self.read_into(whole.view(-1), 0)
         return whole
 
@@ -311,8 +312,8 @@ class Source:
         """
         archive = stored.archive
         where = f"a part of '{key}' in '{self._files.name}/{archive.file}'"
-        data = read_bytes(self._files, *archive)
-        loaded = load_torch(io.BytesIO(data), where, True, "it is no tensor that can be used anyway")
+        file = open_range(self._files, *archive)
+        loaded = load_torch(file, where, True, "it is no tensor that can be used anyway")
         if not isinstance(loaded, Tensor) or (loaded.dtype, tuple(loaded.shape)) != (item.dtype, stored.box.sizes):
             what = f"{loaded.dtype} {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
             raise CheckpointError(

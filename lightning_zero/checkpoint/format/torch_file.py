@@ -25,6 +25,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any, NamedTuple
@@ -33,6 +34,7 @@ import fsspec
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.format.claims import ZIP, check_expanded, check_torch_file
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
@@ -336,8 +338,6 @@ ADVICE = (
     "to strategies that load after set-up, as this one does; `load_from_checkpoint` does)"
 )
 
-_ZIP = b"PK\x03\x04"
-
 
 def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None, copied: str | None = None) -> Opened:
     """What is in a torch file. A local one is mapped into memory: elements are read from disk when they are used.
@@ -365,7 +365,7 @@ def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None, cop
                 return Opened(_as_checkpoint(load_torch(file, where, weights_only, ADVICE), where))
         local = local_path(path if copied is None else copied)
         with open(local, "rb") as file:
-            is_archive = file.read(len(_ZIP)) == _ZIP
+            is_archive = file.read(len(ZIP)) == ZIP
             nbytes = os.fstat(file.fileno()).st_size
             # What torch wrote until version 1.6 is no archive and cannot be mapped.
             loaded = load_torch(str(local), where, weights_only, ADVICE, mapped=is_archive)
@@ -381,6 +381,8 @@ def load_torch(
 ) -> Any:
     """``torch.load`` into host memory, of a path or an open file. A path may be mapped instead of read.
 
+    What claims more than it holds is refused before memory is taken for it; see ``claims.py``.
+
     Args:
         where: it lies, for messages.
         weights_only: refuse what could run code; ``None`` does so unless torch's environment variable forbids it.
@@ -390,7 +392,13 @@ def load_torch(
         CheckpointError: if it cannot be loaded.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped)
+        if weights_only is not False:
+            with open(file, "rb") if isinstance(file, str) else nullcontext(file) as opened:
+                check_torch_file(opened, mapped=mapped)
+                opened.seek(0)
+        loaded = torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped)
+        check_expanded(loaded)
+        return loaded
     except pickle.UnpicklingError as error:
         if weights_only is False:
             raise CheckpointError(f"{where} is damaged or no torch file: {error}") from error

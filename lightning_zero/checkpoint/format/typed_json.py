@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import importlib
+import json
 import math
 import pathlib
+import re
 import reprlib
 import sys
 from argparse import Namespace
@@ -34,6 +36,7 @@ __all__ = [
     "dtype_name",
     "is_plain",
     "raw_memory",
+    "strict_json",
     "type_name",
 ]
 
@@ -72,6 +75,21 @@ def check_stored(dtype: torch.dtype, shape: Sequence[Any]) -> None:
         or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= _MAX_NBYTES  # also without elements: strides
     ):
         raise ValueError(f"it has the shape {reprlib.repr(shape)}")
+
+
+def strict_json(data: bytes) -> Any:
+    """A JSON value; ``ValueError`` if it is none, a name appears twice in an object, or it is nested too deep."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name appears twice")
+        return found
+
+    try:
+        return json.loads(data.decode(), object_pairs_hook=unique)
+    except RecursionError as error:
+        raise ValueError(f"nested too deep: {type(error).__name__}") from error
 
 
 class Inexpressible(TypeError):
@@ -221,6 +239,8 @@ class Decoder:
 
     def decode(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
         """The Python value; ``ValueError`` if the JSON value is none that an encoder writes."""
+        if len(path) > 2 * _MAX_DEPTH:  # what is in a key or in an object of a type is not deeper than that
+            raise ValueError(f"values in one another more than {2 * _MAX_DEPTH} deep")
         if isinstance(value, list):
             return [self.decode(item, (*path, index)) for index, item in enumerate(value)]
         if not isinstance(value, dict):
@@ -247,13 +267,13 @@ class Decoder:
 
     def _tagged(self, tag: str, value: Any, whole: dict[str, Any], path: tuple[Any, ...]) -> Any:
         if tag in _MAPPINGS.values():
-            content = self._mapping([(self.decode(key), item) for key, item in value], path)
+            content = self._mapping([(self.decode(key, (*path, 0)), item) for key, item in value], path)
             if tag == "defaultdict":
                 factory = whole["factory"]
                 return defaultdict(None if factory is None else _FACTORIES[factory], content)
             return content if tag == "dict" else OrderedDict(content) if tag == "odict" else Counter(content)
         if tag == "namespace":
-            return Namespace(**self.decode(value, path))
+            return Namespace(**self.decode(value, (*path, tag)))
         if tag in _SEQUENCES:
             return _SEQUENCES[tag]([self.decode(item, (*path, index)) for index, item in enumerate(value)])
         if tag == "deque":
@@ -313,11 +333,14 @@ def _is_small_array(value: Any) -> bool:
     return hasattr(value, "nbytes") and value.dtype.kind in "biufcmM" and value.nbytes <= _INLINE_NBYTES
 
 
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}\w{1,2}\])?")
+
+
 def _numpy(dtype: str, shape: list[int] | None, content: str) -> Any:
     numpy = importlib.import_module("numpy")  # not a dependency: it is there if the value was
-    kind = numpy.dtype(dtype)
-    if kind.kind not in "biufcmM":
+    if not _NUMPY_DTYPE.fullmatch(dtype):
         raise ValueError(f"a numpy dtype {dtype!r}")
+    kind = numpy.dtype(dtype)
     array = numpy.frombuffer(base64.b64decode(content), dtype=kind)
     return array[0] if shape is None else array.reshape(shape).copy()
 

@@ -1,0 +1,482 @@
+"""What a file claims is compared with what is there before memory is taken or time is spent.
+
+Each file here made a process hang, or take gigabytes, or end. They are opened in a child with a deadline and with
+little memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from lightning_zero import load_full_state_dict
+from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory, verify_checkpoint
+from lightning_zero.checkpoint.format.claims import archive_entries, check_torch_file
+from lightning_zero.checkpoint.format.pickled import follow
+from lightning_zero.checkpoint.inspection import inspect_checkpoint
+from lightning_zero.checkpoint.storage import ranges
+from lightning_zero.errors import CheckpointError, shortened
+from tests.checkpoint.fuzz.child import bounded
+from tests.checkpoint.samples import checkpoint, control, end_to_end
+
+pytestmark = [
+    pytest.mark.world,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*It cannot be verified"),
+]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own"
+    save_checkpoint_directory(checkpoint(1, end_to_end, control()), path, control(), plan_summary={})
+    return path
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Path:
+    path = tmp_path / "stock"
+    dcp.save({"state_dict": {"a": torch.ones(6)}, "x": {"y": 1}}, checkpoint_id=path, no_dist=True)
+    torch.save({"epoch": 1}, path / "meta.pt")
+    return path
+
+
+def read(path: Path) -> None:
+    for value in open_checkpoint(path, control())["state_dict"].values():
+        if isinstance(value, torch.Tensor):
+            value.clone()
+
+
+ACTIONS: dict[str, Callable[[Path], Any]] = {
+    "load": read,
+    "weights": load_full_state_dict,
+    "inspect": lambda path: inspect_checkpoint(path).describe(tensors=True),
+    "verify": lambda path: list(verify_checkpoint(path)),
+}
+
+
+def is_refused(path: Path, match: str, *, only: tuple[str, ...] = tuple(ACTIONS)) -> None:
+    """By everything that looks into it, at once, for a reason that is short, and with little memory."""
+    for name in only:
+        ended = bounded(lambda name=name: ACTIONS[name](path), seconds=15, nbytes=600 * MIB)
+        text = "\n".join(ended.value) if name == "verify" and ended.kind == "returned" else str(ended.value)
+        assert ended.kind == ("returned" if name == "verify" else "refused"), (name, ended)
+        assert match in text, (name, text)
+        assert len(text) < 5000
+        assert ended.peak < 200 * MIB, name
+
+
+def shared(levels: int = 60) -> Any:
+    value: Any = (1,)
+    for _ in range(levels):
+        value = (value, value)
+    return value
+
+
+def deep(levels: int, kind: type = tuple) -> bytes:
+    """A pickle of a tuple in a tuple in a tuple, or of lists."""
+    return b"\x80\x02" + {tuple: b")" + b"\x85" * levels, list: b"]" * levels + b"a" * (levels - 1)}[kind] + b"."
+
+
+def torch_file(described: bytes, **entries: bytes) -> bytes:
+    """An archive with any pickle in it."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in {"data.pkl": described, "version": b"3\n", **entries}.items():
+            archive.writestr(f"archive/{name}", content)
+    return file.getvalue()
+
+
+def pickled_2(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=2)
+
+
+# ---------------------------------------------------------------------------------------------------- sharing and depth
+
+
+def test_an_index_with_a_shared_tuple_as_a_key(stock: Path) -> None:
+    metadata = pickle.loads((stock / ".metadata").read_bytes())
+    metadata.planner_data = {shared(22): 1}  # takes a moment; each level more doubles it
+    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
+    is_refused(stock, "the same values in one another")
+
+
+def test_a_metadata_of_132_bytes(stock: Path) -> None:
+    body = b"K\x01\x85" + b"\x94h\x00\x86" * 0 + b"".join(b"2\x86" for _ in range(60))  # DUP, then a tuple of two
+    (stock / ".metadata").write_bytes(b"\x80\x04}" + body + b"K\x01s.")
+    assert (stock / ".metadata").stat().st_size <= 132
+    is_refused(stock, "the same values in one another")
+
+
+@pytest.mark.parametrize("place", ["dtype", "descriptor"])
+def test_an_index_whose_error_would_have_no_end(stock: Path, place: str) -> None:
+    metadata = pickle.loads((stock / ".metadata").read_bytes())
+    if place == "dtype":
+        object.__setattr__(metadata.state_dict_metadata["state_dict.a"].properties, "dtype", shared())
+    else:
+        index = next(index for index in metadata.storage_data if index.fqn == "state_dict.a")
+        object.__setattr__(metadata.storage_data[index], "transform_descriptors", shared())
+    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
+    is_refused(stock, "the same values in one another")
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_an_index_that_is_deep(stock: Path, kind: type) -> None:
+    """The hash of a tuple calls itself in C, for each level, without a limit."""
+    (stock / ".metadata").write_bytes(b"\x80\x04}" + deep(2_000_000, kind)[2:-1] + b"K\x01s.")
+    is_refused(stock, "deep")
+
+
+@pytest.mark.parametrize("place", ["x.ckpt", "old.ckpt", "stock/meta.pt", "stock value"])
+@pytest.mark.parametrize("inner", [b"K\x01\x85" + b"2\x86" * 60, deep(2_000_000)[2:-1]])
+def test_a_torch_file_with_such_a_key(tmp_path: Path, stock: Path, place: str, inner: bytes) -> None:
+    inner = inner.replace(b"2\x86", b"q\x00h\x00\x86")  # as torch knows it
+    described = b"\x80\x02}X\x0a\x00\x00\x00state_dict}" + inner + b"K\x01ss."
+    if place == "stock value":
+        metadata = pickle.loads((stock / ".metadata").read_bytes())
+        index = MetadataIndex("x.y")
+        place_of = metadata.storage_data[index]
+        with open(stock / "__0_0.distcp", "ab") as file:
+            object.__setattr__(place_of, "offset", file.tell())
+            object.__setattr__(place_of, "length", file.write(torch_file(described)))
+        (stock / ".metadata").write_bytes(pickle.dumps(metadata))
+        is_refused(stock, "'x.y'")
+        return
+    content = torch_file(described)
+    if place == "old.ckpt":
+        small = io.BytesIO()
+        torch.save({}, small, _use_new_zipfile_serialization=False)
+        small.seek(0)
+        for _ in range(3):
+            follow(small, 1000)
+        content = small.getvalue()[: small.tell()] + described + pickled_2([])
+    (tmp_path / place).write_bytes(content)
+    is_refused((tmp_path / place).parent if "meta" in place else tmp_path / place, Path(place).name)
+
+
+def test_an_ordinary_structure_may_share_and_nest(tmp_path: Path) -> None:
+    config = {"deep": [[[[[[(1, (2, (3,)))]]]]]], "wide": list(range(2000))}
+    content: dict[str, Any] = {"state_dict": {"w": torch.ones(2)}, "a": config, "b": [config] * 50, "c": {"d": config}}
+    content["itself"] = content["a"]
+    loop: list[Any] = []
+    loop.append(loop)
+    torch.save({**content, "loop": loop}, tmp_path / "x.ckpt")
+    found = open_checkpoint(tmp_path / "x.ckpt", control())
+    assert found["b"][49] == config
+    inspect_checkpoint(tmp_path / "x.ckpt").describe()
+
+
+def test_lists_that_grow_after_they_were_put_into_others(tmp_path: Path) -> None:
+    """What unpickling does not notice, and looking for tensors did."""
+    lists: list[list[Any]] = [[] for _ in range(40)]
+    for inner, outer in itertools.pairwise(lists):
+        outer.extend([inner, inner])
+    put = b"".join(b"]q" + bytes([number]) for number in range(40))
+    grow = b"".join(b"h%c(h%ch%ce" % (number, number - 1, number - 1) for number in reversed(range(1, 40)))
+    described = b"\x80\x02}(X\x0a\x00\x00\x00state_dict}X\x01\x00\x00\x00x](" + put + b"e" + b"(" + grow + b"1"
+    (tmp_path / "x.ckpt").write_bytes(torch_file(described + b"u."))
+    ended = bounded(lambda: inspect_checkpoint(tmp_path / "x.ckpt").describe(), seconds=15, nbytes=600 * MIB)
+    assert ended.kind in ("returned", "refused"), ended
+
+
+@pytest.mark.parametrize("levels", [200, 100_000])
+@pytest.mark.parametrize("form", [lambda n: "[" * n + "]" * n, lambda n: '{"$":"tuple","value":[' * n + "]}" * n])
+def test_a_record_that_is_deep(own: Path, levels: int, form: Callable[[int], str]) -> None:
+    for place in ('"meta":{', '"meta":{"plan":'):
+        text = (own / "zero.json").read_text()
+        begin = text.index('"content":') + len('"content":')
+        content = text[begin:-2].replace('"meta":{', f'"meta":{{"evil":{form(levels)},', 1)
+        if "plan" in place:
+            content = text[begin:-2].replace('"plan":{}', f'"plan":{form(levels)}', 1)
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        head = '{"format":"lightning_zero","version":1,"sha256":"'
+        other = own.parent / f"deep{len(place)}"
+        os.makedirs(other, exist_ok=True)
+        for file in own.iterdir():
+            (other / file.name).write_bytes(file.read_bytes())
+        (other / "zero.json").write_text(f'{head}{digest}","content":{content}}}')
+        is_refused(other, "zero.json", only=("inspect",) if "plan" in place else tuple(ACTIONS))
+
+
+# ---------------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("name", ["zero.json", ".metadata", "meta.pt", "model.safetensors.index.json"])
+def test_an_index_of_forty_gigabytes_of_nothing(tmp_path: Path, own: Path, stock: Path, name: str) -> None:
+    path = {"zero.json": own, ".metadata": stock, "meta.pt": stock}.get(name, tmp_path / "hf")
+    path.mkdir(exist_ok=True)
+    (path / name).touch()
+    os.truncate(path / name, 40 << 30)
+    is_refused(path, name)
+
+
+@pytest.mark.parametrize("name", ["zero.json", ".metadata"])
+def test_the_limit_of_an_index(own: Path, stock: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = own if name == "zero.json" else stock
+    nbytes = (path / name).stat().st_size
+    monkeypatch.setattr(ranges, "MAX_INDEX_NBYTES", nbytes)
+    open_checkpoint(path, control())
+    monkeypatch.setattr(ranges, "MAX_INDEX_NBYTES", nbytes - 1)
+    with pytest.raises(CheckpointError, match=f"has {nbytes} bytes, which is too large for an index"):
+        open_checkpoint(path, control())
+
+
+def sparse_archive(path: Path, nbytes: int) -> None:
+    """A torch file with a storage of so many bytes, of which there are none on the disk."""
+    from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
+
+    layout = TorchFile({"state_dict": {"w": Hole(0, torch.uint8, (nbytes,))}})
+    with open(path, "wb") as file:
+        for offset, content in layout.frame([0]):
+            file.seek(offset)
+            file.write(content)
+
+
+def test_a_sparse_meta_file_of_forty_gigabytes(stock: Path) -> None:
+    sparse_archive(stock / "meta.pt", 40 << 30)
+    is_refused(stock, "meta.pt' is damaged or no torch file: ValueError: its tensors claim 42949672960 bytes")
+
+
+def test_a_terabyte_of_safetensors_that_is_not_there(tmp_path: Path) -> None:
+    nbytes = 1 << 40
+    header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(tmp_path / "x.safetensors", 8 + len(header) + nbytes)
+    is_refused(tmp_path / "x.safetensors", "The tensor 'w' claims 1099511627776 bytes", only=("load", "weights"))
+    assert bounded(lambda: inspect_checkpoint(tmp_path / "x.safetensors").describe()).kind == "returned"
+    ended = bounded(lambda: list(verify_checkpoint(tmp_path / "x.safetensors")))
+    assert (ended.kind, ended.value) == ("returned", [])
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("place", ["x.ckpt", "stock/meta.pt"])
+def test_a_tensor_that_steps_nowhere(tmp_path: Path, stock: Path, place: str, old: bool) -> None:
+    """Four TiB in a file of 1.3 kB, by strides of 0."""
+    bomb = torch.zeros(1).expand(1 << 40)
+    torch.save({"state_dict": {"w": bomb}}, tmp_path / place, _use_new_zipfile_serialization=not old)
+    assert (tmp_path / place).stat().st_size < 2000
+    path = (tmp_path / place).parent if "meta" in place else tmp_path / place
+    is_refused(path, "claims the shape (1099511627776,)")
+
+
+def test_a_buffer_that_was_expanded_is_loaded(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(1).expand(1000, 1000)}}, tmp_path / "x.ckpt")
+    assert torch.equal(load_full_state_dict(tmp_path / "x.ckpt")["w"], torch.ones(1000, 1000))
+
+
+def test_a_meta_tensor_that_claims_elements(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.empty(1 << 40, device="meta")}}, tmp_path / "x.ckpt")
+    is_refused(tmp_path / "x.ckpt", "claims the shape")
+
+
+def test_an_old_file_whose_storage_is_not_there(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    torch.save({"state_dict": {"w": torch.ones(3)}}, file, _use_new_zipfile_serialization=False)
+    content = file.getvalue()
+    place = content.index(b"cpuq") + 5  # the device's name and its number in the memo, then the number of elements
+    assert content[place : place + 2] == b"K\x03"
+    forged = content[:place] + b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + content[place + 2 :]
+    (tmp_path / "x.ckpt").write_bytes(forged)
+    is_refused(tmp_path / "x.ckpt", "claim 4398046511104 bytes")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"c__builtin__\nbytearray\nJ\x00\x00\x00\x70\x85R",
+        b"ctorch\nTensor\nJ\x00\x00\x00\x70\x85R",
+        b"ctorch\nFloatTensor\nJ\x00\x00\x00\x70J\x00\x00\x00\x70\x86R",
+        b"ctorch\nFloatTensor\n(J\x00\x00\x00\x70tR",
+        b"ctorch\nTensor\nJ\x00\x00\x00\x70\x85\x81",
+        b"ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x70\x85R",
+        b"ctorch\nTensor\nctorch\nSize\nJ\x00\x00\x00\x70\x85\x85R\x85R",
+    ],
+)
+def test_a_call_that_makes_memory(tmp_path: Path, call: bytes) -> None:
+    (tmp_path / "x.ckpt").write_bytes(
+        torch_file(b"\x80\x02}X\x0a\x00\x00\x00state_dict}X\x01\x00\x00\x00w" + call + b"ss.")
+    )
+    is_refused(tmp_path / "x.ckpt", "x.ckpt' is damaged or no torch file: ValueError: it makes a")
+
+
+def test_what_a_byte_array_really_holds_is_loaded(tmp_path: Path) -> None:
+    torch.save(
+        {"state_dict": {"w": torch.ones(1)}, "x": [bytearray(b"\xff\0abc"), b"\xff", {1, 2}, 1j]}, tmp_path / "x.ckpt"
+    )
+    assert open_checkpoint(tmp_path / "x.ckpt", control())["x"] == [bytearray(b"\xff\0abc"), b"\xff", {1, 2}, 1j]
+
+
+# ------------------------------------------------------------------------------------------------------------- archives
+
+
+def ordinary() -> bytes:
+    file = io.BytesIO()
+    torch.save({"state_dict": {"w": torch.ones(300)}}, file)
+    return file.getvalue()
+
+
+def rezipped(**options: Any) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(ordinary())) as source, zipfile.ZipFile(file, "w") as archive:
+        for entry in source.infolist():
+            archive.writestr(entry.filename, source.read(entry), **options)
+    return file.getvalue()
+
+
+def test_archives_that_are_not_as_torch_writes_them(tmp_path: Path) -> None:
+    check_torch_file(io.BytesIO(ordinary()))
+    check_torch_file(io.BytesIO(rezipped()))
+    commented = io.BytesIO(rezipped())
+    with zipfile.ZipFile(commented, "a") as archive:
+        archive.comment = b"x" * 30
+    twice = io.BytesIO(rezipped())
+    with zipfile.ZipFile(twice, "a") as archive:
+        archive.writestr("other/data.PKL", b"x")
+    for content in (
+        rezipped(compress_type=zipfile.ZIP_DEFLATED),
+        commented.getvalue(),
+        b"PK\x03\x04" + ordinary(),  # offsets count from another place
+        ordinary() + b"x",
+        ordinary()[:-1],
+        twice.getvalue(),
+        b"",
+        b"PK\x03\x04",
+    ):
+        with pytest.raises(ValueError, match=r"directory|entries|compressed|no archive"):
+            archive_entries(io.BytesIO(content))
+        (tmp_path / "x.ckpt").write_bytes(content)
+        with pytest.raises(CheckpointError):
+            open_checkpoint(tmp_path / "x.ckpt", control())
+        assert verify_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_an_archive_that_inflates(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * (1 << 30))
+        archive.writestr("archive/version", b"3\n")
+    (tmp_path / "x.ckpt").write_bytes(file.getvalue())
+    is_refused(tmp_path / "x.ckpt", "compressed")
+
+
+# ----------------------------------------------------------------------------------------------------------- our record
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    whole = json.loads((path / "zero.json").read_text())
+    change(whole["content"])
+    text = json.dumps(whole["content"], separators=(",", ":"))
+    whole["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (path / "zero.json").write_text(json.dumps(whole))
+
+
+def test_a_record_with_a_name_twice(own: Path) -> None:
+    text = (own / "zero.json").read_text()
+    (own / "zero.json").write_text(text.replace('{"format":', '{"version":2,"format":', 1))
+    is_refused(own, "a name appears twice")
+
+
+@pytest.mark.parametrize("number", [-1, True, 99, 0.0, None, "0"])
+def test_a_file_is_counted_from_the_beginning(own: Path, number: Any) -> None:
+    changed(own, lambda content: content["items"]["state_dict.conv.weight"]["chunks"][0].__setitem__(2, number))
+    is_refused(own, "files, of which there is no number")
+
+
+def test_two_values_at_one_path(own: Path) -> None:
+    changed(own, lambda content: content["items"].update(other={"path": ["state_dict", "scale"], "value": 1}))
+    is_refused(own, "two values are at the path")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["items"].update(x={"path": ["state_dict", {"key": []}], "value": 1}),
+        lambda content: content["items"].update(x={"path": "ab", "value": 1}),
+        lambda content: content["meta"].update(x={"$": "numpy", "dtype": "(", "shape": None, "value": ""}),
+        lambda content: content["meta"].update(x={"$": "numpy", "dtype": "V9", "shape": None, "value": ""}),
+        lambda content: content["meta"].update(x={"$": ["tuple"], "value": ""}),
+        lambda content: content["meta"].update(x={"$": "path", "type": [], "value": ""}),
+        lambda content: content["meta"].update(x={"$": "enum", "module": [], "type": 3, "value": ""}),
+        lambda content: content["meta"]["callbacks"]["History"]["values"]["value"].update(shape=["a", 2]),
+        lambda content: content["meta"]["callbacks"]["History"]["values"]["value"].update(shape=[9] * 100_000),
+    ],
+)
+def test_values_that_are_none(own: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    changed(own, change)
+    is_refused(own, "zero.json")
+
+
+def test_tensors_that_claim_the_same_bytes_in_many_shapes(own: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        item = content["items"]["state_dict.conv.weight"]
+        for number in range(2000):
+            shape = [1] * (number % 50) + [120] + [1] * (number // 50 % 14)
+            content["items"][f"x{number}"] = {**item, "path": ["state_dict", f"x{number}"], "shape": shape}
+
+    changed(own, change)
+    is_refused(own, "its tensors claim")
+
+
+def test_a_box_that_claims_more_than_its_archive(stock: Path) -> None:
+    metadata = pickle.loads((stock / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["state_dict.a"]
+    entry.size = torch.Size([1 << 40])
+    entry.chunks[0] = type(entry.chunks[0])(torch.Size([0]), torch.Size([1 << 40]))
+    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
+    is_refused(stock, "claims more than the")
+
+
+@pytest.mark.parametrize("name", ["optimizer_0٣", "optimizer_" + "9" * 5000, "optimizer_01"])
+def test_a_number_of_an_optimizer_that_is_none(tmp_path: Path, name: str) -> None:
+    dcp.save(
+        {name: {"state": {"a": {"x": 1}}}, "state_dict": {"w": torch.ones(2)}},
+        checkpoint_id=tmp_path / "c",
+        no_dist=True,
+    )
+    assert name in open_checkpoint(tmp_path / "c", control())
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+def test_a_message_is_short_whatever_it_quotes(own: Path, tmp_path: Path) -> None:
+    long = "x" * 3_000_000
+    changed(own, lambda content: content["items"].update({long: {"path": ["state_dict", "y"], "dtype": long}}))
+    is_refused(own, "letters ...]")
+    assert shortened("a" * 5000, 4000).startswith("a" * 2666 + " [... 1000 letters ...] ")
+    assert shortened("short") == "short"
+
+
+def test_a_name_does_not_widen_the_table(own: Path) -> None:
+    changed(
+        own,
+        lambda content: content["items"].update(
+            {
+                "n" * size: {"path": ["state_dict", "n" * size], "dtype": "float32", "shape": [0], "chunks": []}
+                for size in [1_000_000, *range(1, 1000)]
+            }
+        ),
+    )
+    assert len(inspect_checkpoint(own).describe(tensors=True)) < 1_000_000
+
+
+def test_a_record_is_not_written_too_large_to_be_read(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.checkpoint.save.MAX_INDEX_NBYTES", 100)
+    with pytest.raises(CheckpointError, match=r"zero\.json would have \d+ bytes, too many"):
+        save_checkpoint_directory(checkpoint(2, end_to_end, control()), own, control(), plan_summary={})
+    assert open_checkpoint(own, control())["epoch"] == 1
