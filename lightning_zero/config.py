@@ -281,7 +281,8 @@ class CheckpointPolicy:
         exclude_frozen: leave parameters out that do not require gradients, and say so in the checkpoint: a fine-tuning
             run then saves its adapters only. Where such a checkpoint is loaded, frozen parameters keep the values they
             have, for example from ``initial_weights``.
-        verify: check every checksum before something is loaded. Sizes and structure are always checked.
+        verify: check every checksum before something is loaded; a warning names files that have none. Otherwise sizes
+            and structure are checked, and of directories of this package a sample of each file.
         initial_weights: what the weights are before the first step: a checkpoint of this or another strategy, or a
             safetensors file or Hugging Face directory. Weights only; a run that resumes with ``ckpt_path`` loads its
             checkpoint on top.

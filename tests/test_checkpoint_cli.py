@@ -160,8 +160,12 @@ def test_inspect_of_safetensors_says_that_there_are_no_checksums(
 ) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     assert code_of("consolidate", tmp_path / "w.pt", tmp_path / "hf") == 0
-    assert code_of("inspect", tmp_path / "hf") == 0
-    assert "sizes only, this format has no checksums" in capsys.readouterr().out
+    assert code_of("inspect", tmp_path / "hf") == 3
+    assert f"cannot be verified: changed bytes would not be noticed, without checksums for '{tmp_path / 'hf'}'" in (
+        printed := capsys.readouterr().out
+    )
+    assert "Verified" not in printed
+    assert code_of("inspect", tmp_path / "hf", "--no-verify") == 0
 
 
 def test_an_inspection_reads_no_tensor(source: Path) -> None:

@@ -81,7 +81,6 @@ class Inspection:
     checkpoint: Mapping[str, Any]
     facts: Mapping[str, str]
     files: Mapping[str, int]
-    has_checksums: bool
 
     @property
     def weights(self) -> TensorGroup:
@@ -158,7 +157,6 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
         checkpoint=checkpoint,
         facts={name: value for name, value in facts.items() if value},
         files=files,
-        has_checksums=found.kind not in (Kind.HUGGING_FACE, Kind.SAFETENSORS),
     )
 
 

@@ -163,7 +163,7 @@ def _with_directories(original: Callable[..., Any]) -> Callable[..., Any]:
 def _open(path: AnyPath, *, verify: bool, weights_only: bool | None = None) -> dict[str, Any]:
     """The checkpoint, seen by this process alone, in today's layout."""
     with pl_legacy_patch():
-        checkpoint = open_checkpoint(path, ControlGroup(None), verify=verify, weights_only=weights_only)
+        checkpoint = open_checkpoint(path, ControlGroup(None), verify=verify or "sample", weights_only=weights_only)
     if "pytorch-lightning_version" in checkpoint:
         migrate_checkpoint(checkpoint)
     return checkpoint

@@ -207,7 +207,7 @@ def load_initial_weights(
     without it the first and the last keep the values that they have, and rank 0 warns of all three kinds, unless
     nothing fits at all.
     """
-    checkpoint = open_checkpoint(path, control, verify=verify)
+    checkpoint = open_checkpoint(path, control, verify=verify or "sample")
     weights = weights_of(checkpoint, path)
     own = state.save()
     stored: OrderedDict[str, Any] = OrderedDict(

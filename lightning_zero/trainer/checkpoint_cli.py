@@ -15,11 +15,16 @@ from lightning_zero.checkpoint import is_checkpoint_directory_at
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint, parse_size
 from lightning_zero.checkpoint.inspection import inspect_checkpoint
 from lightning_zero.checkpoint.load import verify_checkpoint
+from lightning_zero.checkpoint.verification import Verification
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["consolidate", "inspect"]
 
-_INSPECT = "Print what is inside a checkpoint and verify its files. Exits with 1 if it is damaged or no checkpoint."
+_UNVERIFIABLE = 3
+_INSPECT = (
+    "Print what is inside a checkpoint and verify its files. Exits with 1 if it is damaged or no checkpoint, and with "
+    f"{_UNVERIFIABLE} if nothing is wrong with it, but files without checksums may have changed."
+)
 _CONSOLIDATE = """\
 Write a checkpoint of any kind as ordinary files, with the memory of one process and never of a model.
 
@@ -46,6 +51,8 @@ examples:
 def inspect(args: Sequence[str]) -> int:
     """Run ``lightning-zero inspect`` with these options; the exit code is 1 if the checkpoint is damaged or none.
 
+    It is 3 if the checkpoint cannot be verified, because not all that counts has checksums.
+
     Raises SystemExit for ``--help``, or with 2 for wrong options.
     """
     parser = argparse.ArgumentParser(prog="lightning-zero inspect", description=_INSPECT)
@@ -68,12 +75,14 @@ def inspect(args: Sequence[str]) -> int:
                 _print_damages([text for text in _verified(path, None) if text not in str(error)])
             return 1
         print(found.describe(tensors=options.tensors), flush=True)  # noqa: T201
-        damages = _verified(path, found.nbytes) if verify else []
-        if verify and not damages:
-            whole = "every file is whole" if found.has_checksums else "sizes only, this format has no checksums"
-            print(f"\nVerified: {whole}.")  # noqa: T201
-        _print_damages(damages)
-        return 1 if damages else 0
+        if not verify:
+            return 0
+        verified = _verified(path, found.nbytes)
+        _print_damages(verified)
+        if verified:
+            return 1
+        print(f"\n{verified.doubt()}." if verified.unverified else "\nVerified: every file is whole.")  # noqa: T201
+        return 0 if verified.is_whole else _UNVERIFIABLE
 
 
 def consolidate(args: Sequence[str]) -> int:
@@ -130,7 +139,7 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _verified(path: str, nbytes: int | None) -> list[str]:
+def _verified(path: str, nbytes: int | None) -> Verification:
     with tqdm(total=nbytes, desc="verifying", unit="B", unit_scale=True, leave=False, disable=None) as bar:
         return verify_checkpoint(path, progress=bar.update)
 
