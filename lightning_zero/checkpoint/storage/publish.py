@@ -76,7 +76,7 @@ class Staging:
             )
         self.final = final
         self._exchange = exchange or _exchange
-        final.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(final.parent)
         sweep(final.parent)
         self._lock: int | None
         self.path, self._lock = _make_locked(final.parent)
@@ -138,6 +138,16 @@ class Staging:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder with its parents, each name durable in the folder above: also names that others have just made."""
+    path.mkdir(parents=True, exist_ok=True)
+    path = Path(os.path.abspath(path))
+    while not os.path.ismount(path):
+        path = path.parent
+        with contextlib.suppress(PermissionError):  # of who else made it, long before
+            _fsync(path)
 
 
 def is_checkpoint_directory(path: Path) -> bool:
