@@ -115,6 +115,8 @@ def stored_identity(tensor: Tensor) -> Hashable:
         tensor = tensor.memory
     if isinstance(tensor, StoredTensor):
         return id(tensor._source), replace(tensor._item, path=())
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return id(tensor), "no memory of its own"
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
