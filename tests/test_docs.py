@@ -39,6 +39,7 @@ SMALL = {
     "scaling": ["--worlds", "8", "--blocks=2", "--units", "4", "--rounds=1", "--steps=1", "--results=."],
     "gpu": [],
     "changing_order": ["--width=16", "--blocks=3", "--rows=4", "--rounds=1", "--steps=1"],
+    "verification": ["--mb=2", "--repeat=1"],
     "trace": ["--width=64", "--layers=2", "--warm-up=2", "--length=17", "--output=."],
 }
 

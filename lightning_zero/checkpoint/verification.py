@@ -25,6 +25,7 @@ from io import BufferedReader
 from typing import NamedTuple
 
 from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
+from lightning_zero.checkpoint.format.checksums import LARGE_NBYTES, combine
 from lightning_zero.checkpoint.format.claims import ZIP, archive_entries
 from lightning_zero.checkpoint.format.dcp import StoredBytes
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, TensorItem
@@ -49,6 +50,7 @@ Progress = Callable[[int], object]
 _NAMED = 8  # how many damages a message spells out
 _SAMPLED = 20  # one byte of so many
 _WHOLE_NBYTES = 1 << 20
+_PIECE_NBYTES = 1 << 20
 
 
 class Verification(list[str]):
@@ -163,7 +165,9 @@ def _file_damages(
     directory.check_size(name)
     where = f"'{directory.files.name}/{name}'"
     nbytes, expected = directory.record.files[name].nbytes, directory.record.files[name].crc32
-    file = open_range(directory.files, name, 0, nbytes, buffer_nbytes=PIECE_NBYTES, progress=progress)
+    # What lies between the parts of a sample is not read.
+    ahead = PIECE_NBYTES if is_whole else 1
+    file = open_range(directory.files, name, 0, nbytes, buffer_nbytes=ahead, progress=progress)
     whole = end = 0
     damaged = False
     for (offset, length, crc32), names in sorted(ranges.items()):
@@ -189,13 +193,15 @@ def _file_damages(
 
 def _crc32(file: BufferedReader, offset: int, nbytes: int, whole: int) -> tuple[int, int]:
     """The checksum of all from before continued over a range, and that of the range alone."""
-    alone = 0
+    alone, done = 0, 0
     file.seek(offset)
-    while nbytes:
-        piece = file.read(min(nbytes, 1 << 20))
-        whole, alone = zlib.crc32(piece, whole), zlib.crc32(piece, alone)
-        nbytes -= len(piece)
-    return whole, alone
+    while done < nbytes:
+        piece = file.read(min(nbytes - done, _PIECE_NBYTES))
+        alone = zlib.crc32(piece, alone)
+        if nbytes < LARGE_NBYTES:
+            whole = zlib.crc32(piece, whole)
+        done += len(piece)
+    return combine(whole, alone, nbytes) if nbytes >= LARGE_NBYTES else whole, alone
 
 
 def foreign_checks(directory: ForeignDirectory) -> list[Check]:

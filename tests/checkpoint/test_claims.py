@@ -263,6 +263,21 @@ def test_a_terabyte_of_safetensors_that_is_not_there(tmp_path: Path) -> None:
     assert (ended.kind, ended.value) == ("returned", [])
 
 
+def test_what_the_machine_has_no_memory_for_is_not_asked_for(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = open_checkpoint(own, control())["state_dict"]
+    monkeypatch.setattr("lightning_zero.checkpoint.format.claims.memory_nbytes", lambda: 300)
+    state["vector"].read()  # 74 bytes
+    with pytest.raises(CheckpointError, match=r"'state_dict\.conv\.weight' claims 480 bytes.*: this machine has 300\."):
+        state["conv.weight"].read()
+    torch.save({"state_dict": {"w": torch.ones(100)}}, tmp_path / "x.ckpt")
+    open_checkpoint(tmp_path / "x.ckpt", control())  # which is mapped
+    torch.save({"state_dict": {"w": torch.ones(100)}}, tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="its tensors claim 400 bytes where there are 300"):
+        open_checkpoint(tmp_path / "x.ckpt", control())
+
+
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("place", ["x.ckpt", "stock/meta.pt"])
 def test_a_tensor_that_steps_nowhere(tmp_path: Path, stock: Path, place: str, old: bool) -> None:

@@ -191,6 +191,7 @@ def test_a_sample_is_a_twentieth_of_each_file(large: Path) -> None:
         pieces: list[int] = []
         assert check.run(pieces.append) == []
         read[name] = check.nbytes
+        assert sum(pieces) == check.nbytes  # and nothing beside it
     for name in ("__0_0.distcp", "__1_0.distcp"):
         nbytes = (large / name).stat().st_size
         assert 0.8 * nbytes / 20 < read[name] <= nbytes / 20
