@@ -131,6 +131,7 @@ def test_every_kind_of_checkpoint_gives_the_weights(base: Base, tmp_path: Path) 
     sources = write_sources(base, tmp_path)
 
     def play(rank: int) -> dict[str, dict[str, Tensor]]:
+        warnings.filterwarnings("ignore", ".*It cannot be verified")  # those without checksums
         return {
             kind: fitted(Net(seed=5), 3, policy(path, verify=True), max_steps=1)["first"]
             for kind, path in sources.items()
