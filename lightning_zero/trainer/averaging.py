@@ -43,7 +43,8 @@ class Averages:
         self._module = module
         self._callbacks: list[Any] = [c for c in callbacks if isinstance(c, _KINDS) and c._average_model is not None]
         for callback in self._callbacks:
-            self._slice(callback._average_model)
+            if not any(isinstance(p, SlicedTensor) for p in callback._average_model.parameters()):
+                self._slice(callback._average_model)  # else it is that of a fit before, to be evaluated
             if isinstance(callback, WeightAveraging):
                 replaced.put(callback._average_model, "update_parameters", self._reads)
                 replaced.put(callback, "_swap_models", self._writes)
@@ -53,13 +54,6 @@ class Averages:
                 replaced.put(callback, "update_parameters", self._reads)
                 replaced.put(callback, "transfer_weights", self._writes)
                 replaced.put(callback, "_load_average_model_state", self._takes)
-
-    def before_schedulers(self, trainer: Trainer) -> None:
-        """Let ``StochasticWeightAveraging`` make its own scheduler again, whose state it has loaded: what is restored
-        otherwise is that of the one before it, and Lightning asks earlier than a sharded run knows of the state."""
-        for callback in self._callbacks:
-            if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
-                callback._clear_schedulers(trainer)
 
     @contextmanager
     def carried(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero.debug import full_parameters
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.full import gathered
-from lightning_zero.errors import ParameterAccessError
+from lightning_zero.errors import ParameterAccessError, some
+from lightning_zero.shards.binding import is_absent
 from lightning_zero.trainer.replaced import ReplacedMethods
 
 __all__ = [
@@ -40,7 +41,9 @@ __all__ = [
     "refuse_other_strategies",
     "refuse_synced_norms",
     "running_trainer",
+    "warn_of_uploads",
     "watch_names",
+    "without_modules",
 ]
 
 
@@ -165,6 +168,39 @@ def gather_for_graphs(loggers: Iterable[Logger], replaced: ReplacedMethods) -> N
         overridden = getattr(type(logger), "log_graph", None) is not Logger.log_graph
         if overridden and getattr(logger, "_log_graph", own):  # 2.6
             replaced.put(logger, "log_graph", drawing)
+
+
+def warn_of_uploads(loggers: Iterable[Logger]) -> None:
+    """Say that loggers which upload checkpoints upload files, and sharded checkpoints are directories."""
+    for logger in loggers:
+        if getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False):  # 2.6
+            rank_zero_warn(
+                f"{type(logger).__name__} uploads checkpoints that are files. A sharded one is a directory: it will "
+                "upload none. ZeroStrategy(checkpoint=CheckpointPolicy(format='consolidated')) writes files."
+            )
+
+
+def without_modules(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint without the modules among the hyperparameters whose values are not in memory to be pickled.
+
+    Their weights are in the checkpoint once more, as the weights that they are.
+    """
+    kept = dict(checkpoint)
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        given = kept.get(key)
+        modules = [
+            name
+            for name, value in (given.items() if isinstance(given, Mapping) else ())
+            if isinstance(value, nn.Module) and any(map(is_absent, nn.Module.parameters(value)))
+        ]
+        if modules and given is not None:
+            kept[key] = {name: value for name, value in given.items() if name not in modules}
+            rank_zero_warn(
+                f"{some(map(repr, modules))} among the hyperparameters is a module whose weights are spread over the "
+                "ranks: the checkpoint has the weights, and not the object. Leave it out with `save_hyperparameters("
+                f"ignore={modules})`, and give it to `load_from_checkpoint` where the checkpoint is loaded."
+            )
+    return kept
 
 
 def running_trainer(module: nn.Module) -> Trainer | None:

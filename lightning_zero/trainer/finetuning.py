@@ -1,8 +1,7 @@
 """``BaseFinetuning`` and its kin: what Lightning's callbacks that thaw parameters need of sharded ones.
 
 A parameter that is thawed in mid-fit makes the next training step lay the module out anew (``ZeroSession``). What is
-left is here: such a callback tells by values which parameters an optimizer has already, and puts its param groups back
-when a run is resumed, earlier than a sharded run knows of them.
+left is here: such a callback tells by values which parameters an optimizer has already.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -24,7 +22,7 @@ from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import checksum
 from lightning_zero.trainer.replaced import ReplacedMethods
 
-__all__ = ["compare_by_value", "go_on_finetuning"]
+__all__ = ["compare_by_value"]
 
 
 def compare_by_value(callbacks: Iterable[Callback], module: nn.Module, replaced: ReplacedMethods) -> None:
@@ -71,11 +69,3 @@ class _ValuesCompared(TorchFunctionMode):
                 for parameter in unit.parameters:
                     self._sums[parameter] = checksum(parameter.detach() + 0)  # the two zeros are equal
         return self._sums
-
-
-def go_on_finetuning(module: LightningModule) -> None:
-    """Put the param groups back that a resumed run had when it was saved, before the optimizer's state is read."""
-    trainer = module.trainer
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, BaseFinetuning) and callback._restarting:
-            BaseFinetuning.on_fit_start(callback, trainer, module)  # what a subclass does there, it has done

@@ -37,9 +37,11 @@ from lightning_zero.trainer.callbacks import (
     refuse_other_strategies,
     refuse_synced_norms,
     running_trainer,
+    warn_of_uploads,
     watch_names,
+    without_modules,
 )
-from lightning_zero.trainer.finetuning import compare_by_value, go_on_finetuning
+from lightning_zero.trainer.finetuning import compare_by_value
 from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes
 from lightning_zero.trainer.replaced import ReplacedMethods
@@ -90,7 +92,6 @@ class ZeroStrategy(Processes):
     """
 
     is_distributed = True  # without it the Trainer switches the distributed sampler and sync_dist off, silently
-    restore_checkpoint_after_setup = True  # shards exist only then
     _lightning_module = cast("LightningModule | None", _Unmarked())  # 2.6
 
     def __init__(
@@ -129,6 +130,7 @@ class ZeroStrategy(Processes):
         self._session: ZeroSession | None = None
         self._recorder = InitRecorder()
         self._replaced = ReplacedMethods()
+        self._laid_out = False  # in the running fit, validation, ...
         self._held = HeldSchedulers()
         self._averages: Averages | None = None
 
@@ -195,44 +197,63 @@ class ZeroStrategy(Processes):
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, build the optimizers, adapt them. Collective: every rank."""
+        self._lay_out(trainer)
+        if self._absent and trainer.enable_autolog_hparams:  # where every rank is asked to draw
+            gather_for_graphs(trainer.loggers, self._replaced)
+        self.model_to_device()
+        self.precision_plugin.attach(
+            self.root_device, self.engine.control, self.adapter, lambda o: self._held.hold(self.lr_scheduler_configs, o)
+        )
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.session.begin(training=fitting)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @property
+    def _absent(self) -> bool:
+        """Whether parameters do not hold their values between steps."""
+        return self.placement.shards_parameters or self.precision_plugin.param_dtype is not None
+
+    def _lay_out(self, trainer: Trainer) -> None:
+        """Shard the module, once in a run: in ``setup``, or before, when its weights are read. Collective.
+
+        Lightning reads them, and gives callbacks their states, before ``configure_optimizers`` and ``on_fit_start``.
+        """
+        if self._laid_out:
+            return
+        self._laid_out = True
         if self.accelerator is None:
             raise RuntimeError("The Trainer has not connected an accelerator to the strategy yet.")
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        precision = self.precision_plugin
         if fitting:
             refuse_callbacks(callbacks)
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self._module)
             refuse_synced_norms(self._module, self.root_device)
-        self._shard(self._module)
+        self._begin_session().shard(
+            self._module, self.precision_plugin, self._recorder.record, lambda m: bool(running_trainer(m))
+        )
+        self._recorder = InitRecorder()
+        self._wire()
+        self.session.relaying = self._relaying
         self.checkpoints.begin(training=fitting)
+        if fitting and self.settings.checkpoint.format == "sharded":
+            warn_of_uploads(trainer.loggers)
         if fitting and self.settings.checkpoint.async_save:
             watch_names(callbacks, self.checkpoints.is_underway, self._replaced)
-        absent = self.placement.shards_parameters or precision.param_dtype is not None  # between steps
-        if absent and trainer.enable_autolog_hparams:  # where every rank is asked to draw
-            gather_for_graphs(trainer.loggers, self._replaced)
-        self.model_to_device()
-        precision.attach(
-            self.root_device, self.engine.control, self.adapter, lambda o: self._held.hold(self.lr_scheduler_configs, o)
-        )
-        self.session.begin(training=fitting)
-        if fitting:
-            self.setup_optimizers(trainer)
-            if absent:
-                self._averages = Averages(callbacks, self.session, self._module, self._replaced)
-                prune_whole(callbacks, self._module, self._replaced)
-        self.setup_precision_plugin()
+        if self._absent:
+            self._averages = Averages(callbacks, self.session, self._module, self._replaced)
+            prune_whole(callbacks if fitting else (), self._module, self._replaced)
 
-    def _shard(self, module: LightningModule) -> None:
+    def _begin_session(self) -> ZeroSession:
+        """What runs, from the first time that it is asked for. Collective then: every rank."""
         if self._session is None:
             groups = Groups.create(self.process_group_backend, self._timeout)
             self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
-        self._session.shard(module, self.precision_plugin, self._recorder.record, lambda m: bool(running_trainer(m)))
-        self._recorder = InitRecorder()
-        self._wire()
-        self._session.relaying = self._relaying
+        return self._session
 
     def _wire(self) -> None:
         self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
@@ -346,6 +367,7 @@ class ZeroStrategy(Processes):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self._replaced.release()
+        self._laid_out = False
         if self._session is not None:
             self._session.rest()
 
@@ -371,33 +393,32 @@ class ZeroStrategy(Processes):
         if self.settings.checkpoint.exclude_frozen:
             excluded = self.session.module_state(self._module).excluded_frozen()
             checkpoint = {**checkpoint, "lightning_zero": {"excluded_frozen": excluded}}
-        precision = self.precision_plugin.precision
+        precision, checkpoint = self.precision_plugin.precision, without_modules(checkpoint)
         self.checkpoints.save(as_shards(checkpoint), filepath, self.engine, precision, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint of any strategy; tensors are read when they are needed. Collective: every rank."""
-        return self.checkpoints.load(checkpoint_path, weights_only)
+        return self._begin_session().checkpoints.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read this rank's slices of the weights. Collective: every rank."""
+        self._lay_out(self._module.trainer)
         state = self.session.module_state(self._module)
         state.load(checkpoint["state_dict"], strict=strict, excluded=left_out_of(checkpoint))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read this rank's slices of the optimizer states. Collective: every rank."""
-        go_on_finetuning(self._module)
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
+        if states and len(states) != len(self.optimizers):  # none: `on_load_checkpoint` wants fresh optimizers
             raise ValueError(
                 f"The checkpoint holds the states of {len(states)} optimizers, configure_optimizers returned "
-                f"{len(self.optimizers)}. To start with fresh optimizers, load the weights only."
+                f"{len(self.optimizers)}. To start with fresh optimizers, set checkpoint['optimizer_states'] = [] in "
+                "`on_load_checkpoint`, or load the weights only."
             )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             adapted = self.session.optimizer_state(self.adapter(optimizer).optimizer)
             adapted.load(state, strict=self._module.strict_loading, weights=checkpoint.get("state_dict"))
         self.checkpoints.load_random_state(checkpoint, self.root_device)
-        if self._averages is not None:
-            self._averages.before_schedulers(self._module.trainer)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint once its successor is durable: at the next save, or at the end of the run."""

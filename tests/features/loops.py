@@ -79,7 +79,7 @@ class Noting(pl.Callback):
 
     def __init__(self, calls: list[str]) -> None:
         for name in sorted(vars(pl.Callback)):
-            if name.startswith(("on_", "setup", "teardown")):
+            if name.startswith(("on_", "setup", "teardown", "load_state_dict")):
                 setattr(self, name, lambda *args, name=name, **kwargs: calls.append(f"callback {name}"))
 
 
@@ -91,8 +91,11 @@ def order_of_hooks(make: Make, folder: Path) -> Any:
     trainer.validate(module, batches(1))
     trainer.test(module, batches(1), ckpt_path=folder / "saved.ckpt")
     trainer.predict(module, batches(1))
+    resumed = Hooked()
+    trainer = make_trainer(make(), callbacks=[Noting(resumed.calls)], max_epochs=3)
+    trainer.fit(resumed, batches(3), batches(2), ckpt_path=folder / "saved.ckpt")
     assert len(set(module.calls)) > 60
-    return module.calls
+    return module.calls, resumed.calls
 
 
 class Skipping(Net):
