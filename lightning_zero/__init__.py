@@ -11,10 +11,11 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.analysis import ZeroPlan, build_plan, estimate_memory
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
-from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload
+from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, LoaderPolicy, NvmeOffload
 from lightning_zero.debug import full_gradient, full_gradients, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
 from lightning_zero.trainer.cli import ZeroCLI
+from lightning_zero.trainer.loaders import NoBatch
 from lightning_zero.trainer.monitors import CommunicationMonitor, MemoryMonitor
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.strategy import ZeroStrategy
@@ -24,7 +25,9 @@ __all__ = [
     "CheckpointPolicy",
     "CommunicationMonitor",
     "HostOffload",
+    "LoaderPolicy",
     "MemoryMonitor",
+    "NoBatch",
     "NvmeOffload",
     "ZeroCLI",
     "ZeroPlan",

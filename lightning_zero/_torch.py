@@ -178,6 +178,7 @@ def held_in_python(memory: Sequence[Tensor], own: Sequence[Tensor], holder: type
     keys, known = {storage_key(tensor) for tensor in memory}, {id(tensor) for tensor in (*memory, *own)}
     with no_subclasses():
         found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and id(thing) not in known]
+        found = [tensor for tensor in found if type(tensor).untyped_storage is Tensor.untyped_storage]  # it has memory
         found = [tensor for tensor in found if storage_key(tensor) in keys]
         return any(not isinstance(by, holder) for tensor in found for by in gc.get_referrers(tensor) if by is not found)
 

@@ -17,6 +17,7 @@ __all__ = [
     "ActivationPolicy",
     "CheckpointPolicy",
     "HostOffload",
+    "LoaderPolicy",
     "NvmeOffload",
     "Offload",
     "Placement",
@@ -27,6 +28,7 @@ __all__ = [
     "validate_activations",
     "validate_bucket_mib",
     "validate_checkpoint",
+    "validate_loaders",
     "validate_offload",
     "validate_prefetch",
     "validate_units",
@@ -332,6 +334,35 @@ class CheckpointPolicy:
         )
 
 
+Uneven = Literal["error", "join", "stop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderPolicy:
+    """What happens where data end on some ranks earlier than on others.
+
+    ``error``: an error on every rank, which names those that have ended. ``join``: a rank that has no batch takes part
+    in the step without one; what is averaged over the ranks goes on being divided by all of them. ``stop``: all ranks
+    end with the first one, and what the others have left is not used.
+
+    Args:
+        training: of training. To join, optimization has to be automatic.
+        evaluation: of validation, test and predict.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+
+    training: Uneven = "error"
+    evaluation: Uneven = "join"
+
+    def __post_init__(self) -> None:
+        for name in ("training", "evaluation"):
+            if getattr(self, name) not in get_args(Uneven):
+                known = ", ".join(get_args(Uneven))
+                raise ValueError(f"LoaderPolicy.{name} must be one of {known}, got {getattr(self, name)!r}.")
+
+
 # ------------------------------------------------------------------ each raises ValueError, or returns what is usable
 
 
@@ -366,6 +397,13 @@ def validate_activations(activations: ActivationPolicy | None) -> ActivationPoli
     if activations is not None and not isinstance(activations, ActivationPolicy):
         raise ValueError(f"activations must be an ActivationPolicy, got {activations!r}.")
     return activations
+
+
+def validate_loaders(loaders: LoaderPolicy) -> LoaderPolicy:
+    """What happens with uneven loaders is a policy."""
+    if not isinstance(loaders, LoaderPolicy):
+        raise ValueError(f"loaders must be a LoaderPolicy, got {loaders!r}.")
+    return loaders
 
 
 def validate_prefetch(prefetch: int) -> int:

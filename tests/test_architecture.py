@@ -21,8 +21,8 @@ PACKAGE = ROOT / "lightning_zero"
 MODULE_LINES = 450
 FUNCTION_LINES = 60
 FOLDER_FILES = 14
-ALL_LINES = 32_174
-ALL_FILES = 144
+ALL_LINES = 32_520
+ALL_FILES = 146
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 4
@@ -317,7 +317,9 @@ def test_public_names_are_frozen() -> None:
             "CheckpointPolicy",
             "CommunicationMonitor",
             "HostOffload",
+            "LoaderPolicy",
             "MemoryMonitor",
+            "NoBatch",
             "NvmeOffload",
             "ZeroCLI",
             "ZeroPlan",

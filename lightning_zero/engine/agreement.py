@@ -32,6 +32,10 @@ class Agreement:
     def __init__(self, control: ControlGroup, width: int, spans: Spans | None = None) -> None:
         self.control = control
         self.width = width
+        self.notice = 0
+        """What this rank was asked for by signals, as bits, which each round tells the others."""
+        self.noticed = 0
+        """What any rank was, as of the last round: so it changes on all of them in the same place."""
         self._spans = spans or Spans()
 
     def round(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
@@ -39,20 +43,24 @@ class Agreement:
 
         Collective. Raises ``DivergenceError`` on every rank if ``place``, what a rank is doing, differs between them.
         """
-        message = [zlib.crc32(place.encode()), *values]
-        message += [0] * (self.width + 1 - len(message))
+        message = [zlib.crc32(place.encode()), self.notice, *values]
+        message += [0] * (self.width + 2 - len(message))
         with self._spans.of(Phase.AGREE, place):
             rows = self.control.exchange(message)
-        if any(row[0] != rows[0][0] for row in rows):
-            places = self.control.gather_objects(place)
-            doing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(places))
+        places, notices, *_ = zip(*rows, strict=True)
+        if len(set(places)) > 1:
+            told = self.control.gather_objects(place)
+            doing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told))
             raise DivergenceError(
                 f"The ranks are in different places of the training program:\n{doing}\n"
                 "Every rank must run the same number of batches, backward passes and optimizer steps. Usual causes: a "
                 "training_step that returned None on some ranks, dataloaders of different length, or a branch that "
                 "depends on the rank's data and calls backward or the model another number of times."
             )
-        return [row[1:] for row in rows]
+        if any(notices):
+            for notice in notices:
+                self.noticed |= notice
+        return [row[2:] for row in rows]
 
 
 class ExternalWrites:

@@ -103,7 +103,7 @@ class Passes:
         self.updating = False  # between the beginning and the end of an optimizer step: masters may be half updated
         self._reducer: GradientReducer | None = None
         width = 6 + report_width(sum(flat.layout.trainable for flat in flats))
-        agreement = Agreement(control, width, self.spans)
+        self.agreement = agreement = Agreement(control, width, self.spans)
         self.agree = agreement.round
         """Meet the other ranks outside of a phase and exchange a few numbers."""
         self.access = ParameterAccess(self)

@@ -77,8 +77,7 @@ class NvmeStore:
         if staging_nbytes <= 0:
             raise ValueError(f"buffer_nbytes must be at least {8 * PAGE_NBYTES}, got {buffer_nbytes}.")
         self._locked = device.type == "cuda"
-        self.host_nbytes = pool_nbytes + staging_nbytes
-        """Bytes of memory for all buffers together."""
+        self._buffer_nbytes = pool_nbytes + staging_nbytes
         self.pool = BufferPool(host_memory(pool_nbytes, locked=self._locked, inherited=False))
         self._workers = Workers(io_threads, "lightning_zero-offload")
         staging = host_memory(staging_nbytes, locked=False, inherited=False)
@@ -95,6 +94,11 @@ class NvmeStore:
         self.direct = self._file.direct
         """Whether the page cache is left out."""
         self.check_alive = self._file.check_alive
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of memory for all buffers together, and for checksums: 8 for each page."""
+        return self._buffer_nbytes + (self.nbytes_on_disk // PAGE_NBYTES * 8 if self._checksums else 0)
 
     @property
     def nbytes_on_disk(self) -> int:

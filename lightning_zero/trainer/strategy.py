@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Groups
-from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, NvmeOffload, Placement
+from lightning_zero.config import (
+    ActivationPolicy,
+    CheckpointPolicy,
+    HostOffload,
+    LoaderPolicy,
+    NvmeOffload,
+    Placement,
+    validate_loaders,
+)
 from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.init import InitRecorder
@@ -42,20 +50,21 @@ from lightning_zero.trainer.callbacks import (
     without_modules,
 )
 from lightning_zero.trainer.finetuning import compare_by_value
+from lightning_zero.trainer.loaders import Loading
 from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
-from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes
+from lightning_zero.trainer.processes import DEFAULT_TIMEOUT
 from lightning_zero.trainer.replaced import ReplacedMethods
 
 __all__ = ["ZeroStrategy"]
 
 _DEFAULT_POLICY = CheckpointPolicy()
+_DEFAULT_LOADERS = LoaderPolicy()
 
 
 class _Unmarked:
-    """The module of a strategy, read as any attribute.
+    """The module of a strategy, read as any attribute, without the mark of a Trainer that was given a compiled one.
 
-    A Trainer that was given ``torch.compile(module)`` has put compiled steps into the module when it sets this, and
-    marked it. Next it would refuse a marked module, as the strategy is of no class that it lists.
+    That has put compiled steps into it by then, and would refuse a marked one, as it does not know the strategy.
     """
 
     def __set__(self, strategy: ZeroStrategy, module: LightningModule | None) -> None:
@@ -64,7 +73,7 @@ class _Unmarked:
         strategy.__dict__["_lightning_module"] = module
 
 
-class ZeroStrategy(Processes):
+class ZeroStrategy(Loading):
     """ZeRO for an ordinary LightningModule: ``Trainer(strategy="zero3")``.
 
     Args:
@@ -77,6 +86,7 @@ class ZeroStrategy(Processes):
         offload: what rests in host memory, or in files, between uses; ``None``: everything stays on the device.
         activations: what is computed again in backward, or kept on the host until then; ``None``: autograd keeps all.
         checkpoint: what is saved and how, and where the first weights come from.
+        loaders: what happens where data end on some ranks earlier than on others.
         broadcast_buffers: whether all ranks get rank 0's buffers (running statistics) whenever DDP would give them.
         accelerator: as for every Lightning strategy.
         parallel_devices: as for every Lightning strategy.
@@ -104,6 +114,7 @@ class ZeroStrategy(Processes):
         offload: HostOffload | NvmeOffload | None = None,
         activations: ActivationPolicy | None = None,
         checkpoint: CheckpointPolicy = _DEFAULT_POLICY,
+        loaders: LoaderPolicy = _DEFAULT_LOADERS,
         broadcast_buffers: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -124,6 +135,7 @@ class ZeroStrategy(Processes):
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, precision_plugin=precision_plugin)
         self.placement, self.offload = self.settings.placement, offload
+        self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
         self.process_group_backend = process_group_backend
         self._timeout = timeout
@@ -188,6 +200,7 @@ class ZeroStrategy(Processes):
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         copy_whole(callbacks, self._module, self._replaced)
         compare_by_value(callbacks, self._module, self._replaced)
+        self.listen(self._module.trainer, self._replaced)
 
     # -------------------------------------------------------------------- setup
 
@@ -300,6 +313,7 @@ class ZeroStrategy(Processes):
 
     def on_train_start(self) -> None:
         """Give random numbers back where a resumed run goes on: after all hooks of the start."""
+        super().on_train_start()
         if self.checkpoints.random.go_on(self.root_device):
             begin_epoch(self._module.trainer)
 
@@ -321,8 +335,12 @@ class ZeroStrategy(Processes):
 
     def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         training, averaged = name == "training_step", self._module.automatic_optimization
+        without = self.may_lack and self.lacks_batch(args, kwargs)
         with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
-            return getattr(self._module, name)(*args, **kwargs)
+            result = None if without else getattr(self._module, name)(*args, **kwargs)
+        if not training and self.engine.agreement.noticed:
+            self.heed(between=True)
+        return torch.zeros((), device=self.root_device, requires_grad=True) if without and training else result
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward, after which gradients are reduced, then ``on_after_backward``. Collective: every rank."""
@@ -335,6 +353,8 @@ class ZeroStrategy(Processes):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
+        if self.engine.agreement.noticed:
+            self.heed(between=False)
         return closure_loss
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]

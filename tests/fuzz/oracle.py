@@ -97,7 +97,7 @@ def _judge_errors(program: Program, stage: int, errors: Sequence[Error | None], 
 
 def _follows(error: Error) -> bool:
     """It only says that the other rank has left."""
-    return error.type == "CommunicationError" or "by peer" in error.message
+    return error.type == "CommunicationError" or "by peer" in error.message or "has failed with" in error.message
 
 
 def _differences(program: Program, stage: int, expected: Sequence[Record], found: Sequence[Record]) -> list[str]:

@@ -152,7 +152,7 @@ def on_host(strategy: Any) -> dict[str, Storages]:
     store = engine.tiers.store
     rested = [*(tensor for flat in flats for tensor in (flat.master, flat.weights)), *state]
     regions = {id(tensor.region): tensor.region for tensor in rested if isinstance(tensor, FileTensor)}
-    buffers = {0: store.host_nbytes + engine.tiers.fetcher.reserved_nbytes} if store is not None else {}
+    buffers = {0: store._buffer_nbytes + engine.tiers.fetcher.reserved_nbytes} if store is not None else {}
     return {
         "weights": storages(flat.weights for flat in flats if flat.rest.weights is Tier.HOST),
         "masters": storages(flat.master for flat in flats if flat.rest.master is Tier.HOST),

@@ -76,7 +76,7 @@ class Breaking(pl.Callback):
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_zero")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_zero-")]
 
 
 FAULTS = [

@@ -1,0 +1,98 @@
+"""What a signal asks of a run: all ranks do it in the same place, if one of them was asked.
+
+Lightning's own handlers run wherever the rank is. The one of SIGTERM sends a message there, which shifts all messages
+behind it by one, and the one with which Slurm has a run saved and queued again saves in the middle of a step, which
+other ranks are not in. Ours only note what is asked: the next agreement tells the others, and all do it together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_zero.trainer.processes import Processes
+from lightning_zero.trainer.replaced import ReplacedMethods
+
+if TYPE_CHECKING:
+    from lightning_zero.engine import ZeroEngine
+
+__all__ = ["Signals"]
+
+_END, _SAVE = 1, 2
+_log = logging.getLogger(__name__)
+
+
+class Signals(Processes):
+    """The signals that a Trainer handles."""
+
+    _connector: Any
+    _asked = 0  # of this rank, in this run
+    _fitting = False
+    _save: Callable[..., None]
+    _saved = False
+
+    if TYPE_CHECKING:
+
+        @property
+        def engine(self) -> ZeroEngine: ...
+
+    def listen(self, trainer: Any, replaced: ReplacedMethods) -> None:
+        """Take the place of Lightning's handlers, before it installs them. Local."""
+        self._connector = connector = trainer._signal_connector  # 2.6
+        self._asked, self._fitting, self._saved = 0, False, False
+        self._save = connector._slurm_sigusr_handler_fn
+
+        def end(method: Callable[..., None]) -> Callable[..., None]:
+            def call(signum: Any, frame: Any) -> None:
+                _log.info("[rank: %s] Received SIGTERM: all ranks end after this step.", self.global_rank)
+                if self._launcher is not None and not self._asked & _END:
+                    self._launcher.kill(signum)
+                if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
+                    self._ask(_END)
+                else:
+                    connector.received_sigterm = True
+
+            return call
+
+        def save(method: Callable[..., None]) -> Callable[..., None]:
+            def call(signum: Any, frame: Any) -> None:
+                self._ask(_SAVE) if trainer.state.fn == TrainerFn.FITTING else method(signum, frame)
+
+            return call
+
+        replaced.put(connector, "_sigterm_notifier_fn", end)
+        replaced.put(connector, "_slurm_sigusr_handler_fn", save)
+
+    def _ask(self, what: int) -> None:
+        self._asked |= what
+        if self._fitting:
+            self.engine.agreement.notice = self._asked
+
+    def on_train_start(self) -> None:
+        """From here on others are told; also of what was asked before."""
+        super().on_train_start()
+        self.engine.agreement.noticed, self._fitting = 0, True
+        self._ask(0)
+
+    def on_train_end(self) -> None:
+        """Nobody is told any more."""
+        self._fitting = False
+        super().on_train_end()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Do what any rank was asked for. On all ranks alike."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.engine.agreement.noticed:
+            self.heed(between=True)
+
+    def heed(self, *, between: bool) -> None:
+        """Do what any rank was asked for and can be done here: ``between`` two batches or not. On all ranks alike."""
+        noticed = self.engine.agreement.noticed
+        if noticed & _END:
+            self._connector.received_sigterm = True  # Lightning ends the fit before the next batch
+        if noticed & _SAVE and between and not self._saved:
+            self._saved = True
+            self._save(None, None)

@@ -1,0 +1,213 @@
+"""Data that end on some ranks earlier than on others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero import LoaderPolicy, NoBatch, ZeroStrategy
+from tests.helpers.cases import WIDTH, Stack
+from tests.helpers.training import make_trainer
+from tests.helpers.world import run_world
+from tests.strategy.runs import Net, batches, quiet, raised, values_of, zero
+
+COUNTS = (5, 3)  # batches of the two ranks
+
+
+class Stream(IterableDataset[int]):
+    """Of a length that nobody knows, or of a wrong one."""
+
+    def __init__(self, count: int, length: int | None = None) -> None:
+        self.count, self.length = count, length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.count)
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return 9
+
+
+class Plain:
+    """What somebody wrote: it can be iterated."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([i]) for i in range(self.count))
+
+
+def loader(kind: str, count: int) -> Any:
+    if kind == "plain":
+        return Plain(count)
+    if kind == "map":
+        return batches(count)
+    return DataLoader(Stream(count) if kind == "stream" else Sized(count), batch_size=1)
+
+
+class Counting(Net):
+    """Its optimizer is linear in the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(type(batch).__name__)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def expected(epochs: int) -> dict[str, Tensor]:
+    """The mean over the initial world: a rank without a batch has a gradient of zero."""
+    torch.manual_seed(1)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(epochs):
+        for step in range(max(COUNTS)):
+            total: list[Any] = [None] * len(list(model.parameters()))
+            for rank, count in enumerate(COUNTS):
+                if step < count:
+                    generator = torch.Generator().manual_seed(10_000 * epoch + 100 * step + rank)
+                    x, y = torch.randn(2, 3, WIDTH, generator=generator)
+                    found = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+                    total = [g if t is None else t + g for t, g in zip(total, found, strict=True)]
+            for parameter, gradient in zip(model.parameters(), total, strict=True):
+                parameter.grad = gradient / 2
+            optimizer.step()
+    return {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:.*Your `IterableDataset` has `__len__` defined", "ignore:Length of IterableDataset")
+@pytest.mark.parametrize("kind", ["plain", "map", "stream", "sized stream"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_to_join_is_to_take_part_without_a_batch(stage: int, kind: str) -> None:
+    def world(rank: int) -> tuple[dict[str, Tensor], int, list[str]]:
+        module = Counting()
+        trainer = make_trainer(zero(stage, loaders=LoaderPolicy(training="join")), max_epochs=2)
+        with quiet():
+            trainer.fit(module, loader(kind, COUNTS[rank]))
+        return values_of(module), trainer.global_step, module.seen
+
+    weights = expected(2)
+    for rank, (found, steps, seen) in enumerate(run_world(2, world)):
+        assert steps == 10
+        assert seen.count("NoBatch") == 2 * (5 - COUNTS[rank])
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+@pytest.mark.filterwarnings("ignore:The train_dataloader has 3 batches on rank 1 and 5 on rank 0")
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_without_a_policy_it_is_an_error_with_names(stage: int, kind: str) -> None:
+    def world(rank: int) -> tuple[list[str], float]:
+        errors: list[str] = []
+        with quiet(), raised(errors):
+            begin = time.monotonic()
+            make_trainer(zero(stage)).fit(Counting(), loader(kind, COUNTS[rank]))
+        return errors, time.monotonic() - begin
+
+    for errors, seconds in run_world(2, world):
+        assert errors[0].startswith(
+            "DivergenceError: The train_dataloader has ended on rank 1 after 3 batches, and has"
+        )
+        assert "one more on rank 0" in errors[0]
+        assert "training='join'" in errors[0]
+        assert seconds < 10
+
+
+def test_known_lengths_that_differ_are_told_of_at_the_beginning() -> None:
+    """As a warning: a limit may end the run before."""
+
+    def world(rank: int) -> int:
+        with quiet(), pytest.warns(UserWarning, match="3 batches on rank 1 and 5 on rank 0") if rank == 0 else quiet():
+            trainer = make_trainer(zero(1), limit_train_batches=3)
+            trainer.fit(Counting(), batches(COUNTS[rank]))
+        return trainer.global_step
+
+    assert run_world(2, world) == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_all_may_stop_with_the_first(kind: str) -> None:
+    def world(rank: int) -> int:
+        trainer = make_trainer(zero(3, loaders=LoaderPolicy(training="stop")), max_epochs=2)
+        with quiet():
+            trainer.fit(Counting(), loader(kind, COUNTS[rank]))
+        return trainer.global_step
+
+    assert run_world(2, world) == [6, 6]
+
+
+class Evaluated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert not isinstance(batch, NoBatch)
+        self.log("value", 1.0 + batch_idx + 10 * self.global_rank, sync_dist=True, batch_size=1)
+        self.model(torch.ones(1, WIDTH))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(torch.ones(1, WIDTH))
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_metrics_and_predictions_are_whole(stage: int, kind: str) -> None:
+    def world(rank: int) -> tuple[float, int]:
+        module = Evaluated()
+        with quiet():
+            trainer = make_trainer(zero(stage))
+            found = trainer.validate(module, loader(kind, COUNTS[rank]), verbose=False)
+            predicted = trainer.predict(module, loader(kind, COUNTS[rank]))
+        assert all(isinstance(value, Tensor) for value in predicted or ())
+        return found[0]["value"], len(predicted or ())
+
+    mean = (sum(range(1, 6)) + sum(range(11, 14))) / 8
+    assert run_world(2, world) == [(mean, 5), (mean, 3)]
+
+
+def test_a_loader_that_is_alike_everywhere_is_left_as_it_is() -> None:
+    def world(rank: int) -> tuple[bool, bool]:
+        given, stream = batches(4), DataLoader(Stream(4), batch_size=1)
+        module = Counting()
+        trainer = make_trainer(zero(1))
+        trainer.fit(module, given)
+        same = trainer.train_dataloader is given
+        trainer = make_trainer(zero(1))
+        trainer.fit(module, stream)
+        found: Any = trainer.train_dataloader
+        return same, isinstance(found, DataLoader) and found.dataset is stream.dataset
+
+    with quiet():
+        assert run_world(2, world) == [(True, True)] * 2
+
+
+def test_to_join_by_hand_is_refused_at_set_up() -> None:
+    class ByHand(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    def world(rank: int) -> list[str]:
+        errors: list[str] = []
+        with quiet(), raised(errors):
+            make_trainer(zero(1, loaders=LoaderPolicy(training="join"))).fit(ByHand(), batches(2))
+        return errors
+
+    assert all("manual optimization" in errors[0] for errors in run_world(2, world))
+
+
+def test_a_policy_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match=r"LoaderPolicy\.training must be one of error, join, stop, got 'wait'"):
+        LoaderPolicy(training="wait")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="loaders must be a LoaderPolicy"):
+        ZeroStrategy(loaders="join")  # type: ignore[arg-type]
