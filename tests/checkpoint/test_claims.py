@@ -466,6 +466,7 @@ def test_a_number_of_an_optimizer_that_is_none(tmp_path: Path, name: str) -> Non
     assert name in open_checkpoint(tmp_path / "c", control())
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse")  # since torch 2.14
 def test_a_sparse_tensor_is_described(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.eye(3).to_sparse()}}, tmp_path / "x.ckpt")
     assert "9 elements in 1 tensor" in inspect_checkpoint(tmp_path / "x.ckpt").describe(tensors=True)

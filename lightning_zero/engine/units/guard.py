@@ -93,6 +93,9 @@ class SavedTensorGuard:
         self._kinds: set[type[Tensor]] = {Tensor}  # classes of which nobody looks at what is done
         # Permanent objects that Dynamo does not trace: a fresh closure per forward would be recompiled every time.
         self._pack_hook, self._unpack_hook = self._hooks()
+        # As torch marks its own hooks: since 2.14, selective checkpointing looks for those of the user behind them.
+        self._seen = vars(self._pack_hook)
+        self._seen.update(_checkpoint_internal=True, _user_hooks=None)
 
     @property
     def depth(self) -> int:
@@ -125,11 +128,13 @@ class SavedTensorGuard:
         if top is not None and top[0] is self._pack_hook:
             top = self._outer[-1] if self._outer else None
         self._outer.append(top)
+        self._seen["_user_hooks"] = top
         push_saved_tensor_hooks(self._pack_hook, self._unpack_hook)
 
     def pop(self) -> None:
         """Undo the last ``push``."""
         self._outer.pop()
+        self._seen["_user_hooks"] = self._outer[-1] if self._outer else None
         pop_saved_tensor_hooks()
 
     def _hooks(self) -> tuple[Pack, Unpack]:
