@@ -48,7 +48,8 @@ _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _STORE = "(store)"  # in place of a group's name: where processes make groups
 _NO_WAITS = {"_object_to_tensor", "_tensor_to_object"}  # compute, and know their group
 _MAKE_GROUPS = {"_new_process_group_helper", "_store_based_barrier", "init_process_group"} | {
-    f"_create_{backend}_process_group" for backend in ("gloo", "nccl")  # since 2.14
+    f"_create_{backend}_process_group"
+    for backend in ("gloo", "nccl")  # since 2.14
 }
 
 _ADVICE = (
