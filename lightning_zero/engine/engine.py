@@ -105,7 +105,7 @@ class ZeroEngine(Passes):
         self._returned.clear()
         self.take_over_shown(on_disk=False)  # those are stepped on from what is shown
         self._steps += 1
-        place = f"step {self._steps} of {label}, after {self.forwards} forwards and {self._backwards} backwards"
+        place = f"step {self._steps} of {label}, after {self._trained} forwards and {self._backwards} backwards"
         rows = self.agree(place, [self.access.writes.digest, *values])
         self.access.writes.compare([row[0] for row in rows], self.control)
         if differ is not None and any(row != rows[0] for row in rows):

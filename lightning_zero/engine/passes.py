@@ -126,7 +126,7 @@ class Passes:
         self.weights = PublishedWeights(self._replicated, collectives, self.spans, self.access.writes, module)
         self._running: dict[str, Span | None] = {}  # stretches of time that begin and end in different calls
         self._depth, self._scope, self._segment = 0, "", 0
-        self.forwards, self._backwards = 0, 0
+        self.forwards, self._backwards, self._trained = 0, 0, 0  # the last: forwards of training steps
         self.in_backward = False  # a backward runs
         self._explicit = False
         self._replaced = (0, "")  # what got other values last, and after how many forwards
@@ -428,6 +428,7 @@ class Passes:
 
     def _open_forward(self) -> None:
         self.forwards += 1
+        self._trained += self._scope == "training_step"
         name, place = f"forward {self._segment} of {self._scope}", f"forward {self.forwards} ({self._scope})"
         self._schedule.open(name, place, amid=self._segment > 0)
 

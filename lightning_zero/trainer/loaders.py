@@ -1,35 +1,51 @@
-"""Loaders whose data end on some ranks earlier than on others: all ranks ask, batch by batch, whether anybody has one.
+"""Data that end on some ranks earlier than on others: all ranks ask, batch by batch, whether anybody has one.
 
-Under DDP a rank without a batch leaves, and the others wait for it in their next backward. A loader over a dataset of
-known length that is the same on all ranks is left as it is: the ranks compare lengths once. Of any other one each batch
-is asked for in an agreement (40 microseconds on a host), in the order in which Lightning fetches, before the step.
+Under DDP a rank without a batch leaves, and the others wait for it in their next backward. Here what Lightning iterates
+over, all loaders of a stage together, is iterated in step where ranks need one another. Where the lengths that are
+known are the same on all ranks, nothing is different. Otherwise each batch is asked for in an agreement (40
+microseconds on a host), in the order in which Lightning fetches, before the step.
 
 [Note: a step without a batch]
-A rank that has no batch while another one has gets a ``NoBatch``, so that Lightning's loops go on there in step. In
-place of the module's step method the strategy runs nothing, in the same scope: the rank takes part in what the others
-gather and reduce, gives no gradient, and its loss is zero. Averages go on being those over all ranks.
+A rank that has no batch while another one has takes part in what the others gather and reduce. In training it gets a
+``NoBatch``, so that Lightning's loops go on there, and in place of ``training_step`` the strategy runs nothing, in the
+same scope: no gradient, and a loss of zero. Averages go on being those over all ranks. In evaluation Lightning's loops
+do not need one another, so there the rank takes part while it fetches, of which neither hooks nor metrics see anything.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero._torch import tree_leaves
 from lightning_zero.config import LoaderPolicy, Placement
 from lightning_zero.errors import DivergenceError, some
+from lightning_zero.shards.elements import fingerprint
+from lightning_zero.trainer.replaced import ReplacedMethods
 from lightning_zero.trainer.signals import Signals
 
-__all__ = ["Loading", "NoBatch", "in_lock_step"]
+__all__ = ["Loading", "NoBatch"]
 
 Policy = Literal["error", "join", "stop"]
 Agree = Callable[[str, Sequence[int]], list[list[int]]]
+
+_WAYS = (
+    "Give every rank as many batches (`DistributedSampler`, `drop_last=True`, as many shards for each), or say what is "
+    "to be done: ZeroStrategy(loaders=LoaderPolicy(training='join')), where who has none takes part without one, or "
+    "'stop', where all end with the first."
+)
+_OUT = 1 << 32  # in place of a loader's number: no batch of any
 
 
 class Loading(Signals):
@@ -38,137 +54,203 @@ class Loading(Signals):
     loaders: LoaderPolicy
     placement: Placement
     may_lack = False
-    """Whether a loader of this run may give no batch."""
-    _without = 0  # steps of this rank without a batch
+    """Whether a training step may get no batch."""
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """A loader that ends on all ranks together, where the ranks need one another. Collective: every rank."""
-        module: Any = self.lightning_module
-        trainer = module.trainer
-        training = trainer.training
-        policy = self.loaders.training if training else self.loaders.evaluation
-        free = not training and policy == "join" and not self.placement.shards_parameters  # nobody waits
-        by_hand = training and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-        if self.world_size == 1 or free or by_hand:
-            return dataloader
-        if training and policy == "join" and not module.automatic_optimization:
-            raise ValueError(
-                "LoaderPolicy(training='join') leaves training_step out on ranks without a batch, and with it, in "
-                "manual optimization, the backward that the others wait for. Use 'error' or 'stop'."
-            )
-        name = f"{trainer.state.stage.dataloader_prefix}_dataloader"
-        loader = in_lock_step(dataloader, name, policy, self.engine.agree)
-        self.may_lack = self.may_lack or (policy == "join" and loader is not dataloader)
-        return loader
+    def listen(self, trainer: Any, replaced: ReplacedMethods) -> None:
+        """Stand between the loops and their loaders, too. Local."""
+        super().listen(trainer, replaced)
+        self.may_lack = False
+        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+        for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            source = loop._data_source  # 2.6
+            replaced.put(source, "dataloader", partial(self._in_step, trainer, source.name))
+
+    def _in_step(self, trainer: Any, name: str, request: Callable[[], Any]) -> Callable[[], Any]:
+        """``request``, whose loaders end on all ranks together where the ranks need one another."""
+        stage = name.removesuffix("_dataloader").replace("val", "validation").replace("train", "training")
+        training, step = stage == "training", f"{stage}_step"
+
+        def dataloader() -> Any:
+            given, module = request(), trainer.lightning_module
+            policy = self.loaders.training if training else self.loaders.evaluation
+            listens = not training and not self.placement.shards_parameters  # to signals: the steps need nobody
+            free = listens and policy == "join" and trainer.state.fn != TrainerFn.FITTING
+            by_hand = is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
+            if self.world_size == 1 or free or by_hand:
+                return given
+            if training and policy == "join" and not module.automatic_optimization:
+                raise ValueError(
+                    "LoaderPolicy(training='join') leaves training_step out on ranks without a batch, and with it, in "
+                    "manual optimization, the backward that the others wait for. Use 'error' or 'stop'."
+                )
+            self.may_lack = self.may_lack or (training and policy == "join")
+            mode = "max_size_cycle" if training else "sequential"
+            combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode)  # type: ignore[arg-type]
+            empty = None if training else partial(self._take_part, step)
+            return _InLockStep.of(combined, _LockStep(name, policy, self.engine.agree, empty, listens))
+
+        return dataloader
+
+    def run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool) -> Any:
+        """Run a step of the user's, or ``without`` it all that the others need. Collective: every rank."""
+        raise NotImplementedError
+
+    def _take_part(self, step: str) -> None:
+        self.run_step(step, (), {}, without=True)
+        self.end_if_asked()
 
     def lacks_batch(self, *called: Any) -> bool:
-        """Whether what a step is called with has no batch in it, or not that of each of several loaders."""
-        without = any(isinstance(leaf, NoBatch) for leaf in tree_leaves(called))
-        self._without += without
-        return without
+        """Whether there is no batch in what a training step is called with."""
+        return self.may_lack and any(isinstance(leaf, NoBatch) for leaf in tree_leaves(called))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The user's way to bring a batch to the device, if there is one."""
-        if self.may_lack and any(isinstance(leaf, NoBatch) for leaf in tree_leaves(batch)):
-            return batch
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    def on_predict_end(self) -> None:
-        """Take off what was predicted of no batch."""
-        loop: Any = self.lightning_module.trainer.predict_loop  # type: ignore[union-attr]
-        for predictions in loop._predictions if self._without else ():  # 2.6
-            while predictions and predictions[-1] is None:
-                predictions.pop()
-        self._without = 0
+        return batch if isinstance(batch, NoBatch) else super().batch_to_device(batch, device, dataloader_idx)
 
 
 class NoBatch:
-    """What a rank without a batch has in place of one, while others have theirs. Hooks of batches get it."""
+    """What a training rank without a batch has in place of one, while others have theirs. Hooks of batches get it.
+
+    To who asks for its size it is a batch of none, as which it counts in averages.
+    """
 
     def to(self, *args: Any, **kwargs: Any) -> NoBatch:
         """Itself, on any device."""
         return self
 
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.empty(0)
+
     def __repr__(self) -> str:
         return "NoBatch()"
 
 
-def in_lock_step(loader: Any, name: str, policy: Policy, agree: Agree) -> Any:
-    """The loader, or one that ends on all ranks together.
+class _InLockStep(CombinedLoader):
+    """A user's loaders, in a copy of what combines them, which end on all ranks together."""
 
-    Args:
-        loader: of this rank; anything that can be iterated.
-        name: for messages, alike on all ranks.
-        policy: what to do where data end on some ranks only.
-        agree: exchanges numbers with all ranks, given what for.
+    _lock_step: _LockStep
 
-    Collective: every rank.
-    """
-    length = sized_len(loader)
-    certain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    rows = agree(f"the length of the {name}", [-1 if length is None else length, int(certain)])
-    lengths = [row[0] for row in rows]
-    if len(set(lengths)) == 1 and all(row[1] for row in rows):
-        return loader
-    known = min(lengths) >= 0
-    if known and policy == "error" and max(lengths) > min(lengths):
-        short = lengths.index(min(lengths))
-        rank_zero_warn(
-            f"The {name} has {min(lengths)} batches on rank {short} and {max(lengths)} on rank "
-            f"{lengths.index(max(lengths))}. A run that comes to the end of the shorter one ends with an error. "
-            f"{_WAYS}"
-        )
-    end = (min if policy == "stop" else max)(lengths) if known else None
-    return _LockStep(loader, name, policy, agree, end)
+    @staticmethod
+    def of(combined: CombinedLoader, lock_step: _LockStep) -> CombinedLoader:
+        new, kind = copy.copy(combined), type(combined)
+        new.__class__ = type(kind.__name__, (_InLockStep, kind), {})
+        vars(new)["_lock_step"] = lock_step
+        return new
+
+    def __iter__(self) -> Any:
+        super().__iter__()
+        parts: list[Any] = self.flattened
+        certain = all(isinstance(part, DataLoader) and not isinstance(part.dataset, IterableDataset) for part in parts)
+        each = [sized_len(part) for part in parts] if self._mode == "sequential" else []
+        self._lock_step.begin(_length(super().__len__), certain, fingerprint(str(each)))
+        return self
+
+    def __next__(self) -> Any:
+        return self._lock_step.next(super().__next__)
+
+    def __len__(self) -> int:
+        length = self._lock_step.length if self._iterator is not None else super().__len__()
+        if length is None:
+            raise TypeError("These loaders have no length that all ranks agree on.")
+        return length
 
 
-_WAYS = (
-    "Give every rank as many batches (`DistributedSampler`, `drop_last=True`, as many shards for each), or say what is "
-    "to be done: ZeroStrategy(loaders=LoaderPolicy(training='join')), where who has none takes part without one, or "
-    "'stop', where all end with the first."
-)
+def _length(measure: Callable[[], int]) -> int:
+    """Of loaders, or -1 if one of them has none."""
+    try:
+        return measure()
+    except (TypeError, NotImplementedError):
+        return -1
 
 
 class _LockStep:
-    """A loader that ends on all ranks together. In everything else it is the loader that it wraps."""
+    """One rank's side of loaders that end on all ranks together.
 
-    def __init__(self, loader: Any, name: str, policy: Policy, agree: Agree, length: int | None) -> None:
-        vars(self).update(_loader=loader, _name=name, _policy=policy, _agree=agree, _length=length)
+    Args:
+        name: for messages, alike on all ranks.
+        policy: what to do where data end on some ranks only.
+        agree: exchanges numbers with all ranks, given what for.
+        empty: takes part in a step of the others; ``None``: where Lightning's loops have to go on.
+        listens: whether signals are to be told of with each batch in any case.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
-        batches, has, count = iter(self._loader), True, 0
+    def __init__(
+        self, name: str, policy: Policy, agree: Agree, empty: Callable[[], None] | None, listens: bool
+    ) -> None:
+        self._name, self._policy, self._agree, self._empty, self._listens = name, policy, agree, empty, listens
+        self.length: int | None = None
+        """What Lightning is told; with none it fetches one batch ahead of the step."""
+
+    def begin(self, length: int, certain: bool, each: int) -> None:
+        """Compare lengths, at the beginning of each pass. Collective: every rank.
+
+        Args:
+            length: of all loaders together; -1 if nobody knows.
+            certain: whether it is the number of batches that will come.
+            each: a number for what they consist of.
+        """
+        self._asked, self._count, self._has, self._held = 0, 0, True, None
+        self._error: DivergenceError | None = None
+        rows = self._agree(f"the length of the {self._name}", [length, int(certain), each])
+        lengths = [row[0] for row in rows]
+        known = min(lengths) >= 0
+        self._alike = known and all(row == rows[0] for row in rows) and certain
+        ends = min if self._policy == "stop" else max
+        self.length = ends(lengths) if self._alike or (known and self._empty is None) else None
+        if known and self._policy == "error" and max(lengths) > min(lengths):
+            rank_zero_warn(
+                f"The {self._name} has {min(lengths)} batches on rank {lengths.index(min(lengths))} and "
+                f"{max(lengths)} on rank {lengths.index(max(lengths))}. A run that comes to the end of the shorter one "
+                f"ends with an error. {_WAYS}"
+            )
+
+    def next(self, fetch: Callable[[], Any]) -> Any:
+        """The next batch with its numbers, once all ranks have said whether they have one. Collective: every rank."""
+        if self._alike:
+            found = fetch()
+            if self._listens:
+                self._agree(f"a batch of the {self._name}", [])
+            return found
         while True:
-            batch: Any = NoBatch()
-            if has:
+            if self._error is not None:
+                raise self._error
+            if self._has and self._held is None:
                 try:
-                    batch = next(batches)
+                    self._held = fetch()
                 except StopIteration:
-                    has = False
-            rows = self._agree(f"the next batch of the {self._name}", [int(has), count])
-            out = [rank for rank, row in enumerate(rows) if not row[0]]
-            if len(out) == len(rows) or (out and self._policy == "stop"):
-                return
-            if out and self._policy == "error":
-                left = [rank for rank in range(len(rows)) if rank not in out]
-                ended = ", ".join(f"rank {rank} after {rows[rank][1]} batches" for rank in out[:4])
-                raise DivergenceError(
-                    f"The {self._name} has ended on {ended}, and has one more on rank {some(left)}. {_WAYS}"
-                )
-            count += has
-            yield batch
+                    self._has = False
+            at = _OUT if self._held is None else self._held[2]  # the loader's number, if they follow one another
+            rows = self._agree(f"the next batch of the {self._name}", [at, self._count])
+            everyone = [row[0] for row in rows]
+            self._asked += 1
+            if min(everyone) == _OUT or (self._policy == "stop" and _OUT in everyone):
+                raise StopIteration
+            late = [rank for rank, other in enumerate(everyone) if other > min(everyone)]
+            if not late:
+                return self._take()
+            if self._policy == "stop":
+                self._held = self._held if at == max(everyone) else None
+            elif self._policy == "error":
+                self._fail(late, rows)
+                return self._take() if self._held is not None else (NoBatch(), self._asked - 1, 0)
+            elif at == min(everyone):
+                return self._take()
+            elif self._empty is None:
+                return NoBatch(), self._asked - 1, 0
+            else:
+                self._empty()
 
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError(f"The {self._name} has no length on some ranks.")
-        return int(self._length)
+    def _take(self) -> Any:
+        found, self._held = self._held, None
+        self._count += 1
+        return found
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_loader"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loader, name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """For who asks what kind of a loader it is."""
-        return type(self._loader)
+    def _fail(self, late: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """Raise, or do so when the next batch is fetched: one that was fetched ahead is perhaps never used."""
+        left = [rank for rank in range(len(rows)) if rank not in late]
+        ended = ", ".join(f"rank {rank} after {rows[rank][1]} batches" for rank in late[:4])
+        self._error = DivergenceError(
+            f"The {self._name} has ended on {ended}, and has one more on rank {some(left)}. {_WAYS}"
+        )
+        if self.length is not None:
+            raise self._error

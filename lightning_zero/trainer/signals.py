@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.replaced import ReplacedMethods
@@ -63,8 +64,16 @@ class Signals(Processes):
 
             return call
 
+        def heeding(method: Callable[..., None]) -> Callable[..., None]:
+            def call(*args: Any) -> None:
+                self.heed(between=True)
+                method(*args)
+
+            return call
+
         replaced.put(connector, "_sigterm_notifier_fn", end)
         replaced.put(connector, "_slurm_sigusr_handler_fn", save)
+        replaced.put(trainer.fit_loop.epoch_loop, "advance", heeding)
 
     def _ask(self, what: int) -> None:
         self._asked |= what
@@ -78,21 +87,29 @@ class Signals(Processes):
         self._ask(0)
 
     def on_train_end(self) -> None:
-        """Nobody is told any more."""
+        """The last time that others are told, and that what they ask is done. Collective: every rank."""
+        self.engine.agreement.round("the end of the training")
+        self.heed(between=True)
         self._fitting = False
         super().on_train_end()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Do what any rank was asked for. On all ranks alike."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self.engine.agreement.noticed:
-            self.heed(between=True)
-
     def heed(self, *, between: bool) -> None:
-        """Do what any rank was asked for and can be done here: ``between`` two batches or not. On all ranks alike."""
-        noticed = self.engine.agreement.noticed
-        if noticed & _END:
-            self._connector.received_sigterm = True  # Lightning ends the fit before the next batch
-        if noticed & _SAVE and between and not self._saved:
+        """Do what any rank was asked for and can be done here: ``between`` two batches or not. On all ranks alike.
+
+        Not while gradients of a step that has not been made are held, which a checkpoint has no part of.
+        """
+        noticed = self.engine.agreement.noticed if self._fitting else 0
+        if not noticed or self._connector.trainer.fit_loop._should_accumulate():  # 2.6
+            return
+        if noticed & _SAVE and not self._saved:
+            if not between:
+                return  # and do not end before
             self._saved = True
             self._save(None, None)
+        if noticed & _END:
+            self._connector.received_sigterm = True  # Lightning ends the fit before the next batch
+
+    def end_if_asked(self) -> None:
+        """As Lightning's loops end between two batches of a validation."""
+        if self._connector.received_sigterm:
+            raise SIGTERMException

@@ -319,26 +319,26 @@ class ZeroStrategy(Loading):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``, with units gathered as they are called."""
-        return self._run("training_step", args, kwargs)
+        return self.run_step("training_step", args, kwargs, without=self.lacks_batch(args, kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step``, likewise."""
-        return self._run("validation_step", args, kwargs)
+        return self.run_step("validation_step", args, kwargs, without=False)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``test_step``, likewise."""
-        return self._run("test_step", args, kwargs)
+        return self.run_step("test_step", args, kwargs, without=False)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``predict_step``, likewise."""
-        return self._run("predict_step", args, kwargs)
+        return self.run_step("predict_step", args, kwargs, without=False)
 
-    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool) -> Any:
+        """Run a step of the user's, or ``without`` it all that the others need. Collective: every rank."""
         training, averaged = name == "training_step", self._module.automatic_optimization
-        without = self.may_lack and self.lacks_batch(args, kwargs)
         with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
             result = None if without else getattr(self._module, name)(*args, **kwargs)
-        if not training and self.engine.agreement.noticed:
+        if not training:
             self.heed(between=True)
         return torch.zeros((), device=self.root_device, requires_grad=True) if without and training else result
 
@@ -353,8 +353,7 @@ class ZeroStrategy(Loading):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
-        if self.engine.agreement.noticed:
-            self.heed(between=False)
+        self.heed(between=False)
         return closure_loss
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]

@@ -165,14 +165,6 @@ def test_a_backward_that_one_rank_left_out(stage: int) -> None:
     check(messages, "DivergenceError", "rank 0:", "rank 1:", "depends on the rank")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_loader_that_is_longer_on_one_rank(stage: int) -> None:
-    """The rank that goes on is told as soon as the other one has left: by Lightning's own exchange between batches."""
-    finished, longer = told(lambda rank: fit(Module(), stage, batches=2 + rank))
-    assert not finished
-    assert "by peer" in longer or longer.startswith("CommunicationError: "), longer
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,26 +87,32 @@ class Requeued(Net):
         return loss
 
 
+def slurm_trainer(rank: int, stage: int, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> pl.Trainer:
+    """Under a Slurm that notes in a file what it is asked for."""
+    commands = folder / "commands"
+    commands.mkdir(exist_ok=True)
+    (commands / f"scontrol{rank}").write_text(f"#!/bin/sh\necho $* >> {folder}/asked\n")
+    (commands / f"scontrol{rank}").chmod(0o755)
+    (commands / f"scontrol{rank}").rename(commands / "scontrol")
+    variables = {"JOB_ID": 123, "PROCID": rank, "LOCALID": rank, "NTASKS": 2, "NTASKS_PER_NODE": 2, "NODEID": 0}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    plugins = [SLURMEnvironment(requeue_signal=signal.SIGUSR1)]
+    return make_trainer(zero(stage), default_root_dir=folder, plugins=plugins, **options)
+
+
 @pytest.mark.parametrize("late", [2, 3, 99])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_slurm_has_saved_is_one_step_of_all_ranks(
     stage: int, late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, and the run goes on from it as if nothing had been."""
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    (commands / "scontrol").write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")
-    (commands / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
 
     def world(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
-        monkeypatch.setenv("SLURM_JOB_ID", "123")
-        for name, value in {"PROCID": rank, "LOCALID": rank, "NTASKS": 2, "NTASKS_PER_NODE": 2, "NODEID": 0}.items():
-            monkeypatch.setenv(f"SLURM_{name}", str(value))
         module, resumed, whole = Requeued(late), Net(), Net()
-        options = {"default_root_dir": tmp_path, "plugins": [SLURMEnvironment(requeue_signal=signal.SIGUSR1)]}
         with quiet():
-            make_trainer(zero(stage), **options).fit(module, batches(6))
+            slurm_trainer(rank, stage, tmp_path, monkeypatch).fit(module, batches(6))
             dist.barrier()
             trainer = make_trainer(zero(stage), default_root_dir=tmp_path)
             trainer.fit(resumed, batches(6))
@@ -148,3 +157,82 @@ def test_who_is_asked_before_the_first_step_ends_with_the_others() -> None:
         return trainer.global_step
 
     assert run_world(2, world) == [1, 1]
+
+
+class Asked(Net):
+    """Rank 1 gets signals in steps, such as in `t2` of training and `v0` of validation, counted over the run."""
+
+    def __init__(self, **asked: Sequence[int]) -> None:
+        super().__init__()
+        self.asked, self.counts, self.told = asked, Counter[str](), list[str]()
+
+    def note(self, place: str) -> None:
+        self.told.append(f"{place}{self.counts[place]}")
+        self.counts[place] += 1
+        for signum in self.asked.get(self.told[-1], ()) if self.global_rank == 1 else ():
+            os.kill(os.getpid(), signum)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.note("t")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("v")
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings(r"ignore:.*\.fit\(ckpt_path=")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_accumulated_gradient_is_stepped_on_before_a_run_ends(stage: int, tmp_path: Path) -> None:
+    def world(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
+        module, options = Asked(t3=[signal.SIGTERM]), {"accumulate_grad_batches": 3}
+        end = OnExceptionCheckpoint(tmp_path)
+        trainer = make_trainer(zero(stage), callbacks=[end], enable_checkpointing=True, **options)
+        with quiet(), pytest.raises(SIGTERMException):
+            trainer.fit(module, batches(9))
+        steps = trainer.global_step
+        dist.barrier()
+        resumed, whole = Net(), Net()
+        with quiet():
+            make_trainer(zero(stage), **options).fit(resumed, batches(9), ckpt_path=tmp_path / "on_exception.ckpt")
+            make_trainer(zero(stage), **options).fit(whole, batches(9))
+        return steps, [*module.losses, *resumed.losses], whole.losses
+
+    for steps, losses, whole in run_world(2, world):
+        assert steps == 2
+        assert all(torch.equal(a, b) for a, b in zip(losses, whole, strict=True))
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (1, 3)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_signal_is_heard_in_validation(stage: int, counts: tuple[int, int]) -> None:
+    """Also by ranks whose own data have ended."""
+
+    def world(rank: int) -> list[str]:
+        module = Asked(v0=[signal.SIGTERM])
+        with quiet(), pytest.raises(SIGTERMException):
+            make_trainer(zero(stage), num_sanity_val_steps=0).fit(module, batches(2), batches(counts[rank]))
+        return module.told
+
+    for rank, told in enumerate(run_world(2, world)):
+        assert told[: 2 + rank] == ["t0", "t1", "v0"][: 2 + rank]
+        assert len(told) <= 4  # the one after was asked for before rank 1 was
+
+
+@pytest.mark.parametrize("place", ["t1", "t5", "v2"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_slurm_saves_before_it_ends_a_run(
+    stage: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both signals come at once; in the midst, in the last step, and in the last batch of all."""
+
+    def world(rank: int) -> None:
+        signals = [signal.SIGUSR1] if place == "v2" else [signal.SIGUSR1, signal.SIGTERM]
+        module = Asked(**{place: signals})
+        trainer = slurm_trainer(rank, stage, tmp_path, monkeypatch, num_sanity_val_steps=0)
+        with quiet(), pytest.raises(SIGTERMException) if place == "t1" else suppress(SIGTERMException):
+            trainer.fit(module, batches(6), batches(3))
+
+    run_world(2, world)
+    assert (tmp_path / "asked").read_text() == "requeue 123\n"
+    assert list(tmp_path.glob("hpc_ckpt_1.ckpt"))

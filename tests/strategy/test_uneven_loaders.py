@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -131,7 +134,7 @@ def test_known_lengths_that_differ_are_told_of_at_the_beginning() -> None:
 
     def world(rank: int) -> int:
         with quiet(), pytest.warns(UserWarning, match="3 batches on rank 1 and 5 on rank 0") if rank == 0 else quiet():
-            trainer = make_trainer(zero(1), limit_train_batches=3)
+            trainer = make_trainer(zero(1), max_steps=3)
             trainer.fit(Counting(), batches(COUNTS[rank]))
         return trainer.global_step
 
@@ -173,6 +176,156 @@ def test_metrics_and_predictions_are_whole(stage: int, kind: str) -> None:
 
     mean = (sum(range(1, 6)) + sum(range(11, 14))) / 8
     assert run_world(2, world) == [(mean, 5), (mean, 3)]
+
+
+def combined(mode: Any, rank: int) -> CombinedLoader:
+    """The short one is shorter on rank 1, and the long one, which says when it is over, is not."""
+    long, short = ([10 * rank + i for i in range(4)], [0] * (2 - rank))
+    return CombinedLoader({"long": DataLoader(long, batch_size=1), "short": DataLoader(short, batch_size=1)}, mode)
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle"])
+def test_only_the_end_of_combined_loaders_counts(mode: str) -> None:
+    class Both(Counting):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen.append([None if part is None else part.item() for part in batch.values()])
+            self.model(torch.ones(1, WIDTH))
+
+    def world(rank: int) -> list[tuple[int, list[Any], list[Tensor]]]:
+        results = []
+        for strategy in (DDPStrategy(process_group_backend="gloo"), zero(1), zero(3)):
+            module, trainer = Both(), make_trainer(strategy)
+            with quiet():
+                trainer.fit(module, combined(mode, rank))
+                trainer.validate(module, combined(mode, rank), verbose=False)
+            results.append((trainer.global_step, module.seen, module.losses))
+        return results
+
+    for ddp, *others in run_world(2, world):
+        for steps, seen, losses in others:
+            assert (steps, seen) == ddp[:2]
+            assert all(torch.equal(a, b) for a, b in zip(losses, ddp[2], strict=True))
+
+
+def test_loaders_that_follow_one_another_are_each_joined() -> None:
+    """Each with a part of the model of its own: ranks are never in steps of different ones."""
+
+    class Heads(Evaluated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 1 + i)) for i in range(2))
+            self.told: list[tuple[int, int]] = []
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.told.append((dataloader_idx, batch_idx))
+            super().validation_step(batch, batch_idx)
+            self.heads[dataloader_idx](torch.ones(1, WIDTH))
+
+    def world(rank: int) -> tuple[list[tuple[int, int]], list[float]]:
+        module = Heads()
+        loaders = [batches(COUNTS[rank]), batches(COUNTS[1 - rank])]
+        with quiet():
+            trainer = make_trainer(zero(3, units=["Block", "Sequential"]))
+            found = trainer.validate(module, loaders, verbose=False)
+        return module.told, [next(iter(results.values())) for results in found]
+
+    results = run_world(2, world)
+    for rank, (told, values) in enumerate(results):
+        assert told == [(i, n) for i in range(2) for n in range(COUNTS[rank ^ i])]
+        assert values == [(15 + 36) / 8, (6 + 65) / 8]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_evaluation_beside_training_may_be_uneven(stage: int) -> None:
+    """In a fit, and before it by the same trainer: by DDP's numbers."""
+
+    def world(rank: int) -> list[tuple[int, float, list[Tensor]]]:
+        results = []
+        for strategy in (DDPStrategy(process_group_backend="gloo"), zero(stage)):
+            module, trainer = Counting(), make_trainer(strategy, num_sanity_val_steps=2, max_epochs=2)
+            with quiet():
+                trainer.predict(module, batches(COUNTS[rank]))
+                trainer.fit(module, batches(4), batches(COUNTS[rank]))
+            results.append((trainer.global_step, float(trainer.callback_metrics["val_loss"]), module.losses))
+        return results
+
+    for ddp, ours in run_world(2, world):
+        assert ours[:2] == ddp[:2]
+        assert all(torch.equal(a, b) for a, b in zip(ours[2], ddp[2], strict=True))
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch"])
+def test_a_writer_of_predictions_gets_no_more_than_there_are(interval: Any) -> None:
+    class Writer(BasePredictionWriter):
+        def __init__(self) -> None:
+            super().__init__(interval)
+            self.told: list[Any] = []
+
+        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
+            self.told.append((len(prediction), indices))
+
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+            self.told.append(([len(prediction) for prediction in predictions], indices))
+
+    def world(rank: int) -> list[Any]:
+        results = []
+        for strategy in (DDPStrategy(process_group_backend="gloo"), zero(3)):
+            writer = Writer()
+            with quiet():
+                trainer = make_trainer(strategy, callbacks=[writer], use_distributed_sampler=True)
+                trainer.predict(Evaluated(), DataLoader(range(5), batch_size=1))
+            results.append(writer.told)
+        return results
+
+    for ddp, ours in run_world(2, world):
+        assert ours == ddp
+
+
+@pytest.mark.filterwarnings("ignore:The train_dataloader has 3 batches on rank 1 and 5 on rank 0")
+def test_loaders_of_one_trainer_are_as_they_were_for_the_next() -> None:
+    def world(rank: int) -> tuple[list[int], list[str]]:
+        with quiet():
+            both = CombinedLoader({"a": batches(COUNTS[rank]), "b": batches(COUNTS[rank])}, "max_size_cycle")
+        steps, errors = [], list[str]()
+        for policy in ("join", "stop"):
+            trainer = make_trainer(zero(3, loaders=LoaderPolicy(training=policy)))
+            with quiet():
+                trainer.fit(Counting(), both)
+            steps.append(trainer.global_step)
+        with quiet(), raised(errors):
+            make_trainer(zero(1)).fit(Counting(), both)
+        return steps, errors
+
+    for steps, errors in run_world(2, world):
+        assert steps == [5, 3]
+        assert "has ended on rank 1 after 3 batches" in errors[0]
+
+
+def test_a_run_that_ends_before_the_data_is_none_the_wiser() -> None:
+    """With no length known, the end is seen one batch ahead."""
+
+    def world(rank: int) -> int:
+        trainer = make_trainer(zero(3), max_steps=3)
+        trainer.fit(Counting(), loader("stream", COUNTS[rank]))
+        return trainer.global_step
+
+    with quiet():
+        assert run_world(2, world) == [3, 3]
+
+
+def test_one_rank_may_look_at_its_data() -> None:
+    def world(rank: int) -> int:
+        class Looking(Counting):
+            def on_train_epoch_start(self) -> None:
+                if self.global_rank == 0:
+                    next(iter(self.trainer.train_dataloader))  # type: ignore[arg-type]
+
+        trainer = make_trainer(zero(3))
+        trainer.fit(Looking(), loader("stream", 3))
+        return trainer.global_step
+
+    with quiet():
+        assert run_world(2, world) == [3, 3]
 
 
 def test_a_loader_that_is_alike_everywhere_is_left_as_it_is() -> None:
