@@ -15,9 +15,10 @@ do not need one another, so there the rank takes part while it fetches, of which
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -42,7 +43,7 @@ Agree = Callable[[str, Sequence[int]], list[list[int]]]
 
 _WAYS = (
     "Give every rank as many batches (`DistributedSampler`, `drop_last=True`, as many shards for each), or say what is "
-    "to be done: ZeroStrategy(loaders=LoaderPolicy(training='join')), where who has none takes part without one, or "
+    "to be done: ZeroStrategy(loaders=LoaderPolicy({}='join')), where who has none takes part without one, or "
     "'stop', where all end with the first."
 )
 _OUT = 1 << 32  # in place of a loader's number: no batch of any
@@ -62,11 +63,11 @@ class Loading(Signals):
         self.may_lack = False
         loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
         for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            source = loop._data_source  # 2.6
-            replaced.put(source, "dataloader", partial(self._in_step, trainer, source.name))
+            replaced.put(loop._data_source, "dataloader", partial(self._in_step, trainer, loop))  # 2.6
 
-    def _in_step(self, trainer: Any, name: str, request: Callable[[], Any]) -> Callable[[], Any]:
+    def _in_step(self, trainer: Any, loop: Any, request: Callable[[], Any]) -> Callable[[], Any]:
         """``request``, whose loaders end on all ranks together where the ranks need one another."""
+        name = loop._data_source.name
         stage = name.removesuffix("_dataloader").replace("val", "validation").replace("train", "training")
         training, step = stage == "training", f"{stage}_step"
 
@@ -86,8 +87,8 @@ class Loading(Signals):
             self.may_lack = self.may_lack or (training and policy == "join")
             mode = "max_size_cycle" if training else "sequential"
             combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode)  # type: ignore[arg-type]
-            empty = None if training else partial(self._take_part, step)
-            return _InLockStep.of(combined, _LockStep(name, policy, self.engine.agree, empty, listens))
+            evaluation = None if training else _Evaluation(partial(self._take_part, step), listens, loop.batch_progress)
+            return _InLockStep.of(combined, _LockStep(name, policy, self.engine.agree, evaluation))
 
         return dataloader
 
@@ -163,6 +164,14 @@ def _length(measure: Callable[[], int]) -> int:
         return -1
 
 
+class _Evaluation(NamedTuple):
+    """What is different where Lightning's loops do not need one another."""
+
+    take_part: Callable[[], None]  # in a step of the others
+    listens: bool  # whether signals are to be told of with each batch in any case
+    progress: Any  # of the loop
+
+
 class _LockStep:
     """One rank's side of loaders that end on all ranks together.
 
@@ -170,16 +179,14 @@ class _LockStep:
         name: for messages, alike on all ranks.
         policy: what to do where data end on some ranks only.
         agree: exchanges numbers with all ranks, given what for.
-        empty: takes part in a step of the others; ``None``: where Lightning's loops have to go on.
-        listens: whether signals are to be told of with each batch in any case.
+        evaluation: ``None`` in training.
     """
 
-    def __init__(
-        self, name: str, policy: Policy, agree: Agree, empty: Callable[[], None] | None, listens: bool
-    ) -> None:
-        self._name, self._policy, self._agree, self._empty, self._listens = name, policy, agree, empty, listens
+    def __init__(self, name: str, policy: Policy, agree: Agree, evaluation: _Evaluation | None) -> None:
+        self._name, self._policy, self._agree, self._evaluation = name, policy, agree, evaluation
+        self._ways = _WAYS.format("training" if evaluation is None else "evaluation")
         self.length: int | None = None
-        """What Lightning is told; with none it fetches one batch ahead of the step."""
+        """What Lightning is told. With none it fetches one batch ahead of the step."""
 
     def begin(self, length: int, certain: bool, each: int) -> None:
         """Compare lengths, at the beginning of each pass. Collective: every rank.
@@ -195,20 +202,23 @@ class _LockStep:
         lengths = [row[0] for row in rows]
         known = min(lengths) >= 0
         self._alike = known and all(row == rows[0] for row in rows) and certain
-        ends = min if self._policy == "stop" else max
-        self.length = ends(lengths) if self._alike or (known and self._empty is None) else None
+        if self._evaluation is None or self._alike:
+            ends = min if self._policy == "stop" else max
+            self.length = ends(lengths) if known else None
+        else:
+            self.length = sys.maxsize  # not ahead: what is taken part in belongs before the next step
         if known and self._policy == "error" and max(lengths) > min(lengths):
             rank_zero_warn(
                 f"The {self._name} has {min(lengths)} batches on rank {lengths.index(min(lengths))} and "
                 f"{max(lengths)} on rank {lengths.index(max(lengths))}. A run that comes to the end of the shorter one "
-                f"ends with an error. {_WAYS}"
+                f"ends with an error. {self._ways}"
             )
 
     def next(self, fetch: Callable[[], Any]) -> Any:
         """The next batch with its numbers, once all ranks have said whether they have one. Collective: every rank."""
         if self._alike:
             found = fetch()
-            if self._listens:
+            if self._evaluation is not None and self._evaluation.listens:
                 self._agree(f"a batch of the {self._name}", [])
             return found
         while True:
@@ -224,6 +234,8 @@ class _LockStep:
             everyone = [row[0] for row in rows]
             self._asked += 1
             if min(everyone) == _OUT or (self._policy == "stop" and _OUT in everyone):
+                if self._evaluation is not None:
+                    self._evaluation.progress.is_last_batch = True  # as Lightning sets it where it knows the length
                 raise StopIteration
             late = [rank for rank, other in enumerate(everyone) if other > min(everyone)]
             if not late:
@@ -235,10 +247,10 @@ class _LockStep:
                 return self._take() if self._held is not None else (NoBatch(), self._asked - 1, 0)
             elif at == min(everyone):
                 return self._take()
-            elif self._empty is None:
+            elif self._evaluation is None:
                 return NoBatch(), self._asked - 1, 0
             else:
-                self._empty()
+                self._evaluation.take_part()
 
     def _take(self) -> Any:
         found, self._held = self._held, None
@@ -250,7 +262,7 @@ class _LockStep:
         left = [rank for rank in range(len(rows)) if rank not in late]
         ended = ", ".join(f"rank {rank} after {rows[rank][1]} batches" for rank in late[:4])
         self._error = DivergenceError(
-            f"The {self._name} has ended on {ended}, and has one more on rank {some(left)}. {_WAYS}"
+            f"The {self._name} has ended on {ended}, and has one more on rank {some(left)}. {self._ways}"
         )
         if self.length is not None:
             raise self._error
