@@ -378,7 +378,7 @@ class Big(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(20, 2048), nn.Linear(2048, 2044), nn.Linear(2044, 20))
+        self.layers = nn.Sequential(nn.Linear(20, 3072), nn.Linear(3072, 3068), nn.Linear(3068, 20))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -393,7 +393,7 @@ class Peak(pl.Callback):
     def __init__(self) -> None:
         self.nbytes = 0
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         self.nbytes = -self.read("VmRSS")
@@ -418,8 +418,8 @@ def test_state_goes_from_a_checkpoint_to_files_in_pieces(tmp_path: Path) -> None
         return peak.nbytes
 
     state_nbytes = 2 * 4 * sum(p.numel() for p in Big().parameters())
-    assert state_nbytes > 32 * MIB
-    assert run_world(1, run)[0] < 20 * MIB  # 16 MiB are read and checked at a time
+    assert state_nbytes > 72 * MIB
+    assert run_world(1, run)[0] < 32 * MIB  # 16 MiB are read and checked at a time
 
 
 class Clamping(Net):
