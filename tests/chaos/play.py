@@ -9,11 +9,12 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ class Case:
     asynchronous: bool = False
     offload: str = ""
     point: int = 0
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """The ranks it happens to."""
+        return tuple(range(self.ranks)) if FAULTS[self.fault].everywhere else (self.victim,)
 
     def __str__(self) -> str:
         wire = "memory" if self.shared_memory else "gloo"
@@ -77,24 +83,34 @@ def play(case: Case) -> Verdict:
     """Play a case. Whatever it starts has ended when it returns."""
     verdict, fault = Verdict(case), FAULTS[case.fault]
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    with _orphans_come_here():
-        try:
-            for name in ("saved", "files"):
-                (folder / name).mkdir()
+    saved = folder / "saved"
+    try:
+        saved.mkdir()
+        (folder / "files").mkdir()
+        with _orphans_come_here(), _disk(saved) if fault.disk else nullcontext():
             calm = Scene(folder, case.stage, case.offload, case.asynchronous, workers=fault.workers)
             if case.place in LOADING:
                 _world(case, replace(calm, stop=4))
+                shutil.copytree(saved, folder / "kept", symlinks=True)
             scene = replace(
-                calm, act=fault.act, place=case.place, step=case.step, victims=(case.victim,), point=case.point
-            )
+                calm, act=fault.act, place=case.place, step=case.step, victims=case.victims, point=case.point,
+                older=str(saved / "epoch=0-step=2.ckpt") if fault.older else None, timeout=fault.timeout,
+            )  # fmt: skip
+            if fault.damage is not None:
+                fault.damage(saved / "last.ckpt")
+            began = time.monotonic()
             reports, failures = _world(case, scene)
-            _judge(verdict, scene, reports, failures)
+            _judge(verdict, scene, reports, failures, began)
             if not until(lambda: not _children() and not _shared(folder), 12):
                 verdict.left += [*map(str, _children()), *_shared(folder)]
+            (saved / "filler").unlink(missing_ok=True)
+            if fault.damage is not None:
+                shutil.rmtree(saved)
+                (folder / "kept").rename(saved)
             _go_on(verdict, calm)
-        finally:
             _end_children()
-            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     verdict.wrong += [f"left behind: {name}" for name in verdict.left]
     return verdict
 
@@ -115,25 +131,30 @@ def _world(case: Case, scene: Scene) -> tuple[Reports, dict[int, str]]:
     return reports, failures
 
 
-def _judge(verdict: Verdict, scene: Scene, reports: Reports, failures: dict[int, str]) -> None:
+def _judge(verdict: Verdict, scene: Scene, reports: Reports, failures: dict[int, str], began: float) -> None:
     case, fault = verdict.case, FAULTS[verdict.case.fault]
     struck = scene.folder / f"struck.{case.victim}"
-    if not struck.exists():
+    if struck.exists():
+        began = float(struck.read_text())
+    elif fault.act is not None:
         verdict.wrong.append(f"no fault happened: {reports} {failures}")
         return
-    began, expected = float(struck.read_text()), _undisturbed(case.ranks, case.stage, case.shared_memory)
-    others = [rank for rank in range(case.ranks) if rank != case.victim]
+    expected = _undisturbed(case.ranks, case.stage, case.shared_memory)
+    others = [rank for rank in range(case.ranks) if rank not in case.victims or fault.damage is not None]
     for rank in range(case.ranks):
-        if rank in failures and not (rank == case.victim and fault.dies):
+        if rank in failures and not (rank in case.victims and fault.dies):
             verdict.wrong.append(f"rank {rank} did not end by itself: {failures[rank]}")
         elif rank in reports and "ended" not in reports[rank]:
             verdict.wrong.append(f"rank {rank} did not end in good order")
-    verdict.seconds = round(max((reports[r].get("ended", 0.0) for r in others if r in reports), default=0.0) - began, 2)
+    ends = [reports[rank].get("ended", began) for rank in others if rank in reports]
+    verdict.seconds = round(max(ends, default=began) - began, 2)
     errors = [reports[rank]["error"] for rank in others if rank in reports]
     verdict.message, verdict.ended = "\n".join(dict.fromkeys(errors))[:2000], all(errors)
     verdict.named = all(re.search(rf"\brank {case.victim}\b", error, re.IGNORECASE) for error in errors)
     for rank, report in reports.items():
         losses = report["losses"]
+        while report["error"] and losses and losses[-1] != losses[-1]:
+            losses = losses[:-1]  # of a step that could not be computed, as everybody sees
         first = 4 if case.place in LOADING else 0
         if losses != expected[rank]["losses"][first : first + len(losses)]:
             verdict.wrong.append(f"rank {rank} computed other losses")
@@ -173,6 +194,16 @@ def _undisturbed(ranks: int, stage: int, shared_memory: bool) -> Reports:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """A small disk; it takes the right to mount one."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 @contextmanager

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
+import inspect
 import json
 import os
+import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -67,7 +68,7 @@ class Scene:
     place: str = ""
     step: int = 0
     victims: tuple[int, ...] = ()
-    stop: int = -1
+    stop: int = BATCHES * EPOCHS
     resume: str | None = "last"
     older: str | None = None
     workers: int = 0
@@ -91,7 +92,7 @@ class Scene:
 
     def callbacks(self) -> list[pl.Callback]:
         """Checkpoints each few steps."""
-        keep = 1 if self.older is None and self.stop < 0 else -1
+        keep = 1 if self.older is None and self.stop == BATCHES * EPOCHS else -1
         saved = self.folder / "saved"
         return [ModelCheckpoint(saved, every_n_train_steps=SAVED_EVERY, save_top_k=keep, save_last=True)]
 
@@ -117,7 +118,7 @@ class Struck(Net):
     def __init__(self, rank: int, scene: Scene) -> None:
         super().__init__()
         self.rank, self.scene, self.struck = rank, scene, False
-        self.batches, self.last = BATCHES, -1
+        self.batches, self.last, self.skips = BATCHES, -1, False
         self.model.layers[1].register_forward_pre_hook(lambda *_: self.strike("layer"))
 
     def strike(self, place: str) -> None:
@@ -138,11 +139,14 @@ class Struck(Net):
     def val_dataloader(self) -> Any:
         return DataLoader(range(1))  # type: ignore[arg-type]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.strike("training_step")
         assert int(batch) in (0, self.last + 1), "a batch was lost"  # Lightning begins a loader anew where it resumes
         self.last = int(batch)
         loss = super().training_step(batch, batch_idx)
+        if self.skips:
+            self.skips = False
+            return None
         loss.register_hook(lambda _: self.strike("backward"))
         return loss
 
@@ -157,11 +161,11 @@ class Struck(Net):
 def _striking(name: str) -> Callable[..., Any]:
     inherited = getattr(Net, name)
 
-    @functools.wraps(inherited)
     def hook(self: Struck, *args: Any, **kwargs: Any) -> Any:
         self.strike(name)
         return inherited(self, *args, **kwargs)
 
+    hook.__name__, hook.__signature__ = name, inspect.signature(inherited)  # type: ignore[attr-defined]
     return hook
 
 
@@ -172,6 +176,7 @@ for _name in sorted(_HOOKS - vars(Struck).keys()):
 def attempt(rank: int, scene: Scene) -> None:
     """Train, and report: the losses, the error, when the process was about to end. As a program of the user's."""
     atexit._clear()  # of pytest
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     report: dict[str, Any] = {"error": "", "weights": "", "steps": 0}
     path = scene.folder / f"report.{rank}"
     module = Struck(rank, scene)
