@@ -55,8 +55,7 @@ class Fault:
         offload: what has to be offloaded.
         disk: whether checkpoints go to a small disk of their own. That takes the right to mount one.
         timeout: of the process groups, in seconds.
-        points: how many moments there are at each place.
-        stages: in which it can happen.
+        points: how many moments there are at each place: of rank 0, and of another rank.
     """
 
     name: str
@@ -71,8 +70,7 @@ class Fault:
     offload: str = ""
     disk: bool = False
     timeout: float = 300.0
-    points: int = 0
-    stages: tuple[int, ...] = (1, 2, 3)
+    points: tuple[int, int] = (0, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,17 +214,17 @@ ALONE: dict[str, Callable[[Struck], object]] = {
     "logged value": lambda module: module.log("value", torch.tensor(1.0), sync_dist=True),
     "checkpoint": lambda module: module.trainer.save_checkpoint(module.scene.folder / "saved" / "never.ckpt"),
     "collective": lambda module: dist.all_reduce(torch.ones(1)),
-    "process group": lambda module: dist.new_group([0, 1]),
+    "process group": lambda module: dist.new_group(),
 }
 
 ALL = [
     Fault(name="killed", act=_signal(signal.SIGKILL), dies=True),
     Fault(name="all ranks killed", act=_signal(signal.SIGKILL), dies=True, everywhere=True, places=STEPPING),
     Fault(
-        name="killed while saving", act=_kill_at_call, dies=True, places=("on_save_checkpoint",), points=30,
-        told=f"{LOST}|rank 1",
+        name="killed while saving", act=_kill_at_call, dies=True, places=("on_save_checkpoint",), points=(52, 5),
+        told=f"{LOST}|rank",
     ),
-    Fault(name="killed while loading", act=_kill_at_call, dies=True, places=LOADING, points=5),
+    Fault(name="killed while loading", act=_kill_at_call, dies=True, places=LOADING, points=(12, 5)),
     Fault(name="segmentation fault", act=_signal(signal.SIGSEGV), dies=True),
     Fault(name="abort", act=lambda module: os.abort(), dies=True),
     Fault(name="os._exit", act=lambda module: os._exit(3), dies=True),
@@ -254,7 +252,7 @@ ALL = [
     Fault(name="EIO while saving", act=_fail_to_write, places=IN_A_STEP, told="Input/output error"),
     Fault(name="checkpoints deleted", act=lambda m: shutil.rmtree(m.scene.folder / "saved"), places=IN_A_STEP, told=""),
     *(
-        Fault(name=f"offload: {name}", act=act, places=OFFLOADED, offload="files", told=rf"Rank 1(.|\n)*{told}")
+        Fault(name=f"offload: {name}", act=act, places=OFFLOADED, offload="files", told=rf"Rank \d(.|\n)*{told}")
         for name, act, told in [
             ("EIO", lambda m: break_disk(m.trainer, "read"), "Input/output error"),
             ("short read", lambda m: break_disk(m.trainer, "short read"), "gave 0 of"),
@@ -271,7 +269,7 @@ ALL = [
     Fault(name="fewer batches", act=lambda m: setattr(m, "batches", 3), places=("setup",), told="has ended on rank"),
     Fault(name="another model", act=_grow, places=("configure_model",), told="another .* than rank 0"),
     Fault(name="another learning rate", act=_other_rate, places=BETWEEN, told="rank 0 has 0.01, rank"),
-    Fault(name="another checkpoint", older=True, places=LOADING, told="the ranks see different directories"),
+    Fault(name="another checkpoint", older=True, places=LOADING, told=r"rank \d sees another checkpoint"),
     Fault(name="file deleted", damage=lambda c: _data_file(c).unlink(), places=LOADING, told=r"distcp"),
     Fault(name="file cut", damage=lambda c: os.truncate(_data_file(c), 900), places=LOADING, told=r"distcp"),
     Fault(name="byte flipped", damage=_flip, places=LOADING, told=r"distcp.*damaged"),

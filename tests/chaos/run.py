@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import inspect
 import json
@@ -26,7 +25,7 @@ from lightning_zero import CheckpointPolicy, HostOffload, NvmeOffload, ZeroStrat
 from lightning_zero.config import Offload
 from tests.strategy.runs import Net, values_of
 
-__all__ = ["LOADING", "SETTING_UP", "STEPPING", "Scene", "Struck", "attempt"]
+__all__ = ["LOADING", "SETTING_UP", "STEPPING", "Scene", "Struck", "as_a_program", "attempt"]
 
 BATCHES, EPOCHS, SAVED_EVERY = 4, 2, 2
 
@@ -174,8 +173,7 @@ for _name in sorted(_HOOKS - vars(Struck).keys()):
 
 
 def attempt(rank: int, scene: Scene) -> None:
-    """Train, and report: the losses, the error, when the process was about to end. As a program of the user's."""
-    atexit._clear()  # of pytest
+    """Train, and report: the losses, the error, a digest of the weights."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     report: dict[str, Any] = {"error": "", "weights": "", "steps": 0}
     path = scene.folder / f"report.{rank}"
@@ -198,9 +196,15 @@ def attempt(rank: int, scene: Scene) -> None:
     report |= {"steps": trainer.global_step, "losses": [loss.item() for loss in module.losses]}
     del module, trainer
     path.write_text(json.dumps(report))
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-    path.write_text(json.dumps({**report, "ended": time.monotonic()}))
+
+
+def as_a_program(rank: int, scene: Scene) -> None:
+    """``attempt`` and what an interpreter does at its end; then the report has the time."""
+    atexit._clear()  # of pytest
+    attempt(rank, scene)
+    atexit._run_exitfuncs()
+    path = scene.folder / f"report.{rank}"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ended": time.monotonic()}))
 
 
 def _digest(module: Struck) -> str:
