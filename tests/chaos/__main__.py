@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -47,6 +48,8 @@ def main() -> int:
     asked.record.unlink(missing_ok=True)
     asked.record.touch()
     chosen = [case for case in cases(asked.cases, asked.seed)[asked.first :] if asked.only in case.fault]
+    gc.collect()
+    gc.freeze()  # what is here by now is not looked through again by the ranks that are forked
     children = []
     for job in range(asked.jobs):
         if (pid := os.fork()) == 0:

@@ -147,13 +147,14 @@ def _judge(verdict: Verdict, scene: Scene, reports: Reports, failures: dict[int,
             verdict.wrong.append(f"rank {rank} did not end by itself: {failures[rank]}")
         elif rank in reports and "ended" not in reports[rank]:
             verdict.wrong.append(f"rank {rank} did not end in good order")
-    ends = [reports[rank].get("ended", began) for rank in others if rank in reports]
-    verdict.seconds = round(max(ends, default=began) - began, 2)
+    moments = [reports[rank].get("ended", began) for rank in others if rank in reports]
+    verdict.seconds = round(max(moments, default=began) - began, 2)
     if fault.told and verdict.seconds > BOUND:
         verdict.wrong.append(f"it took {verdict.seconds} s")
     errors = [reports[rank]["error"] for rank in others if rank in reports]
     verdict.message, verdict.ended = "\n".join(dict.fromkeys(errors))[:2000], all(errors)
     verdict.named = all(re.search(rf"\brank {case.victim}\b", error, re.IGNORECASE) for error in errors)
+    ends = bool(fault.told) and not (fault.harmless and not any(errors))
     for rank, report in reports.items():
         losses = report["losses"]
         while report["error"] and losses and losses[-1] != losses[-1]:
@@ -161,9 +162,9 @@ def _judge(verdict: Verdict, scene: Scene, reports: Reports, failures: dict[int,
         first = 4 if case.place in LOADING else 0
         if losses != expected[rank]["losses"][first : first + len(losses)]:
             verdict.wrong.append(f"rank {rank} computed other losses")
-        if not fault.told and (report["error"] or report["weights"] != expected[rank]["weights"]):
+        if not ends and (report["error"] or report["weights"] != expected[rank]["weights"]):
             verdict.wrong.append(f"rank {rank} did not go on: {report['error']}")
-        if fault.told and rank in others and not re.search(fault.told, report["error"]):
+        if ends and rank in others and not re.search(fault.told, report["error"]):
             verdict.wrong.append(f"rank {rank} says {report['error']!r}")
 
 
