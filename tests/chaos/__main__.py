@@ -1,4 +1,4 @@
-"""Throw faults: ``python -m tests.chaos --cases 1000 --jobs 2``. ``--page RECORD`` writes the page of what was found."""
+"""Throw faults: ``python -m tests.chaos --cases 1000 --jobs 2``. ``--page RECORD`` writes the page of it."""
 
 from __future__ import annotations
 

@@ -132,9 +132,7 @@ def _use_up_memory(module: Struck) -> None:
 
 
 def _use_up_files(module: Struck) -> None:
-    lowest = os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest)
-    _limit(module, resource.RLIMIT_NOFILE, lowest)
+    _limit(module, resource.RLIMIT_NOFILE, 3)
 
 
 def _fill_disk(module: Struck) -> None:
@@ -172,6 +170,10 @@ def _cut_connections(module: Struck) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
+
+
+def _move_away(module: Struck) -> None:
+    (module.scene.folder / "saved").rename(module.scene.folder / "away")
 
 
 def _lose_offloaded(module: Struck) -> None:
@@ -248,13 +250,14 @@ ALL = [
     Fault(name="disk full", act=_fill_disk, places=IN_A_STEP, disk=True, told=f"rank.*{DISK}"),
     Fault(
         name="file size limit", act=lambda m: _limit(m, resource.RLIMIT_FSIZE, 1000), places=IN_A_STEP,
-        told="File too large",
+        told="File too large|Invalid argument",
     ),
     Fault(name="no permission", act=_lose_rights, places=IN_A_STEP, told="Permission denied"),
     Fault(name="EIO while saving", act=_fail_to_write, places=IN_A_STEP, told="Input/output error"),
-    Fault(name="checkpoints deleted", act=lambda m: shutil.rmtree(m.scene.folder / "saved"), places=IN_A_STEP, told=""),
+    Fault(name="checkpoints moved away", act=_move_away, places=IN_A_STEP, told=r"rank \d: FileNot", harmless=True),
     *(
-        Fault(name=f"offload: {name}", act=act, places=OFFLOADED, offload="files", harmless="bit" in name, told=rf"Rank \d(.|\n)*{told}")
+        Fault(name=f"offload: {name}", act=act, places=OFFLOADED, offload="files", harmless="bit" in name,
+              told=rf"Rank \d(.|\n)*{told}")
         for name, act, told in [
             ("EIO", lambda m: break_disk(m.trainer, "read"), "Input/output error"),
             ("short read", lambda m: break_disk(m.trainer, "short read"), "gave 0 of"),
@@ -270,7 +273,7 @@ ALL = [
     Fault(name="batch skipped", act=_skip, places=("on_train_batch_start",)),
     Fault(name="fewer batches", act=lambda m: setattr(m, "batches", 3), places=("setup",), told="has ended on rank"),
     Fault(name="another model", act=_grow, places=("configure_model",), told="another .* than rank 0"),
-    Fault(name="another learning rate", act=_other_rate, places=BETWEEN, told=r"rank \d has 0\.\d+, rank \d"),
+    Fault(name="another learning rate", act=_other_rate, places=BETWEEN, told="option 'lr': rank"),
     Fault(name="another checkpoint", older=True, places=LOADING, told=r"rank \d sees another checkpoint"),
     Fault(name="file deleted", damage=lambda c: _data_file(c).unlink(), places=LOADING, told=r"distcp"),
     Fault(name="file cut", damage=lambda c: os.truncate(_data_file(c), 900), places=LOADING, told=r"distcp"),

@@ -24,7 +24,8 @@ saving, loading, validation and data.
   a run that nothing disturbs. *rank named*: in how many of these errors the process that the fault struck has its
   number; each has its own.
 - *seconds*: from the fault until the last of the others had ended, median and most.
-- *left*: processes, shared memory, and files that the next run does not remove.
+- *left*: processes, shared memory, and files that the next run does not remove. Not counted are folders of
+  `NvmeOffload` whose process was killed: the next run names them in a warning, and never deletes them.
 - *resumed*: the same program, started again with `ckpt_path="last"`, gave the losses and weights of a run that nothing
   disturbs, bit for bit.
 """
@@ -44,7 +45,10 @@ def text(rows: list[Row]) -> str:
     """The page."""
     good = sum(not row["wrong"] for row in rows)
     lines = [_HEAD, f"{len(rows)} cases, of which {good} ended as they should.\n"]
-    lines += ["| fault | cases | ended | rank named | seconds | left | resumed |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    lines += [
+        "| fault | cases | ended | rank named | seconds | left | resumed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for name in FAULTS:
         found = [row for row in rows if row["case"]["fault"] == name]
         if found:

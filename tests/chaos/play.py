@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,11 +18,12 @@ from typing import Any
 
 from lightning_zero.comm.native import SWITCH
 from tests.chaos.faults import FAULTS
+from tests.chaos.processes import Orphans
 from tests.chaos.run import LOADING, Scene, as_a_program
 from tests.helpers.waiting import until
 from tests.helpers.world import WorldError, run_world
 
-__all__ = ["Case", "Verdict", "play"]
+__all__ = ["Case", "Verdict", "play", "undisturbed"]
 
 DEADLINE = 90.0  # of a run
 BOUND = 30.0  # from the fault until all others have ended; most take a second, on a machine that does nothing else
@@ -68,6 +66,7 @@ class Verdict:
     seconds: float = 0.0  # from the fault until the last of the others had ended
     message: str = ""
     left: list[str] = field(default_factory=list)
+    named_folders: int = 0  # of ``NvmeOffload``, left by a killed process: the next run names and keeps them
     resumed_from: int = -1
     same: bool = False
     wrong: list[str] = field(default_factory=list)
@@ -88,7 +87,7 @@ def play(case: Case) -> Verdict:
     try:
         saved.mkdir()
         (folder / "files").mkdir()
-        with _orphans_come_here(), _disk(saved) if fault.disk else nullcontext():
+        with Orphans() as orphans, _disk(saved) if fault.disk else nullcontext():
             calm = Scene(folder, case.stage, case.offload, case.asynchronous, workers=fault.workers)
             if case.place in LOADING:
                 _world(case, replace(calm, stop=4))
@@ -102,14 +101,13 @@ def play(case: Case) -> Verdict:
             began = time.monotonic()
             reports, failures = _world(case, scene)
             _judge(verdict, scene, reports, failures, began)
-            if not until(lambda: not _children() and not _shared(folder), 12):
-                verdict.left += [*map(str, _children()), *_shared(folder)]
+            if not until(lambda: not orphans.living() and not _shared(folder), 12):
+                verdict.left += [*orphans.living(), *_shared(folder)]
             (saved / "filler").unlink(missing_ok=True)
             if fault.damage is not None:
                 shutil.rmtree(saved)
                 (folder / "kept").rename(saved)
             _go_on(verdict, calm)
-            _end_children()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     verdict.wrong += [f"left behind: {name}" for name in verdict.left]
@@ -140,7 +138,7 @@ def _judge(verdict: Verdict, scene: Scene, reports: Reports, failures: dict[int,
     elif fault.act is not None:
         verdict.wrong.append(f"no fault happened: {reports} {failures}")
         return
-    expected = _undisturbed(case.ranks, case.stage, case.shared_memory)
+    expected = undisturbed(case.ranks, case.stage, case.shared_memory)
     others = [rank for rank in range(case.ranks) if rank not in case.victims or fault.damage is not None]
     for rank in range(case.ranks):
         if rank in failures and not (rank in case.victims and fault.dies):
@@ -175,7 +173,7 @@ def _go_on(verdict: Verdict, calm: Scene) -> None:
     verdict.wrong += [f"the resumed run failed: {report['error']}" for report in reports.values() if report["error"]]
     verdict.wrong += [f"the resumed run failed: {failure}" for failure in failures.values()]
     if not verdict.wrong:
-        expected = _undisturbed(case.ranks, case.stage, case.shared_memory)
+        expected = undisturbed(case.ranks, case.stage, case.shared_memory)
         verdict.resumed_from = len(expected[0]["losses"]) - len(reports[0]["losses"])
         verdict.same = all(
             report["losses"] == expected[rank]["losses"][verdict.resumed_from :]
@@ -185,15 +183,21 @@ def _go_on(verdict: Verdict, calm: Scene) -> None:
         verdict.wrong += [] if verdict.same else ["the resumed run computed something else"]
     for name in ("saved", "files"):
         verdict.left += [f"{name}/{path.name}" for path in (calm.folder / name).iterdir() if path.name[0] == "."]
-    verdict.left += [f"files/{path.name}" for path in (calm.folder / "files").iterdir() if path.name[0] != "."]
+    folders = [path for path in (calm.folder / "files").iterdir() if path.name[0] != "."]
+    if FAULTS[case.fault].dies:
+        verdict.named_folders = len(folders)
+    else:
+        verdict.left += [f"files/{path.name}" for path in folders]
 
 
 @functools.cache
-def _undisturbed(ranks: int, stage: int, shared_memory: bool) -> Reports:
+def undisturbed(ranks: int, stage: int, shared_memory: bool) -> Reports:
+    """What the ranks report of a run in which nothing happens."""
     with tempfile.TemporaryDirectory() as name:
         case = Case(fault="none", place="", ranks=ranks, stage=stage, shared_memory=shared_memory)
         reports, failures = _world(case, Scene(Path(name), stage))
-    assert not failures and not any(report["error"] for report in reports.values()), (reports, failures)
+    assert not failures, failures
+    assert not any(report["error"] for report in reports.values()), reports
     return reports
 
 
@@ -208,41 +212,6 @@ def _disk(path: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-@contextmanager
-def _orphans_come_here() -> Iterator[None]:
-    """Processes whose parents die become children of this one as long as it lasts."""
-    _subreaper(1)
-    try:
-        yield
-    finally:
-        _subreaper(0)
-
-
-def _subreaper(on: int) -> None:
-    if sys.platform == "linux":
-        pr_set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(pr_set_child_subreaper, on)
-
-
-def _children() -> list[int]:
-    """Of this process, which live; those that have ended are reaped."""
-    living = []
-    for task in Path("/proc/self/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            if pid not in _OURS and os.waitpid(pid, os.WNOHANG) == (0, 0):
-                living.append(pid)
-    return living
-
-
-_OURS: set[int] = set()
-
-
-def _end_children() -> None:
-    for pid in _children():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def _shared(folder: Path) -> list[str]:

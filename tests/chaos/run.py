@@ -172,8 +172,8 @@ for _name in sorted(_HOOKS - vars(Struck).keys()):
     setattr(Struck, _name, _striking(_name))
 
 
-def attempt(rank: int, scene: Scene) -> None:
-    """Train, and report: the losses, the error, a digest of the weights."""
+def attempt(rank: int, scene: Scene) -> bool:
+    """Train, and report: the losses, the error, a digest of the weights. Returns whether it failed."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     report: dict[str, Any] = {"error": "", "weights": "", "steps": 0}
     path = scene.folder / f"report.{rank}"
@@ -181,7 +181,7 @@ def attempt(rank: int, scene: Scene) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
-            strategy=scene.strategy(), accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), logger=False,
+            strategy=scene.strategy(), accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", 2)), logger=False,
             max_epochs=EPOCHS, max_steps=scene.stop, callbacks=scene.callbacks(), use_distributed_sampler=False,
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         )  # fmt: skip
@@ -196,6 +196,7 @@ def attempt(rank: int, scene: Scene) -> None:
     report |= {"steps": trainer.global_step, "losses": [loss.item() for loss in module.losses]}
     del module, trainer
     path.write_text(json.dumps(report))
+    return bool(report["error"])
 
 
 def as_a_program(rank: int, scene: Scene) -> None:
