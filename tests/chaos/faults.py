@@ -182,7 +182,7 @@ def _lose_offloaded(module: Struck) -> None:
 
 def _flip_offloaded(module: Struck) -> None:
     tensor = resting(module.trainer, "masters")
-    flip(Path(tensor.region.file.path), tensor, tensor.numel() - 1, bit=5)
+    flip(Path(tensor.region.file.path), tensor, 0, bit=5)
 
 
 def _data_file(checkpoint: Path) -> Path:

@@ -7,6 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.chaos.faults import FAULTS
 
 __all__ = ["read", "text"]
@@ -20,19 +22,22 @@ four processes on one machine, in every stage, through shared memory and through
 and in the background, with and without offload. The places are set-up, every hook of a step, forward and backward,
 saving, loading, validation and data.
 
-- *ended*: on every other process with an error that says what it was doing; else the run went on, with the numbers of
-  a run that nothing disturbs. *rank named*: in how many of these errors the process that the fault struck has its
-  number; each has its own.
-- *seconds*: from the fault until the last of the others had ended, median and most.
+- *ended*: on every other process with an error that says what it was doing and why that failed; else the run went on,
+  with the numbers of a run that nothing disturbs. *rank named*: how often all these errors have the number of the process
+  that the fault struck. Without it are errors of gloo that came before the processes knew of one another, SIGTERM, after
+  which Lightning's exception is empty, and errors that concern all.
+- *seconds*: from the fault until the last of the others had ended, median and most. Those for a process that is stopped
+  until the timeout are about the timeout, 4 s there.
 - *left*: processes, shared memory, and files that the next run does not remove. Not counted are folders of
   `NvmeOffload` whose process was killed: the next run names them in a warning, and never deletes them.
 - *resumed*: the same program, started again with `ckpt_path="last"`, gave the losses and weights of a run that nothing
   disturbs, bit for bit.
 """
 
-_FOOT = """The time is that of the machine's two cores, on which several runs took place at once.
-`python -m tests.chaos` plays the cases and `python -m tests.chaos --page RECORD` writes this page; `pytest -m chaos`
-plays them as tests. One of each kind is part of every test run.
+_FOOT = """Played on two cores of a CPU, several runs at once, with torch {torch}, by `python -m tests.chaos --cases {cases}`; then
+`python -m tests.chaos --page RECORD` wrote this page. `pytest -m chaos` plays a thousand such cases as tests. One of each
+kind is part of every test run, and so are a killed process of the Trainer's own launcher and of `torchrun --max-restarts`,
+after which the run goes on by itself with the numbers of one that nothing disturbs.
 """
 
 
@@ -53,17 +58,17 @@ def text(rows: list[Row]) -> str:
         found = [row for row in rows if row["case"]["fault"] == name]
         if found:
             lines.append(f"| {name} | {' | '.join(_cells(found))} |")
-    return "\n".join([*lines, "", _FOOT])
+    return "\n".join([*lines, "", _FOOT.format(torch=torch.__version__.partition("+")[0], cases=len(rows))])
 
 
 def _cells(rows: list[Row]) -> list[str]:
     ended = [row for row in rows if row["ended"]]
-    seconds = [row["seconds"] for row in ended]
+    seconds = [row["seconds"] for row in ended if row["message"]]
     return [
         str(len(rows)),
         str(len(ended)) if ended else "goes on",
-        str(sum(row["named"] for row in ended)) if ended else "",
-        f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if ended else "",
+        str(sum(row["named"] for row in ended)) if seconds else "",
+        f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else "",
         str(sum(len(row["left"]) for row in rows)),
         str(sum(row["same"] for row in rows)),
     ]

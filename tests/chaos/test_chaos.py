@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from tests.chaos.faults import FAULTS
 from tests.chaos.play import Case, play, undisturbed
 from tests.chaos.processes import Orphans, run_program
 from tests.helpers.waiting import until
+from tests.helpers.world import ROOT
 
 ALL = cases(1000)
+QUICK = [replace(case, ranks=2, victim=min(case.victim, 1)) for case in ALL[: len(FAULTS)]]
 
 
 def hold(case: Case) -> None:
@@ -25,16 +28,21 @@ def hold(case: Case) -> None:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("case", ALL[: len(FAULTS)], ids=str)
+@pytest.mark.parametrize("case", QUICK, ids=str)
 def test_a_fault_of_each_kind(case: Case) -> None:
     hold(case)
 
 
 @pytest.mark.world
 @pytest.mark.chaos
-@pytest.mark.parametrize("case", ALL[len(FAULTS) :], ids=lambda case: f"{case}-step{case.step}")
+@pytest.mark.parametrize("case", ALL, ids=str)
 def test_a_fault(case: Case) -> None:
     hold(case)
+
+
+def test_the_page_has_a_line_for_each_kind() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| ([^|]+) \| \d", text, re.MULTILINE) == list(FAULTS), "python -m tests.chaos --page RECORD"
 
 
 def program(folder: Path, stage: int, victim: int) -> list[str]:
