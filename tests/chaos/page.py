@@ -23,21 +23,21 @@ and in the background, with and without offload. The places are set-up, every ho
 saving, loading, validation and data.
 
 - *ended*: on every other process with an error that says what it was doing and why that failed; else the run went on,
-  with the numbers of a run that nothing disturbs. *rank named*: how often all these errors have the number of the process
-  that the fault struck. Without it are errors of gloo that came before the processes knew of one another, SIGTERM, after
-  which Lightning's exception is empty, and errors that concern all.
-- *seconds*: from the fault until the last of the others had ended, median and most. Those for a process that is stopped
-  until the timeout are about the timeout, 4 s there.
+  with the numbers of a run that nothing disturbs. *rank named*: how often all these errors have the number of the
+  process that the fault struck. Without it are errors of gloo that came before the processes knew of one another,
+  SIGTERM, after which Lightning's exception is empty, and errors that concern all.
+- *seconds*: from the fault until the last of the others had ended, median and most. Those for a process that is
+  stopped until the timeout are about the timeout, 4 s there.
 - *left*: processes, shared memory, and files that the next run does not remove. Not counted are folders of
   `NvmeOffload` whose process was killed: the next run names them in a warning, and never deletes them.
-- *resumed*: the same program, started again with `ckpt_path="last"`, gave the losses and weights of a run that nothing
-  disturbs, bit for bit.
+- *resumed*: the same program, started again with `ckpt_path="last"`, gave the losses and weights of a run that
+  nothing disturbs, bit for bit.
 """
 
-_FOOT = """Played on two cores of a CPU, several runs at once, with torch {torch}, by `python -m tests.chaos --cases {cases}`; then
-`python -m tests.chaos --page RECORD` wrote this page. `pytest -m chaos` plays a thousand such cases as tests. One of each
-kind is part of every test run, and so are a killed process of the Trainer's own launcher and of `torchrun --max-restarts`,
-after which the run goes on by itself with the numbers of one that nothing disturbs.
+_FOOT = """Played with torch {torch} on two cores of a CPU, several runs at once, by
+`python -m tests.chaos --cases {cases}`; then `python -m tests.chaos --page RECORD` wrote this page. `pytest -m chaos`
+plays a thousand such cases as tests. One of each kind is part of every test run, and so are a killed process of the
+Trainer's own launcher and of `torchrun --max-restarts`, after which the run goes on by itself, bit for bit.
 """
 
 
