@@ -34,10 +34,10 @@ saving, loading, validation and data.
   nothing disturbs, bit for bit.
 """
 
-_FOOT = """Played with torch {torch} on two cores of a CPU, several runs at once, by
-`python -m tests.chaos --cases {cases}`; then `python -m tests.chaos --page RECORD` wrote this page. `pytest -m chaos`
-plays a thousand such cases as tests. One of each kind is part of every test run, and so are a killed process of the
-Trainer's own launcher and of `torchrun --max-restarts`, after which the run goes on by itself, bit for bit.
+_FOOT = """Played by `python -m tests.chaos`, with torch {torch} on two cores of a CPU, several runs at once;
+`python -m tests.chaos --page RECORD` wrote this page. `pytest -m chaos` plays a thousand such cases as tests. One of
+each kind is part of every test run, and so are a killed process of the Trainer's own launcher and of
+`torchrun --max-restarts`, after which the run goes on by itself, bit for bit.
 """
 
 
@@ -58,7 +58,7 @@ def text(rows: list[Row]) -> str:
         found = [row for row in rows if row["case"]["fault"] == name]
         if found:
             lines.append(f"| {name} | {' | '.join(_cells(found))} |")
-    return "\n".join([*lines, "", _FOOT.format(torch=torch.__version__.partition("+")[0], cases=len(rows))])
+    return "\n".join([*lines, "", _FOOT.format(torch=torch.__version__.partition("+")[0])])
 
 
 def _cells(rows: list[Row]) -> list[str]:
