@@ -40,6 +40,10 @@ each kind is part of every test run, and so are a killed process of the Trainer'
 `torchrun --max-restarts`, after which the run goes on by itself, bit for bit.
 """
 
+_ABORT = """gloo itself ends a process in which collectives of different sizes meet in one group, as the value that one
+process logs does with a broadcast of Lightning's that another is in. The other processes have an error that names it.
+"""
+
 
 def read(record: Path) -> list[Row]:
     """What ``python -m tests.chaos`` has written."""
@@ -58,7 +62,18 @@ def text(rows: list[Row]) -> str:
         found = [row for row in rows if row["case"]["fault"] == name]
         if found:
             lines.append(f"| {name} | {' | '.join(_cells(found))} |")
-    return "\n".join([*lines, "", _FOOT.format(torch=torch.__version__.partition("+")[0])])
+    lines += ["", *(f"Otherwise: {_told(row)}\n" for row in rows if row["wrong"])]
+    if any("SIGABRT" in "".join(row["wrong"]) for row in rows):
+        lines.append(_ABORT)
+    return "\n".join([*lines, _FOOT.format(torch=torch.__version__.partition("+")[0])])
+
+
+def _told(row: Row) -> str:
+    case = row["case"]
+    why = " ".join(row["wrong"][0].partition("[stacks]")[0].split())[:200]
+    return (
+        f"{case['fault']}, `{case['place']}`, `zero{case['stage']}`, rank {case['victim']} of {case['ranks']}: {why}."
+    )
 
 
 def _cells(rows: list[Row]) -> list[str]:
