@@ -98,8 +98,12 @@ def open_checkpoint(
 
     digests = collect(control, what, look)
     found, (checkpoint, _, missing) = read[0]
-    if any(digest != digests[0] for digest in digests):
-        raise CheckpointError(f"Could not {what}: the ranks see different directories there. Use a shared file system.")
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise CheckpointError(
+                f"Could not {what}: rank {rank} sees another checkpoint there than rank 0, or was given another name. "
+                "Use a shared file system, and one name."
+            )
     if missing and control.rank == 0:
         names = shortened(", ".join(missing))
         warnings.warn(

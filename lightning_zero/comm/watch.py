@@ -130,6 +130,7 @@ class Watch:
         self._watched = threading.get_ident()
         self._failure = ""
         self._number = next(_NUMBERS)  # the store may outlive the default group
+        self._processes: list[list[Any]] = []  # of all ranks, once all have told
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._tell(state="runs")
@@ -150,15 +151,17 @@ class Watch:
             self._tell_quietly()
 
     def explain(self) -> str:
-        """What is known of why a collective did not complete, as lines; ``verdict`` if nobody could go on. Local.
-
-        Who ends for a reason has told of it before its connections are shut, so that there is nothing to wait for.
-        """
-        with contextlib.suppress(RuntimeError):  # the process with the store has ended
-            if not self._find_verdict():
-                told = [f"Rank {r} {s['text']}.\n" for r, s in enumerate(self._states()) if s["state"] == "over"]
-                return "".join(told[:4])
-        return self.verdict
+        """What is known of why a collective did not complete, as lines; ``verdict`` if nobody could go on. Local."""
+        # Who ends for a reason has told of it before its connections are shut; who is killed is gone soon after.
+        deadline, ended = time.monotonic() + _TICK_SECONDS, dict[int, str]()
+        while not ended and time.monotonic() < deadline:
+            ended = {rank: _GONE for rank, process in enumerate(self._processes) if _is_gone(process)}
+            with contextlib.suppress(RuntimeError):  # the process with the store has ended
+                if self._find_verdict():
+                    return self.verdict
+                ended |= {rank: s["text"] for rank, s in enumerate(self._states()) if s["state"] == "over"}
+            time.sleep(0.0 if ended else 0.05)
+        return "".join(f"Rank {rank} {text}.\n" for rank, text in sorted(ended.items())[:4])
 
     def end(self) -> None:
         """End the thread, while the interpreter still runs. May be called again.
@@ -185,13 +188,17 @@ class Watch:
         with self._lock:
             if self._failure:
                 state |= {"state": "over", "text": f"has failed with {self._failure}"}
-            state["entered"] = {_STORE: groups_made(), **entered_collectives()}
+            state |= {"entered": {_STORE: groups_made(), **entered_collectives()}, "process": _process(os.getpid())}
             self._store.set(self._key(self._rank), json.dumps(state))
 
     def _states(self, rank: int | None = None) -> list[dict[str, Any]]:
         """What one rank has told, or all, once all have told anything; until then nothing."""
         keys = [self._key(other) for other in (range(self._world_size) if rank is None else [rank])]
-        return [json.loads(state) for state in self._store.multi_get(keys)] if self._store.check(keys) else []
+        states = [json.loads(state) for state in self._store.multi_get(keys)] if self._store.check(keys) else []
+        for state in (s for s in states if s["state"] != "over" and _is_gone(s["process"])):
+            state |= {"state": "over", "text": _GONE}
+        self._processes = [state["process"] for state in states] if rank is None else self._processes
+        return states
 
     def _tell_quietly(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -206,6 +213,8 @@ class Watch:
         since, beats, number = 0.0, 0, 0
         first_look: tuple[Any, ...] | None = None
         while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
+            if not self._processes:
+                self._states()
             now = self._waits()
             if now is None or wait is None or now.key != wait.key:
                 if beats:
@@ -394,6 +403,19 @@ _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _process(pid: int) -> list[Any]:
+    """Which process of which host that is, while it lives; empty when it does not, or the system does not tell."""
+    with contextlib.suppress(OSError):
+        state, *_, started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
+        host = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+        return [] if state in "ZX" else [host, pid, started]
+    return []
+
+
+def _is_gone(process: list[Any]) -> bool:
+    return process[:1] == _process(os.getpid())[:1] != [] and _process(process[1]) != process
+
+
 def _sockets() -> dict[int, str]:
     """This process's sockets, by the numbers of their files; none where the system does not tell."""
     found = {}
@@ -417,6 +439,7 @@ def _clients_of(store: Any) -> list[tuple[int, str]]:
     return found
 
 
+_GONE = "has ended without a word: its process is gone"
 _NUMBERS = itertools.count()  # alike on all ranks
 _WATCH: Watch | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_zero._torch import prefix_store, tcp_store
 from lightning_zero.comm.control import naming_failures, raise_failure
 from lightning_zero.comm.groups import destroy_default_group_at_exit
 from lightning_zero.comm.watch import connections, current_watch, watch_ranks
@@ -82,6 +84,7 @@ class Processes(ParallelStrategy):
         if not dist.is_initialized():
             options: dict[str, Any] = {"timeout": self._timeout}
             options |= {} if device.type == "cpu" else {"device_id": device}
+            options |= _store_of_this_attempt(self._timeout)
             with connections.opened() as opened:
                 _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
             connections[dist.group.WORLD.group_name] = opened  # type: ignore[union-attr]
@@ -134,3 +137,18 @@ class Processes(ParallelStrategy):
         """A tensor of each rank, along a new first dimension. Collective: every rank."""
         with naming_failures("an all_gather", self.global_rank):
             return super().all_gather(tensor, group, sync_grads)
+
+
+def _store_of_this_attempt(timeout: timedelta | None) -> dict[str, Any]:
+    """For ``init_process_group``, after torchrun has started the ranks again (``--max-restarts``).
+
+    It keeps one store for all attempts (https://github.com/pytorch/pytorch/issues/135712), where ranks would find the
+    addresses of those that have died. Agents of several nodes count attempts differently: there torch makes the store.
+    """
+    told = os.environ.get
+    attempt = told("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or told("TORCHELASTIC_USE_AGENT_STORE") != "True" or told("GROUP_WORLD_SIZE") != "1":
+        return {}
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = tcp_store(*place, is_master=False, timeout=timeout or DEFAULT_TIMEOUT)
+    return {"store": prefix_store(f"lightning_zero/attempt {attempt}", store)}

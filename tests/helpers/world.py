@@ -94,6 +94,7 @@ def run_world(
     function: Callable[..., Any],
     *args: Any,
     timeout: float = 60.0,
+    grace: float = GRACE_SECONDS,
     init_group: bool = True,
     expect_failure: bool = False,
     environment: dict[str, str] | None = None,
@@ -108,6 +109,7 @@ def run_world(
         function: anything callable, also a closure.
         args: passed on. Inherited by the fork, so not pickled.
         timeout: seconds for the whole world. Every rank still running then is killed.
+        grace: seconds for the other ranks once one has failed.
         init_group: give every rank a gloo default process group (through a file, no port). ``False`` leaves that to
             the function, as a Trainer does it.
         expect_failure: return the failures instead of raising them; raise if no rank failed.
@@ -129,7 +131,7 @@ def run_world(
             try:
                 for rank in range(world_size):
                     ranks.append(_fork(rank, setting, function, args))
-                _wait(ranks, timeout)
+                _wait(ranks, timeout, grace)
             finally:
                 _kill(ranks)
         failures = _failures(ranks)
@@ -176,7 +178,7 @@ def _fork(rank: int, setting: _Setting, function: Callable[..., Any], args: Sequ
     return _Rank(rank, pid, alive, setting.directory)
 
 
-def _wait(ranks: list[_Rank], timeout: float) -> None:
+def _wait(ranks: list[_Rank], timeout: float, grace: float) -> None:
     """Wait until all ranks have ended; at the deadline, or a while after the first failure, make the others report."""
     deadline = time.monotonic() + timeout
     while running := [rank for rank in ranks if rank.status is None]:
@@ -187,7 +189,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> None:
             if rank.alive in ready:
                 _, rank.status = os.waitpid(rank.pid, 0)
                 if rank.status != 0:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + grace)
     for rank in running:
         rank.killed = True
         os.kill(rank.pid, signal.SIGUSR1)  # every thread's stack, written by faulthandler without the GIL
