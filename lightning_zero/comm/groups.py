@@ -24,7 +24,8 @@ import torch.distributed as dist
 from lightning_zero._torch import default_store, new_group
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup
-from lightning_zero.comm.watch import connections, watch_ranks
+from lightning_zero.comm.sockets import connections
+from lightning_zero.comm.watch import watch_ranks
 
 if TYPE_CHECKING:
     from lightning_zero.comm.shared_memory.transport import Transport

@@ -23,13 +23,12 @@ import contextlib
 import itertools
 import json
 import os
-import socket
 import sys
 import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,14 +36,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_zero._torch import abort_group, default_store, entered_collectives, groups_made
+from lightning_zero.comm.sockets import clients_of, connections
 
-__all__ = ["ANY_AGREEMENT", "Watch", "connections", "current_watch", "watch_ranks"]
+__all__ = ["ANY_AGREEMENT", "Watch", "current_watch", "watch_ranks"]
 
 ANY_AGREEMENT = "the agreement with the other ranks"
 """What is waited for, where nobody knows more."""
 
 _TICK_SECONDS = 0.5
 _LONG_SECONDS = 1.0  # in one wait, before anybody is told
+_LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
 _STORE = "(store)"  # in place of a group's name: where processes make groups
 _NO_WAITS = {"_object_to_tensor", "_tensor_to_object"}  # compute, and know their group
 _MAKE_GROUPS = {"_new_process_group_helper", "_store_based_barrier", "init_process_group"} | {
@@ -68,29 +69,6 @@ class Wait(NamedTuple):
     place: int  # which one it is of the group's
     members: tuple[int, ...]
     text: str  # for people
-
-
-class Connections(dict[str, list[tuple[int, str]]]):
-    """Sockets by the name of their process group: the number of the file, and what the system calls it."""
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[list[tuple[int, str]]]:
-        """Those that were opened inside, afterwards."""
-        before, found = _sockets(), list[tuple[int, str]]()
-        yield found
-        found += [(file, what) for file, what in _sockets().items() if before.get(file) != what]
-
-    def shut(self, name: str) -> None:
-        """End whatever waits for them."""
-        now = _sockets()
-        for file, what in self.get(name, ()):
-            if now.get(file) == what:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
-                    connection.getpeername()  # a listening one must not be shut: gloo ends the process
-                    connection.shutdown(socket.SHUT_RDWR)
-
-
-connections = Connections()
 
 
 def watch_ranks() -> Watch | None:
@@ -125,7 +103,7 @@ class Watch:
         """Why nobody can go on; empty while somebody may."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._default: Any = default_store()  # kept: perhaps this process serves it
-        connections[_STORE] = _clients_of(self._default)
+        connections[_STORE] = clients_of(self._default)
         self._store: Any = self._default.clone()  # a client of its own: the rank's may be waiting
         self._watched = threading.get_ident()
         self._failure = ""
@@ -205,8 +183,10 @@ class Watch:
             self._tell(state="runs")
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of the store, whose process has ended: gloo tells of that
+        try:
             self._look()
+        except RuntimeError:  # of the store, whose process has ended, of which gloo tells; or the connection is cut
+            self._look_alone()
 
     def _look(self) -> None:
         wait: Wait | None = None
@@ -229,6 +209,19 @@ class Watch:
             if not self.verdict:
                 first_look = self._judge(first_look)
             if self.verdict:
+                self._break(wait)
+
+    def _look_alone(self) -> None:
+        """Nobody can be asked or told any more: so no wait is a long one of which all know."""
+        wait, since = None, 0.0
+        while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
+            now = self._waits()
+            if now is None or wait is None or now.key != wait.key:
+                wait, since = now, time.monotonic()
+            elif (seconds := time.monotonic() - since) > _LONG_ALONE_SECONDS:
+                self.verdict = (
+                    f"It has lost the store that the ranks share, and has waited for {seconds:.0f} s {wait.text}."
+                )
                 self._break(wait)
 
     def _judge(self, before: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
@@ -414,29 +407,6 @@ def _process(pid: int) -> list[Any]:
 
 def _is_gone(process: list[Any]) -> bool:
     return process[:1] == _process(os.getpid())[:1] != [] and _process(process[1]) != process
-
-
-def _sockets() -> dict[int, str]:
-    """This process's sockets, by the numbers of their files; none where the system does not tell."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if (what := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
-                    found[int(name)] = what
-    return found
-
-
-def _clients_of(store: Any) -> list[tuple[int, str]]:
-    """The connections of this process to the server of a store."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    port, found = getattr(store, "port", None), []
-    for file, what in _sockets().items() if port else ():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
-            if connection.getpeername()[1] == port:
-                found.append((file, what))
-    return found
 
 
 _GONE = "has ended without a word: its process is gone"

@@ -24,7 +24,8 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_zero._torch import prefix_store, tcp_store
 from lightning_zero.comm.control import naming_failures, raise_failure
 from lightning_zero.comm.groups import destroy_default_group_at_exit
-from lightning_zero.comm.watch import connections, current_watch, watch_ranks
+from lightning_zero.comm.sockets import connections
+from lightning_zero.comm.watch import current_watch, watch_ranks
 from lightning_zero.errors import ZeroError
 
 __all__ = ["DEFAULT_TIMEOUT", "Processes"]

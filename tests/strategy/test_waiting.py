@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +103,31 @@ def test_what_one_rank_does_alone_is_an_error_on_all(deed: str) -> None:
         assert told in message
         assert "test_waiting.py" in message
         assert seconds < SECONDS
+
+
+class Cut(Alone):
+    """Rank 1 loses all its connections, and waits for rank 0, which is long in coming."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: time.sleep(SECONDS))
+
+    def _do(self, batch_idx: int, behind: bool) -> None:
+        for name in os.listdir("/proc/self/fd") if batch_idx == 2 and self.global_rank == 1 else ():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+                connection.getpeername()  # one that listens stays
+                connection.shutdown(socket.SHUT_RDWR)
+        super()._do(batch_idx, behind)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux to find the connections")
+def test_a_rank_that_has_lost_the_store_does_not_wait_for_ever() -> None:
+    """With nobody to tell, and nobody to judge."""
+    results = run_world(2, play, Cut, 3, init_group=False)
+    for _, message, seconds in results:
+        assert message.startswith("Rank ")
+        assert seconds < 2 * SECONDS
+    assert "It has lost the store that the ranks share, and has waited for" in results[1][1]
+    assert results[1][2] < SECONDS
 
 
 def test_ranks_that_set_up_are_told_of_one_that_cannot() -> None:
