@@ -167,6 +167,22 @@ class Stream(IterableDataset[int]):
         yield from range(5)
 
 
+class Uneven(Net):
+    """Rank 0 has one batch to evaluate, and any other one more than the one before."""
+
+    def val_dataloader(self) -> Any:
+        return batches(1 + self.global_rank)
+
+    def predict_dataloader(self) -> Any:
+        return batches(1 + self.global_rank)
+
+
+def uneven(make: Make, folder: Path) -> dict[str, Any]:
+    module, trainer = Uneven(), make_trainer(make(), max_epochs=2, num_sanity_val_steps=2)
+    trainer.fit(module, batches(2))
+    return {"predicted": trainer.predict(module), "logged": dict(trainer.callback_metrics), **made(module, trainer)}
+
+
 class Loaders(LightningDataModule):
     """Its hooks have to be called as under DDP."""
 
@@ -294,6 +310,7 @@ FEATURES = {
         Feature(name="`LightningDataModule`, its hooks and state, several loaders for validation", play=data_module),
         Feature(name="`IterableDataset`", play=streams),
         Feature(name="`CombinedLoader`", play=combined),
+        Feature(name="data of another length on each process, in validation and `predict`", play=uneven),
         Feature(name="hooks that move batches", play=fitting(3, net=Moving)),
     ],
     "Logging": [
