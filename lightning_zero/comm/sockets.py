@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Connections", "clients_of", "connections"]
+__all__ = ["Connections", "clients_of", "connections", "shut", "sockets"]
 
 
 class Connections(dict[str, list[tuple[int, str]]]):
@@ -26,12 +26,17 @@ class Connections(dict[str, list[tuple[int, str]]]):
         now = sockets()
         for file, what in self.get(name, ()):
             if now.get(file) == what:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
-                    connection.getpeername()  # a listening one must not be shut: gloo ends the process
-                    connection.shutdown(socket.SHUT_RDWR)
+                shut(file)
 
 
 connections = Connections()
+
+
+def shut(file: int) -> None:
+    """End whatever waits for a connection."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+        connection.getpeername()  # a listening one must not be shut: gloo ends the process
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def sockets() -> dict[int, str]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -48,10 +49,10 @@ _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
 _STORE = "(store)"  # in place of a group's name: where processes make groups
 _NO_WAITS = {"_object_to_tensor", "_tensor_to_object"}  # compute, and know their group
-_MAKE_GROUPS = {"_new_process_group_helper", "_store_based_barrier", "init_process_group"} | {
-    f"_create_{backend}_process_group"
-    for backend in ("gloo", "nccl")  # since 2.14
-}
+_MAKE_GROUPS = {
+    "_new_process_group_helper", "_store_based_barrier", "init_process_group",
+    "_create_gloo_process_group", "_create_nccl_process_group",  # since 2.14
+}  # fmt: skip
 
 _ADVICE = (
     "Every rank must make the same calls in the same order. Usual causes: dataloaders of different length; a branch "
@@ -400,13 +401,20 @@ def _process(pid: int) -> list[Any]:
     """Which process of which host that is, while it lives; empty when it does not, or the system does not tell."""
     with contextlib.suppress(OSError):
         state, *_, started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
-        host = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-        return [] if state in "ZX" else [host, pid, started]
+        return [] if state in "ZX" or not _host() else [_host(), pid, started]
     return []
 
 
 def _is_gone(process: list[Any]) -> bool:
-    return process[:1] == _process(os.getpid())[:1] != [] and _process(process[1]) != process
+    return bool(process) and process[0] == _host() and _process(process[1]) != process
+
+
+@functools.cache
+def _host() -> str:
+    """What processes that can see one another have in common; empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 _GONE = "has ended without a word: its process is gone"

@@ -18,7 +18,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -46,6 +46,7 @@ _WAYS = (
     "to be done: ZeroStrategy(loaders=LoaderPolicy({}='join')), where who has none takes part without one, or "
     "'stop', where all end with the first."
 )
+_STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 _OUT = 1 << 32  # in place of a loader's number: no batch of any
 
 
@@ -56,6 +57,10 @@ class Loading(Signals):
     placement: Placement
     may_lack = False
     """Whether a training step may get no batch."""
+
+    if TYPE_CHECKING:
+
+        def run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool) -> Any: ...
 
     def listen(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Stand between the loops and their loaders, too. Local."""
@@ -68,8 +73,8 @@ class Loading(Signals):
     def _in_step(self, trainer: Any, loop: Any, request: Callable[[], Any]) -> Callable[[], Any]:
         """``request``, whose loaders end on all ranks together where the ranks need one another."""
         name = loop._data_source.name
-        stage = name.removesuffix("_dataloader").replace("val", "validation").replace("train", "training")
-        training, step = stage == "training", f"{stage}_step"
+        step = _STEPS[name.removesuffix("_dataloader")]
+        training = step == "training_step"
 
         def dataloader() -> Any:
             given, module = request(), trainer.lightning_module
@@ -91,10 +96,6 @@ class Loading(Signals):
             return _InLockStep.of(combined, _LockStep(name, policy, self.engine.agree, evaluation))
 
         return dataloader
-
-    def run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool) -> Any:
-        """Run a step of the user's, or ``without`` it all that the others need. Collective: every rank."""
-        raise NotImplementedError
 
     def _take_part(self, step: str) -> None:
         self.run_step(step, (), {}, without=True)
@@ -143,7 +144,8 @@ class _InLockStep(CombinedLoader):
         parts: list[Any] = self.flattened
         certain = all(isinstance(part, DataLoader) and not isinstance(part.dataset, IterableDataset) for part in parts)
         each = [sized_len(part) for part in parts] if self._mode == "sequential" else []
-        self._lock_step.begin(_length(super().__len__), certain, fingerprint(str(each)))
+        length = sized_len(self._iterator)
+        self._lock_step.begin(-1 if length is None else length, certain, fingerprint(str(each)))
         return self
 
     def __next__(self) -> Any:
@@ -154,14 +156,6 @@ class _InLockStep(CombinedLoader):
         if length is None:
             raise TypeError("These loaders have no length that all ranks agree on.")
         return length
-
-
-def _length(measure: Callable[[], int]) -> int:
-    """Of loaders, or -1 if one of them has none."""
-    try:
-        return measure()
-    except (TypeError, NotImplementedError):
-        return -1
 
 
 class _Evaluation(NamedTuple):

@@ -46,34 +46,27 @@ class Signals(Processes):
         self._asked, self._fitting, self._saved = 0, False, False
         self._save = connector._slurm_sigusr_handler_fn
 
-        def end(method: Callable[..., None]) -> Callable[..., None]:
-            def call(signum: Any, frame: Any) -> None:
-                _log.info("[rank: %s] Received SIGTERM: all ranks end after this step.", self.global_rank)
-                if self._launcher is not None and not self._asked & _END:
-                    self._launcher.kill(signum)
-                if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
-                    self._ask(_END)
-                else:
-                    connector.received_sigterm = True
+        advance = trainer.fit_loop.epoch_loop.advance
 
-            return call
+        def end(signum: Any, frame: Any) -> None:
+            _log.info("[rank: %s] Received SIGTERM: all ranks end after this step.", self.global_rank)
+            if self._launcher is not None and not self._asked & _END:
+                self._launcher.kill(signum)
+            if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
+                self._ask(_END)
+            else:
+                connector.received_sigterm = True
 
-        def save(method: Callable[..., None]) -> Callable[..., None]:
-            def call(signum: Any, frame: Any) -> None:
-                self._ask(_SAVE) if trainer.state.fn == TrainerFn.FITTING else method(signum, frame)
+        def save(signum: Any, frame: Any) -> None:
+            self._ask(_SAVE) if trainer.state.fn == TrainerFn.FITTING else self._save(signum, frame)
 
-            return call
+        def heed_and_advance(*args: Any) -> None:
+            self.heed(between=True)
+            advance(*args)
 
-        def heeding(method: Callable[..., None]) -> Callable[..., None]:
-            def call(*args: Any) -> None:
-                self.heed(between=True)
-                method(*args)
-
-            return call
-
-        replaced.put(connector, "_sigterm_notifier_fn", end)
-        replaced.put(connector, "_slurm_sigusr_handler_fn", save)
-        replaced.put(trainer.fit_loop.epoch_loop, "advance", heeding)
+        replaced.put(connector, "_sigterm_notifier_fn", lambda _: end)
+        replaced.put(connector, "_slurm_sigusr_handler_fn", lambda _: save)
+        replaced.put(trainer.fit_loop.epoch_loop, "advance", lambda _: heed_and_advance)
 
     def _ask(self, what: int) -> None:
         self._asked |= what

@@ -9,7 +9,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.checkpoint.format.checksums import ChecksummedFile
+from lightning_zero.comm.sockets import shut, sockets
 from tests.chaos.run import LOADING, SETTING_UP, STEPPING, Struck
 from tests.helpers.cases import WIDTH
 from tests.storage.stores import flip
@@ -162,10 +162,8 @@ def _jump(seconds: float) -> Callable[[Struck], object]:
 
 
 def _cut_connections(module: Struck) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            connection.getpeername()  # one that listens stays
-            connection.shutdown(socket.SHUT_RDWR)
+    for file in sockets():
+        shut(file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

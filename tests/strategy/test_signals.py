@@ -24,35 +24,52 @@ from tests.helpers.world import run_world
 from tests.strategy.runs import Net, batches, fit, quiet, zero
 
 
-class Terminated(Net):
-    """Rank 1 is asked to end in the third step."""
+class Asked(Net):
+    """Rank 1 gets signals in steps, such as in `t2` of training and `v0` of validation, counted over the run."""
+
+    def __init__(self, **asked: Sequence[int]) -> None:
+        super().__init__()
+        self.asked, self.counts, self.told = asked, Counter[str](), list[str]()
+
+    def note(self, place: str) -> None:
+        self.told.append(f"{place}{self.counts[place]}")
+        self.counts[place] += 1
+        for signum in self.asked.get(self.told[-1], ()) if self.global_rank == 1 else ():
+            os.kill(os.getpid(), signum)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 2 and self.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        self.note("t")
         return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("v")
+        super().validation_step(batch, batch_idx)
 
 
 @pytest.mark.filterwarnings(r"ignore:.*\.fit\(ckpt_path=")  # a trainer with this callback looks for checkpoints
+@pytest.mark.parametrize(("place", "accumulated", "ended"), [("t2", 1, 3), ("t3", 3, 2)])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_all_ranks_end_at_the_same_step_where_one_is_asked_to(stage: int, tmp_path: Path) -> None:
-    """With a checkpoint of it, from which the run goes on as if nothing had been."""
+def test_all_ranks_end_at_the_same_step_where_one_is_asked_to(
+    stage: int, place: str, accumulated: int, ended: int, tmp_path: Path
+) -> None:
+    """With a checkpoint of it, from which the run goes on as if nothing had been. No accumulated gradient is lost."""
 
     def world(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
-        module = Terminated()
-        trainer = make_trainer(zero(stage), callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+        module, options = Asked(**{place: [signal.SIGTERM]}), {"accumulate_grad_batches": accumulated}
+        end = OnExceptionCheckpoint(tmp_path)
+        trainer = make_trainer(zero(stage), callbacks=[end], enable_checkpointing=True, **options)
         with quiet(), pytest.raises(SIGTERMException):
-            trainer.fit(module, batches(6))
+            trainer.fit(module, batches(9))
         steps = trainer.global_step
         dist.barrier()
         resumed, whole = Net(), Net()
         with quiet():
-            make_trainer(zero(stage)).fit(resumed, batches(6), ckpt_path=tmp_path / "on_exception.ckpt")
-            fit(zero(stage), whole, 6)
+            make_trainer(zero(stage), **options).fit(resumed, batches(9), ckpt_path=tmp_path / "on_exception.ckpt")
+            make_trainer(zero(stage), **options).fit(whole, batches(9))
         return steps, [*module.losses, *resumed.losses], whole.losses
 
     for steps, losses, whole in run_world(2, world):
-        assert steps == 3
+        assert steps == ended
         assert len(losses) == len(whole)
         assert all(torch.equal(a, b) for a, b in zip(losses, whole, strict=True))
 
@@ -130,7 +147,7 @@ def test_what_slurm_has_saved_is_one_step_of_all_ranks(
 
 def test_a_second_fit_is_not_ended_by_the_signal_of_the_first() -> None:
     def world(rank: int) -> int:
-        strategy, module = zero(3), Terminated()
+        strategy, module = zero(3), Asked(t2=[signal.SIGTERM])
         trainer = make_trainer(strategy)
         with quiet():
             with pytest.raises(SIGTERMException):
@@ -157,50 +174,6 @@ def test_who_is_asked_before_the_first_step_ends_with_the_others() -> None:
         return trainer.global_step
 
     assert run_world(2, world) == [1, 1]
-
-
-class Asked(Net):
-    """Rank 1 gets signals in steps, such as in `t2` of training and `v0` of validation, counted over the run."""
-
-    def __init__(self, **asked: Sequence[int]) -> None:
-        super().__init__()
-        self.asked, self.counts, self.told = asked, Counter[str](), list[str]()
-
-    def note(self, place: str) -> None:
-        self.told.append(f"{place}{self.counts[place]}")
-        self.counts[place] += 1
-        for signum in self.asked.get(self.told[-1], ()) if self.global_rank == 1 else ():
-            os.kill(os.getpid(), signum)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.note("t")
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.note("v")
-        super().validation_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings(r"ignore:.*\.fit\(ckpt_path=")
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_accumulated_gradient_is_stepped_on_before_a_run_ends(stage: int, tmp_path: Path) -> None:
-    def world(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
-        module, options = Asked(t3=[signal.SIGTERM]), {"accumulate_grad_batches": 3}
-        end = OnExceptionCheckpoint(tmp_path)
-        trainer = make_trainer(zero(stage), callbacks=[end], enable_checkpointing=True, **options)
-        with quiet(), pytest.raises(SIGTERMException):
-            trainer.fit(module, batches(9))
-        steps = trainer.global_step
-        dist.barrier()
-        resumed, whole = Net(), Net()
-        with quiet():
-            make_trainer(zero(stage), **options).fit(resumed, batches(9), ckpt_path=tmp_path / "on_exception.ckpt")
-            make_trainer(zero(stage), **options).fit(whole, batches(9))
-        return steps, [*module.losses, *resumed.losses], whole.losses
-
-    for steps, losses, whole in run_world(2, world):
-        assert steps == 2
-        assert all(torch.equal(a, b) for a, b in zip(losses, whole, strict=True))
 
 
 @pytest.mark.parametrize("counts", [(3, 3), (1, 3)])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.comm.groups import _LIVE
+from lightning_zero.comm.sockets import shut, sockets
 from lightning_zero.comm.watch import current_watch
 from lightning_zero.errors import DivergenceError
 from tests.helpers.cases import WIDTH
@@ -112,10 +111,8 @@ class Cut(Alone):
         super().__init__(lambda module: time.sleep(SECONDS))
 
     def _do(self, batch_idx: int, behind: bool) -> None:
-        for name in os.listdir("/proc/self/fd") if batch_idx == 2 and self.global_rank == 1 else ():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-                connection.getpeername()  # one that listens stays
-                connection.shutdown(socket.SHUT_RDWR)
+        for file in sockets() if batch_idx == 2 and self.global_rank == 1 else ():
+            shut(file)
         super()._do(batch_idx, behind)
 
 
