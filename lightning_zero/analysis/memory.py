@@ -8,8 +8,9 @@ come and go beside it:
 
 * In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once:
   one parameter's at a time. A parameter that is used in several places (tied weights, a shared module) gets its
-  gradient in parts, and autograd holds their sum until the last of them. It adds the last part out of place: a linear
-  layer's part is a transposed view, and what it is a view of shares its memory. For a moment there are three.
+  gradient in parts, and autograd holds their sum until the last of them. Where linear layers and embeddings give them,
+  they are added to the first one (an embedding's row by row, on the CPU). Elsewhere autograd adds them out of place,
+  and for a moment there are three: the sum so far, the last part, and both together.
 * In a step, the optimizer computes with temporary tensors: see [Note: memory of a step].
 
 Not counted: activations and other tensors of the module's own, what libraries hold for themselves (cuBLAS, nccl), and
@@ -216,7 +217,7 @@ def expected_memory(
     if not (peak and training):
         return rest
     gradients = [(spec, layout.compute_dtype.itemsize) for layout in trained for spec in layout.parameters]
-    backward = raw_gradient_nbytes(gradients)
+    backward = raw_gradient_nbytes(gradients, accelerator)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
@@ -286,15 +287,16 @@ def fullest_rank(plan: Plan, *, whole: bool) -> int:
     return totals.index(max(totals))
 
 
-def raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int:
+def raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]], accelerator: bool = False) -> int:
     """Most bytes of gradients that autograd holds at once, of parameters with the bytes of a gradient's element.
 
     Those that are reached under several names are taken for tied; a weight that is used twice under one name cannot be
     told from one that is used once.
     """
-    sizes = [(spec.numel * itemsize, bool(spec.aliases)) for spec, itemsize in parameters]
-    held = sum(nbytes for nbytes, tied in sizes if tied)
-    return held + max((2 * nbytes if tied else nbytes for nbytes, tied in sizes), default=0)
+    sizes = [(spec.numel * itemsize, spec) for spec, itemsize in parameters]
+    held = sum(nbytes for nbytes, spec in sizes if spec.aliases)
+    parts = [(nbytes, max(spec.parts, 2 if accelerator else 1) - 1 if spec.aliases else 1) for nbytes, spec in sizes]
+    return held + max((nbytes * more for nbytes, more in parts), default=0)
 
 
 def _step_nbytes(

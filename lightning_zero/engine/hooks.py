@@ -30,6 +30,7 @@ from lightning_zero._torch import (
 )
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.gradients.bucket import GradientBucket
+from lightning_zero.engine.gradients.parts import TiedLayer
 from lightning_zero.engine.scripts import ScriptMethod, wrap_methods
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
@@ -45,7 +46,7 @@ from lightning_zero.shards.binding import (
     shown_kind,
 )
 
-__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "keep_formats", "unhooked"]
+__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "keep_formats", "tied", "unhooked"]
 
 
 class Verbs(Protocol):
@@ -302,6 +303,22 @@ def _strides(shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of a tensor of images or volumes in the ordinary format, and in channels-last format."""
     last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     return torch.empty(shape, device="meta").stride(), torch.empty(shape, device="meta", memory_format=last).stride()
+
+
+@contextmanager
+def tied(layers: Sequence[TiedLayer]) -> Iterator[None]:
+    """While active, each of ``layers`` computes with an alias of its weight. Not in what copies or scripts a module."""
+    handles: list[Any] = []
+    for one in layers:
+        handles.append(one.layer.register_forward_pre_hook(one.begin))
+        handles.append(one.layer.register_forward_hook(one.end, prepend=True, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for one in layers:
+            one.end()
 
 
 class _OfInput:

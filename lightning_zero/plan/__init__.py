@@ -24,7 +24,7 @@ from lightning_zero.plan.layout import (
     rest_of,
 )
 from lightning_zero.plan.plan import FETCH_UNITS, STAGING_BUFFERS, Plan, SlotPlan, UnitPlan, pack
-from lightning_zero.plan.tree import refuse_shared_memory, warn_of_views
+from lightning_zero.plan.tree import refuse_shared_memory, sums_in_place, warn_of_views
 from lightning_zero.plan.units import find_recomputed
 
 __all__ = [
@@ -52,5 +52,6 @@ __all__ = [
     "refuse_shared_memory",
     "rest_of",
     "sent_buffers",
+    "sums_in_place",
     "warn_of_views",
 ]

@@ -62,6 +62,8 @@ class ParameterSpec:
     shape: tuple[int, ...]  # its full shape; ``()`` for a scalar
     dtype: torch.dtype  # its own dtype, which is the master dtype
     trainable: bool  # ``requires_grad``
+    # Tensors of its size that autograd has at once while it makes the gradient: several where parts of it are added up.
+    parts: int = 1
 
     @property
     def numel(self) -> int:

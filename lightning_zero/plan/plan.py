@@ -4,8 +4,9 @@
 
 A slot is a reusable byte buffer, like a direct-mapped cache line: a unit always uses the same slot, so the views that
 autograd saved in forward are valid again once the unit is gathered again in backward. Units that compute at the same
-time (a unit and those nested in it) must never share a slot, hence pools by depth; units of very different size should
-not, hence pools by size class.
+time (a unit and those nested in it) must never share a slot, hence no slot is shared between depths. Units that follow
+one another should not, so that one can be gathered while the other computes; those further apart do, whatever their
+sizes: embedding and head of a language model have one slot, and in between blocks use it too.
 """
 
 from __future__ import annotations
@@ -55,10 +56,6 @@ are added to others, and weights that are cast."""
 
 CAST_NBYTES = 16 * 2**20
 """Bytes of weights that are cast at a time on their way to an accelerator."""
-
-GRADIENT_BUCKET_SLOTS = 2
-"""Slots of the ring that sharded gradients of replicated parameters go through: one fills while the other is
-reduced."""
 
 AnyPlan = TypeVar("AnyPlan", bound="Plan")
 
@@ -381,9 +378,9 @@ def _lay_out(
     parameters: list[int | None] = [unit.slot_nbytes if placement.shards_parameters else None for unit in units]
     gradients = [(unit.gradient_slot_nbytes or None) if placement.shards_gradients else None for unit in units]
     depths = [unit.depth for unit in units] if placement.shards_parameters else None
-    most = GRADIENT_BUCKET_SLOTS if depths is None else prefetch + 1
-    assigned, slots = assign_slots(parameters, depths, most)
-    gradient_assigned, gradient_slots = assign_slots(gradients, depths, most)
+    assigned, slots = assign_slots(parameters, depths, prefetch)
+    apart = 1 if depths is None else min(prefetch, 1)  # one fills while the other is reduced
+    gradient_assigned, gradient_slots = assign_slots(gradients, depths, apart)
     settled = (
         replace(unit, slot=slot, gradient_slot=gradient_slot)
         for unit, slot, gradient_slot in zip(units, assigned, gradient_assigned, strict=True)
@@ -405,25 +402,35 @@ def _layouts(parameters: Sequence[ParameterSpec], group_size: int, dtypes: Dtype
 
 
 def assign_slots(
-    nbytes: Sequence[int | None], depths: Sequence[int] | None, most: int
+    nbytes: Sequence[int | None], depths: Sequence[int] | None, apart: int
 ) -> tuple[tuple[int | None, ...], tuple[SlotPlan, ...]]:
     """Which slot each unit uses, and the slots, numbered in order of first use. See [Note: slots].
 
+    Large units come first, and each takes the first slot that no unit near it has.
+
     Args:
         nbytes: that each unit needs; None: the unit needs no slot.
-        depths: of each unit: pools are by (depth, ceil(log2(bytes))); None: all units are one pool.
-        most: slots of a pool, whose i-th unit uses the (i modulo that)-th.
+        depths: of each unit: none shares a slot with one of another depth; None: all are of one.
+        apart: units of one depth that are so many places from each other, or fewer, do not share a slot.
     """
-    pools: dict[tuple[int, int] | None, list[int]] = {}
+    levels: dict[int, list[int]] = {}
     for unit, size in enumerate(nbytes):
         if size is not None:
-            pool = None if depths is None else (depths[unit], max(size - 1, 0).bit_length())
-            pools.setdefault(pool, []).append(unit)
-    users = [pool[first::most] for pool in pools.values() for first in range(min(most, len(pool)))]
+            levels.setdefault(0 if depths is None else depths[unit], []).append(unit)
+    sharing: list[list[int]] = []
+    for level in levels.values():
+        slots: list[dict[int, int]] = []  # the units of each slot, by their places in the level
+        # By size class, so that neighbours of nearly one size take turns.
+        for place in sorted(range(len(level)), key=lambda place: -max((nbytes[level[place]] or 0) - 1, 0).bit_length()):
+            near = range(place - apart, place + apart + 1)
+            slot = next((slot for slot in slots if slot.keys().isdisjoint(near)), None)
+            if slot is None:
+                slots.append(slot := {})
+            slot[place] = level[place]
+        sharing += [sorted(slot.values()) for slot in slots]
     assigned: list[int | None] = [None] * len(nbytes)
-    slots = []
-    for index, sharing in enumerate(sorted(users)):
-        for unit in sharing:
+    for index, users in enumerate(sorted(sharing)):
+        for unit in users:
             assigned[unit] = index
-        slots.append(SlotPlan(index, max(nbytes[unit] or 0 for unit in sharing)))
-    return tuple(assigned), tuple(slots)
+    largest = (max(nbytes[unit] or 0 for unit in users) for users in sorted(sharing))
+    return tuple(assigned), tuple(SlotPlan(index, size) for index, size in enumerate(largest))

@@ -19,7 +19,15 @@ from lightning_zero._torch import BatchNorm, storage_key, storage_users
 from lightning_zero.errors import some
 from lightning_zero.plan.layout import ParameterSpec
 
-__all__ = ["HeldParameter", "ModuleNode", "ModuleTree", "refuse_modules", "refuse_shared_memory", "warn_of_views"]
+__all__ = [
+    "HeldParameter",
+    "ModuleNode",
+    "ModuleTree",
+    "refuse_modules",
+    "refuse_shared_memory",
+    "sums_in_place",
+    "warn_of_views",
+]
 
 
 @dataclass
@@ -57,6 +65,11 @@ class ModuleTree:
         self._held: dict[int, HeldParameter] = {}
         self._visit(module, "", ())
         self.nodes = tuple(self._nodes.values())
+        for held in self._held.values():
+            layers = [self.nodes[holder].module for holder in held.holders]
+            if held.spec.aliases and all(map(sums_in_place, layers)):
+                linear = sum(type(layer) is nn.Linear for layer in layers)
+                held.spec = replace(held.spec, parts=1 if linear < 2 else 2)
         self.parameters = tuple(self._held.values())
 
     def _visit(self, module: nn.Module, name: str, above: tuple[int, ...]) -> int:
@@ -81,7 +94,7 @@ class ModuleTree:
             spec = ParameterSpec(name, (), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
             held = self._held[id(parameter)] = HeldParameter(spec)
         else:
-            held.spec = replace(held.spec, aliases=(*held.spec.aliases, name))
+            held.spec = replace(held.spec, aliases=(*held.spec.aliases, name), parts=3)
         if holder not in held.holders:
             held.holders.append(holder)
 
@@ -132,6 +145,14 @@ def _strange(tensor: Tensor) -> str:
     if tensor.is_quantized or tensor.is_nested:
         return "quantized tensor" if tensor.is_quantized else "nested tensor"
     return ""
+
+
+def sums_in_place(module: nn.Module) -> bool:
+    """Whether the parts of a gradient that layers like this one give to one weight are added where the first lies."""
+    own = "forward" not in vars(module)
+    if type(module) is nn.Embedding:
+        return own and not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None)
+    return own and type(module) is nn.Linear
 
 
 def refuse_modules(module: nn.Module, world_size: int) -> None:

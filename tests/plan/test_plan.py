@@ -53,9 +53,10 @@ def test_every_parameter_is_planned_once(
 def test_sharded_parameters_have_units_of_modules() -> None:
     plan = build_plan(on_meta(Gpt), world_size=2)
     assert [unit.module for unit in plan.units] == ["", "embedding", *(f"blocks.{i}" for i in range(4)), "head"]
-    # The embedding and the head have 512,000 bytes (class 19), the blocks 49,984 elements = 199,936 bytes (class 18).
-    assert [unit.slot for unit in plan.units] == [0, 1, 2, 3, 2, 3, 4]
-    assert [unit.gradient_slot for unit in plan.units] == [0, 1, 2, 3, 2, 3, 4]
+    # Embedding and head have 512,000 bytes and one slot. The blocks have 49,984 elements = 199,936 bytes; none is in
+    # the slot of one beside it.
+    assert [unit.slot for unit in plan.units] == [0, 1, 2, 1, 2, 3, 1]
+    assert [unit.gradient_slot for unit in plan.units] == [0, 1, 2, 1, 2, 3, 1]
     assert [unit.ancestors for unit in plan.units] == [(), *[(0,)] * 6]
 
 

@@ -1,0 +1,155 @@
+"""A weight of several layers: its gradient's parts are added where the first one lies, and every bit is DDP's."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy, full_parameters
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
+
+VOCABULARY, WIDTH = 50, 16
+KINDS = ("plain", "padding", "direct", "mixed", "three", "penalty", "unused", "hook three", "twice", "checkpointed")
+
+
+class Tied(pl.LightningModule):
+    """An embedding, a head and a third layer of one weight, used as users use them."""
+
+    def __init__(self, kind: str, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind = kind
+        self.embedding = nn.Embedding(vocabulary, WIDTH, padding_idx=3 if kind == "padding" else None)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)) for _ in range(3))
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.third = nn.Linear(WIDTH, vocabulary)
+        self.head.weight = self.third.weight = self.embedding.weight
+        if "hook" in kind:
+            self.embedding.weight.register_hook(lambda gradient: gradient * 1.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        kind, weight = self.kind, self.embedding.weight
+        x = self.embedding(tokens)
+        if kind == "twice":
+            x = x + self.embedding(tokens.flip(0))
+        for block in self.blocks:
+            if kind == "checkpointed":
+                x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = x + block(x)
+        if kind == "direct":
+            return F.linear(x, weight)
+        scores: Tensor = self.head(x)
+        if kind == "mixed":
+            scores = scores + F.linear(x.square(), weight)
+        elif "three" in kind:
+            scores = scores * self.third(x)
+        elif kind == "penalty":
+            (gradient,) = torch.autograd.grad(scores.sum(), [weight], create_graph=True)
+            scores = scores + gradient.square().mean()
+        elif kind == "unused":
+            self.third(x)
+        return scores
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        tokens = torch.randint(0, VOCABULARY, (2, 4), generator=torch.Generator().manual_seed(int(batch)))
+        scores = self(tokens[:, :-1])
+        return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def train(kind: str, stage: int, precision: Any) -> dict[str, Tensor]:
+    module = Tied(kind)
+    strategy = ZeroStrategy(stage=stage) if stage else DDPStrategy(find_unused_parameters=True)  # type: ignore[arg-type]
+    with quiet():
+        make_trainer(strategy, precision=precision).fit(module, DataLoader(range(8), batch_size=None))
+    if not stage:
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    with full_parameters(module):
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_bits_are_those_of_ddp(precision: str) -> None:
+    def fit(rank: int) -> list[str]:
+        different = []
+        for kind in KINDS:
+            expected = train(kind, 0, precision)
+            for stage in (1, 2, 3):
+                found = train(kind, stage, precision)
+                different += [f"{kind}, {stage}: {k}" for k in expected if not torch.equal(expected[k], found[k])]
+        return different
+
+    assert run_world(2, fit, timeout=240) == [[], []]
+
+
+def test_the_layers_have_their_weight_again() -> None:
+    def fit(rank: int) -> list[bool]:
+        module = Tied("three")
+        seen: list[bool] = []
+        module.head.register_forward_pre_hook(lambda layer, args: seen.append(layer.weight is module.head.weight))
+        module.head.register_forward_hook(lambda layer, args, output: seen.append(layer.weight is first))
+        first = module.embedding.weight
+        with quiet():
+            make_trainer(ZeroStrategy(stage=2)).fit(module, DataLoader(range(2), batch_size=None))
+        layers = (module.embedding, module.head, module.third)
+        return [*seen, *(layer.weight is first and not layer._forward_pre_hooks for layer in layers[::2])]
+
+    for found in run_world(2, fit):
+        assert len(found) == 2 * 2 + 2
+        assert all(found)
+
+
+class Peaks(pl.Callback):
+    """The most that torch's allocator gave out in the backward of the last step, above what there was before it."""
+
+    found = 0
+
+    def on_before_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
+        if trainer.global_step == 2:
+            self.recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.recording.start()
+
+    def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_step == 2:
+            self.recording.stop()
+            changes: list[tuple[int, int]] = []
+            nodes = list(self.recording.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+            while nodes:
+                node = nodes.pop()
+                nodes += node.children
+                if type(node.extra_fields).__name__ == "_ExtraFields_Allocation":
+                    changes.append((node.start_time_ns, node.extra_fields.alloc_size))
+            total = 0
+            for _, change in sorted(changes):
+                total += change
+                self.found = max(self.found, total)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_tensor_of_its_size_is_all_there_is(stage: Any) -> None:
+    def fit(rank: int) -> int:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+        peaks = Peaks()
+        with quiet():
+            trainer = make_trainer(ZeroStrategy(stage=stage), callbacks=[peaks])
+            trainer.fit(Tied("plain", vocabulary=20_000), DataLoader(range(3), batch_size=None))
+        return peaks.found
+
+    nbytes = 20_000 * WIDTH * 4
+    for found in run_world(2, fit):
+        assert nbytes <= found < 2.5 * nbytes
