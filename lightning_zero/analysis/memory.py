@@ -3,8 +3,9 @@ with offloading in host memory and in files. Activations are not in it.
 
 [Note: the worst moment]
 
-What rests, rests all the time: slots, buckets, shards and state have their memory from set-up to the end. Two things
-come and go beside it:
+What rests, rests all the time: slots, buckets, masters and state have their memory from set-up to the end. Shards of
+gradients that are reduced on their way (stages 2 and 3) have it from their reduction on, until nobody has a gradient in
+them any more. Two things come and go beside it:
 
 * In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once:
   one parameter's at a time. A parameter that is used in several places (tied weights, a shared module) gets its
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
 from lightning_zero.analysis.optimizers import ADAM, SEGMENT_NUMEL, SMALL_NUMEL, OptimizerCost
-from lightning_zero.analysis.traffic import sent_nbytes
+from lightning_zero.analysis.traffic import backward_order, sent_nbytes
 from lightning_zero.config import HostOffload, NvmeOffload, Tier
 from lightning_zero.plan import (
     FETCH_UNITS,
@@ -74,7 +75,7 @@ class Memory(_Categories):
         parameters: full flat buffers in compute dtype, where parameters are replicated.
         weights: shards in compute dtype that units are gathered from, beside masters that rest elsewhere.
         masters: master shards; 0 where they are views of replicated parameters.
-        gradients: accumulated gradients, full or sharded.
+        gradients: accumulated gradients, full or sharded. Shards are gone after ``zero_grad`` (not in a world of one).
         optimizer: optimizer state of the rank's own elements.
         slots: for unsharded parameters; on an accelerator also for shards that are fetched from host memory ahead of
             their gather.
@@ -216,14 +217,15 @@ def expected_memory(
     )
     if not (peak and training):
         return rest
-    gradients = [(spec, layout.compute_dtype.itemsize) for layout in trained for spec in layout.parameters]
-    backward = raw_gradient_nbytes(gradients, accelerator)
+    missing, raw = _backward_nbytes(plan, accelerator)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
     else:
         step = _step_nbytes(plan, stepped, rank, optimizer, accelerator)
-    return replace(rest, raw_gradients=backward) if backward >= step else replace(rest, temporaries=step)
+    if raw - missing >= step:
+        return replace(rest, gradients=rest.gradients - missing, raw_gradients=raw)
+    return replace(rest, temporaries=step)
 
 
 def expected_host_memory(
@@ -287,16 +289,39 @@ def fullest_rank(plan: Plan, *, whole: bool) -> int:
     return totals.index(max(totals))
 
 
-def raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]], accelerator: bool = False) -> int:
-    """Most bytes of gradients that autograd holds at once, of parameters with the bytes of a gradient's element.
+def raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int:
+    """Most bytes of gradients that autograd holds at once without this package, of parameters with the bytes of a
+    gradient's element. Those that are reached under several names are taken for tied."""
+    held = sum(spec.numel * itemsize for spec, itemsize in parameters if spec.aliases)
+    return held + max((spec.numel * itemsize * (1 + bool(spec.aliases)) for spec, itemsize in parameters), default=0)
 
-    Those that are reached under several names are taken for tied; a weight that is used twice under one name cannot be
-    told from one that is used once.
+
+def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
+    """At the worst moment of a backward: bytes of shards that are still to come, and what autograd holds.
+
+    Of weights that are reached under several names; one that is used twice under one name cannot be told from one that
+    is used once.
     """
-    sizes = [(spec.numel * itemsize, spec) for spec, itemsize in parameters]
-    held = sum(nbytes for nbytes, spec in sizes if spec.aliases)
-    parts = [(nbytes, max(spec.parts, 2 if accelerator else 1) - 1 if spec.aliases else 1) for nbytes, spec in sizes]
-    return held + max((nbytes * more for nbytes, more in parts), default=0)
+    layouts: Sequence[FlatLayout] = plan.trainable_layouts
+    if plan.placement.shards_parameters:
+        layouts = [layout for unit in backward_order(plan) for layout in unit.trainable_layouts]
+    shards = [_passing_nbytes(plan, layout) for layout in layouts]
+    sizes = [[(spec, spec.numel * layout.compute_dtype.itemsize) for spec in layout.parameters] for layout in layouts]
+    missing, worst = sum(shards), (sum(shards), 0)
+    for position, (shard, own) in enumerate(zip(shards, sizes, strict=True)):
+        # Parts of what is tied have come before; on the CPU an embedding's last one is not made.
+        raw = sum(nbytes for later in sizes[position:] for spec, nbytes in later if spec.aliases)
+        parts = [(nbytes, max(spec.parts, 1 + accelerator) - 1 if spec.aliases else 1) for spec, nbytes in own]
+        raw += max(nbytes * more for nbytes, more in parts)
+        worst = max(worst, (missing, raw), key=lambda found: found[1] - found[0])
+        missing -= shard
+    return max(worst, (0, 0), key=lambda found: found[1] - found[0])
+
+
+def _passing_nbytes(plan: Plan, layout: FlatLayout) -> int:
+    """Bytes of a shard of gradients that is there from its reduction on, until gradients are cleared."""
+    passing = plan.placement.shards_gradients and plan.group_size > 1
+    return _master_nbytes(layout) if passing and plan.rest_of(layout).gradients is Tier.DEVICE else 0
 
 
 def _step_nbytes(

@@ -23,7 +23,7 @@ import torch
 
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan, make_pieces
 
-__all__ = ["CollectiveTraffic", "Traffic", "expected_traffic", "gather_order", "sent_nbytes"]
+__all__ = ["CollectiveTraffic", "Traffic", "backward_order", "expected_traffic", "gather_order", "sent_nbytes"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:
     An upper bound where autograd has no reason to run a unit's backward: a frozen unit with nothing trainable before it
     is gathered in forward only, which the plan cannot know.
     """
-    order = (*plan.units, *_backward_order(plan)) * micro_steps
+    order = (*plan.units, *backward_order(plan)) * micro_steps
     resident: dict[int, int] = {}
     gathered: list[int] = []
     # Twice: what the step before left behind is known only then.
@@ -127,7 +127,7 @@ def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:
     return tuple(gathered)
 
 
-def _backward_order(plan: Plan) -> list[UnitPlan]:
+def backward_order(plan: Plan) -> list[UnitPlan]:
     """Siblings in reverse, each before the units nested in it: a unit's backward starts at its outputs."""
     nested: dict[int | None, list[UnitPlan]] = {}
     for unit in plan.units:

@@ -242,6 +242,8 @@ def build_reducer(
             name = f"gradients of '{unit.name}'"
             if resident is not None and layout.reduce_dtype == layout.dtype and not flat.rest.offloaded:
                 shard = collectives.own_range(resident)
+            elif resident is None and not flat.rest.offloaded and collectives.world_size > 1:
+                shard = None
             else:
                 shard = tiers.allocate(flat.rest.gradients, layout.shard_numel, layout.dtype, name)
             transfers = tiers.transfers if flat.rest.offloaded else None

@@ -6,21 +6,19 @@ A step: ``before_optimizer_step`` -> ``after_optimizer_step``; where masters are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.engine.build import build_reducer
 from lightning_zero.engine.events import Phase
-from lightning_zero.engine.gradients.parts import TiedLayer, tied_layers
-from lightning_zero.engine.hooks import EngineHooks, keep_formats, tied
+from lightning_zero.engine.gradients.parts import tied_layers
+from lightning_zero.engine.hooks import EngineHooks, keep_formats
 from lightning_zero.engine.passes import Passes, torn
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import OffloadError
@@ -50,7 +48,6 @@ class ZeroEngine(Passes):
         keep_formats(module)
         super().__init__(module, *args, **options)
         self.listeners: list[Callable[[], None]] = []  # told when masters were written from outside
-        self._tied: list[TiedLayer] = []  # while training
         self._steps = 0
         self._stepped: Unit | None = None  # whose masters are on their way back from the host
         self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
@@ -75,11 +72,6 @@ class ZeroEngine(Passes):
             self.access.watch_gradients(self._reducer.buckets)
             named = {spec.name for spec in self.plan.parameters if spec.aliases and spec.trainable}
             self._tied = list(tied_layers(self.module, {p: name for p, name in self.names.items() if name in named}))
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        with super().step(name), tied(self._tied if self._depth == 1 and torch.is_grad_enabled() else ()):
-            yield
 
     def before_optimizer_step(
         self,

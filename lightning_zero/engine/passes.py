@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.build import UnitBuilder, check_materialisable, place_buffers
 from lightning_zero.engine.events import Phase, Span, Spans
 from lightning_zero.engine.gradients.bucket import GradientBucket
+from lightning_zero.engine.gradients.parts import TiedLayer
 from lightning_zero.engine.gradients.reducer import GradientReducer, report_width
-from lightning_zero.engine.hooks import ForwardCall, hook_outputs
+from lightning_zero.engine.hooks import ForwardCall, hook_outputs, tied
 from lightning_zero.engine.units.guard import check_weights, refuse_graph_of_gradients
 from lightning_zero.engine.units.schedule import UnitSchedule
 from lightning_zero.engine.units.sharded import ShardedUnit
@@ -46,6 +47,8 @@ from lightning_zero.shards.flat import ParameterShard, Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["Passes", "torn"]
+
+_NOTHING = nullcontext()
 
 
 def torn(doing: str) -> RuntimeError:
@@ -132,14 +135,15 @@ class Passes:
         self._replaced = (0, "")  # what got other values last, and after how many forwards
         self._active: list[ShardedUnit] = []
         self._calls: list[ForwardCall] = []
+        self._tied: list[TiedLayer] = []  # while training
 
     # ----------------------------------------------------------------- forward
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Everything a Lightning step method does: root parameters are in place, units are gathered as they are called.
+        """Everything a Lightning step method does. Calls of one name share an order of units.
 
-        Collective: every rank, with the same names of methods in the same order. Calls of one name share an order.
+        Collective: every rank, with the same names of methods in the same order.
         """
         if self._depth == 0:
             if self.updating and self.plan.offload is not None:
@@ -150,7 +154,8 @@ class Passes:
                 unit.outstanding = 0
         self.enter(name)
         try:
-            yield
+            with tied(self._tied) if self._tied and self._depth == 1 and torch.is_grad_enabled() else _NOTHING:
+                yield
             self.leave(failed=False)
         except BaseException:
             self.abandon()
@@ -192,10 +197,7 @@ class Passes:
 
     @contextmanager
     def paused(self) -> Iterator[bool]:
-        """Interrupt a running forward, if there is one, so that other collectives can be issued on every rank alike.
-
-        Collective: every rank.
-        """
+        """Interrupt a running forward, if there is one, for other collectives. Collective: every rank."""
         running = self._depth > 0 and not self.in_backward
         if running:
             self._close_forward()
@@ -384,8 +386,7 @@ class Passes:
     def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None:
         """Note that masters got other values past the optimizer. Local.
 
-        ``what``: whose, if the user knows of it: a backward that needs the old ones will say so. ``units``: of which
-        nothing that was gathered is valid any more.
+        ``what``: whose, for a backward that needs the old ones. ``units``: what was gathered of them is void.
         """
         if what:
             self._replaced = self.forwards, what
@@ -394,8 +395,7 @@ class Passes:
     def abandon(self) -> None:
         """Forget the running step after an error: no collective, no gradients, nothing pinned or bound."""
         self.spans.abandon()
-        self._calls.clear()
-        self._active.clear()
+        self._calls, self._active = [], []
         self._schedule.abandon()
         self.tiers.abandon()
         if self._reducer is not None:

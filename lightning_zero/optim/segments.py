@@ -114,8 +114,10 @@ class Together:
         with untracked():
             self._nothing = torch.empty(0, dtype=first.dtype)
             self.parameter = nn.Parameter(self._nothing)
-        self._where: list[int] = []  # where masters and gradients lie
-        self._spans: list[Tensor | None] = [None, None]  # both as one, where they lie side by side
+        # Where masters lie, and gradients behind the first of them: these come and go.
+        self._where: tuple[list[int], list[int]] = ([], [])
+        self._master: Tensor | None = None  # as one, where they lie side by side
+        self._aside = False  # whether gradients do
         self._state: dict[str, Any] = {}  # of the segment, as the last step left it
         self._values: list[Any] = []  # of the members' own, likewise
         self._tensors: list[Tensor] = []  # of the values
@@ -139,26 +141,27 @@ class Together:
     def prepare(self) -> bool:
         """Whether the members can still be stepped on as one; state that was touched is put together again."""
         gradients: list[Any] = [member.grad for member in self.members]
-        where = list(map(Tensor.data_ptr, chain(self.members, gradients)))
+        first, *others = map(Tensor.data_ptr, gradients)
+        where = list(map(Tensor.data_ptr, self.members)), [place - first for place in others]
         if where != self._where:
-            self._where, self._spans = where, [_span(self.members), _span(gradients)]
-            if None in self._spans and max(self._sizes) > SMALL_NUMEL:
+            self._where, self._master, self._aside = where, _span(self.members), _span(gradients) is not None
+            if not (self._master is not None and self._aside) and max(self._sizes) > SMALL_NUMEL:
                 return False
         states = [self._optimizer.state.get(member) or {} for member in self.members]
         return self._is_as_left(states) or self._collect(states)
 
     def take(self) -> nn.Parameter:
         """What stands in for the members, with gradients and state."""
-        master, gradient = self._spans
-        self.parameter.data = torch.cat([*self.members]) if master is None else master
-        self.parameter.grad = torch.cat([m.grad for m in self.members]) if gradient is None else gradient  # type: ignore[misc]
+        gradients: list[Any] = [member.grad for member in self.members]
+        self.parameter.data = torch.cat([*self.members]) if self._master is None else self._master
+        self.parameter.grad = _as_one(gradients) if self._aside else torch.cat(gradients)
         if self._state:
             self._optimizer.state[self.parameter] = dict(self._state)
         return self.parameter
 
     def give_back(self) -> None:
         """Bring new values to the parameters, and new state to theirs."""
-        if self._spans[0] is None or self.parameter.data_ptr() != self._spans[0].data_ptr():
+        if self._master is None or self.parameter.data_ptr() != self._master.data_ptr():
             foreach_copy(self.members, self.parameter.data.split(self._sizes))
         found = self._optimizer.state.get(self.parameter, {})
         same = found.keys() == self._state.keys() and all(found[key] is value for key, value in self._state.items())
@@ -252,6 +255,11 @@ def _span(parts: Sequence[Tensor]) -> Tensor | None:
     """What 1-D tensors that lie side by side show, as one; ``None`` if they do not."""
     if not all(_adjacent(first, second) for first, second in pairwise(parts)):
         return None
+    return _as_one(parts)
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor:
+    """1-D tensors that lie side by side as one."""
     return parts[0].detach().as_strided((sum(map(torch.numel, parts)),), (1,))
 
 

@@ -1,8 +1,10 @@
-"""In steady state the engine takes no memory for parameters and gradients: every one has its place."""
+"""In steady state every parameter and every gradient has its place, which the engine took at set-up; only shards of
+gradients take memory in each step, and give it back when gradients are cleared."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ class Fresh(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.shards: Counter[int] = Counter()  # of gradients, by bytes: they are gone when gradients are cleared
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,7 +71,9 @@ class Fresh(TorchDispatchMode):
             for tensor in tree_leaves(result):
                 if _has_memory(tensor) and tensor.untyped_storage().data_ptr() not in known:
                     nbytes = tensor.untyped_storage().nbytes()
-                    if nbytes > SMALL_NBYTES:
+                    if place.startswith("engine/gradients/bucket.py:") and func is torch.ops.aten.empty.memory_format:
+                        self.shards[nbytes] += 1
+                    elif nbytes > SMALL_NBYTES:
                         self.found.append(f"{func} takes {nbytes} bytes in {place}")
         return result
 
@@ -94,7 +99,7 @@ def _caller() -> str | None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_takes_no_memory_for_parameters_and_gradients(world_size: int, precision: Any) -> None:
-    def fit(rank: int) -> dict[int, tuple[int, list[str]]]:
+    def fit(rank: int) -> dict[int, tuple[int, bool, list[str]]]:
         found = {}
         for stage in (1, 2, 3):
             counter = Fresh()
@@ -102,10 +107,13 @@ def test_a_step_takes_no_memory_for_parameters_and_gradients(world_size: int, pr
                 strategy = ZeroStrategy(stage=stage, units=["Sequential"], bucket_mib=0.02)  # type: ignore[arg-type]
                 trainer = make_trainer(strategy, precision=precision)
                 trainer.fit(Net(counter), DataLoader(range(STEPS), batch_size=None))
-            found[stage] = counter.calls, counter.found
+            shards = Counter(layout.shard_numel * 4 for layout in strategy.engine.plan.layouts)
+            taken = shards if stage > 1 and world_size > 1 else Counter()
+            found[stage] = counter.calls, counter.shards == taken, counter.found
         return found
 
     for result in run_world(world_size, fit):
-        for stage, (calls, found) in result.items():
+        for stage, (calls, shards_alone, found) in result.items():
+            assert shards_alone, f"stage {stage}"
             assert calls >= 16, f"stage {stage}: only {calls} operations of the engine were seen"
             assert found == [], f"stage {stage}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
+from tests.helpers.allocator import Allocations
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
@@ -113,43 +111,30 @@ def test_the_layers_have_their_weight_again() -> None:
         assert all(found)
 
 
-class Peaks(pl.Callback):
-    """The most that torch's allocator gave out in the backward of the last step, above what there was before it."""
+class Backward(pl.Callback):
+    """What the allocator gives out in the backward of the last step."""
 
-    found = 0
+    def __init__(self) -> None:
+        self.allocations = Allocations()
 
     def on_before_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
         if trainer.global_step == 2:
-            self.recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self.recording.start()
+            self.allocations.__enter__()
 
     def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.global_step == 2:
-            self.recording.stop()
-            changes: list[tuple[int, int]] = []
-            nodes = list(self.recording.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-            while nodes:
-                node = nodes.pop()
-                nodes += node.children
-                if type(node.extra_fields).__name__ == "_ExtraFields_Allocation":
-                    changes.append((node.start_time_ns, node.extra_fields.alloc_size))
-            total = 0
-            for _, change in sorted(changes):
-                total += change
-                self.found = max(self.found, total)
+            self.allocations.__exit__()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_tensor_of_its_size_is_all_there_is(stage: Any) -> None:
     def fit(rank: int) -> int:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-        ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
-        peaks = Peaks()
+        backward = Backward()
         with quiet():
-            trainer = make_trainer(ZeroStrategy(stage=stage), callbacks=[peaks])
+            trainer = make_trainer(ZeroStrategy(stage=stage), callbacks=[backward])
             trainer.fit(Tied("plain", vocabulary=20_000), DataLoader(range(3), batch_size=None))
-        return peaks.found
+        return backward.allocations.most
 
     nbytes = 20_000 * WIDTH * 4
     for found in run_world(2, fit):
-        assert nbytes <= found < 2.5 * nbytes
+        assert nbytes <= found < 2 * nbytes

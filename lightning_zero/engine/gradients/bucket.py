@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import foreach_zero, untracked
+from lightning_zero._torch import WeakStorage, bytes_of, foreach_zero, untracked
 from lightning_zero.comm import Collectives, Pending
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.shards.flat import FlatParameters, cut, views_of
@@ -33,7 +33,8 @@ class GradientBucket:
         index: place among all buckets of the engine, the same on every rank.
         unit: the unit the layout belongs to.
         flat: its parameters and shard parameters.
-        shard: 1-D, of the master dtype; what the optimizer's ``.grad`` are views of.
+        shard: 1-D, of the master dtype; what the optimizer's ``.grad`` are views of. ``None``: memory that is there
+            from a reduction on until nobody has a gradient in it any more.
         resident: the full buffer, where full gradients stay between micro-steps; ``None``: one is claimed per backward.
         collectives: the wire.
         transfers: what brings reduced gradients to ``shard`` where that is on the host; ``None`` where it is not.
@@ -47,7 +48,7 @@ class GradientBucket:
         index: int,
         unit: Unit,
         flat: FlatParameters,
-        shard: Tensor,
+        shard: Tensor | None,
         resident: Tensor | None,
         collectives: Collectives,
         transfers: Transfers | None = None,
@@ -55,13 +56,14 @@ class GradientBucket:
         self.index = index
         self.unit = unit
         self.flat = flat
-        self.shard = shard
+        self._lasting = shard
+        self._kept: Tensor | None = None  # the shard, in a backward
+        self._left: WeakStorage | None = None  # its memory, elsewhere
         self.resident = resident
         self.layout = layout = flat.layout
         self.nbytes = layout.numel * layout.reduce_dtype.itemsize
         self._in_place = resident is not None and transfers is None and layout.reduce_dtype == layout.dtype
         """Whether the shard is this rank's range of the resident buffer."""
-        self.shard_views = cut(shard, flat.slices)
         self._collectives = collectives
         self.transfers = transfers
         self._leaving: Transfer | None = None  # brings the reduced gradients to the host, out of the full buffer
@@ -87,13 +89,45 @@ class GradientBucket:
         self._direct = False  # the reduction under way writes the shard itself
         # Where nothing has to be added to the shard, a reduction's result can be the shard as it is: it lies elsewhere
         # than the full buffer, and no one has to convert it.
-        self._is_apart = not self._in_place and transfers is None and layout.reduce_dtype == shard.dtype
+        self._is_apart = not self._in_place and transfers is None and layout.reduce_dtype == layout.dtype
         self.is_alone = self._is_apart and resident is None and collectives.world_size == 1
         # In place, new gradients overwrite the reduced ones of earlier backwards; those wait here to be added again.
         self._carry: Tensor | None = None
         self._carried = [False] * count
         if resident is not None:
             self.give_buffer(resident)
+
+    @property
+    def shard(self) -> Tensor | None:
+        """This rank's averages, if there are any."""
+        if self._lasting is not None or self._kept is not None:
+            return self._lasting if self._kept is None else self._kept
+        storage = None if self._left is None else self._left.lock()
+        return None if storage is None else bytes_of(storage).view(self.layout.dtype)
+
+    def _memory(self, whole: bool = False) -> Tensor:
+        """The shard, whose memory is taken if there is none. ``whole``: it is about to be overwritten as a whole."""
+        kept = self._lasting if self._kept is None else self._kept
+        if kept is None and self._left is not None:
+            kept = self.shard
+        if kept is None:
+            make = torch.empty if whole else torch.zeros
+            kept = make(self.layout.shard_numel, dtype=self.layout.dtype, device=self.flat.master.device)
+            self._left = WeakStorage(kept)
+        self._kept = kept
+        return kept
+
+    def _shard_views(self) -> list[Tensor]:
+        return cut(self._kept if self._kept is not None else self._memory(), self.flat.slices)
+
+    def replace(self, position: int, own: Tensor) -> None:
+        """Let this rank's slice of a parameter's averaged gradient be ``own``: 1-D. Read once. Not in a backward."""
+        view, self._kept = self._shard_views()[position], None
+        view.copy_(own)
+        self.numbers[position] += 1
+        parameter = self._shard_parameters[position]
+        if parameter is not None:
+            parameter.grad = view
 
     @property
     def touched(self) -> bool:
@@ -128,7 +162,7 @@ class GradientBucket:
         """Collect where the averages are to be, if no other rank adds to them and nothing is there. Returns whether."""
         if not self.is_alone or self.launched or True in self._keeps():
             return False
-        self.give_buffer(self.shard, lasting=True)
+        self.give_buffer(self._lasting, lasting=True)
         return True
 
     def add(self, position: int, gradient: Tensor) -> None:
@@ -171,7 +205,7 @@ class GradientBucket:
         full, views = self.full, self.views
         if full is None or views is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
-        if full is self.shard and self.plain and not self.missing:  # all of it is there, and nobody else's is to come
+        if full is self._lasting and self.plain and not self.missing:  # all is there, and nobody else's is to come
             self._direct, self.launched, self.dirty, self.plain = True, True, False, False
             return
         if not self.dirty and self._in_place and True not in self.local:
@@ -186,8 +220,8 @@ class GradientBucket:
                 empty = [*(views[position] for position in missing), *empty]
             if empty:
                 foreach_zero(empty)
-            self._direct = full is self.shard or (self._is_apart and True not in self._keeps())
-            target = self.shard if self._direct else self._collectives.own_range(full)
+            self._direct = full is self._lasting or (self._is_apart and True not in self._keeps())
+            target = self._memory(whole=True) if self._direct else self._collectives.own_range(full)
             self.pending = self._collectives.reduce_scatter(full, target, self._what, patience)
         self.launched, self.dirty, self.plain = True, False, False
 
@@ -224,9 +258,11 @@ class GradientBucket:
         """
         if self._leaving is not None:
             self._leaving.wait()
-        shown = zip(self._shard_parameters, self.shard_views, used, strict=True)
+        shown = zip(self._shard_parameters, self._shard_views(), used, strict=True)
         for position, (parameter, view, had) in enumerate(shown):
-            if had and parameter is not None and parameter.grad is not view:
+            if not had or parameter is None:
+                continue
+            if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view
                 self.numbers[position] += 1
         self.reset()
@@ -239,9 +275,10 @@ class GradientBucket:
         with untracked():
             own = cut(self._collectives.own_range(self.full), self.flat.slices)
         if self.transfers is not None:
-            arrived = [Copy(part, view) for part, view, a in zip(own, self.shard_views, self.arrived, strict=True) if a]
+            views = self._shard_views()
+            arrived = [Copy(part, view) for part, view, a in zip(own, views, self.arrived, strict=True) if a]
             self.transfers.out(arrived).wait()
-        for position, (shard, view) in enumerate(zip(self.flat.shards, self.shard_views, strict=True)):
+        for position, (shard, view) in enumerate(zip(self.flat.shards, self._shard_views(), strict=True)):
             if self.arrived[position] and shard.parameter is not None:
                 if not self._in_place and self.transfers is None:
                     with untracked():
@@ -257,7 +294,7 @@ class GradientBucket:
         self.launched, self.dirty, self.plain = False, False, False
         self.missing = count
         self.merged.clear()
-        self.pending, self._carry, self._leaving = None, None, None
+        self.pending, self._carry, self._leaving, self._kept = None, None, None, None
         if self.resident is None:
             self.full, self.views, self._gaps = None, None, []
 
@@ -280,9 +317,10 @@ class GradientBucket:
     def _restore_reduced(self) -> None:
         if self._carry is None:
             return
-        for view, saved, kept in zip(self.shard_views, cut(self._carry, self.flat.slices), self._carried, strict=True):
+        saved = cut(self._carry, self.flat.slices)
+        for view, before, kept in zip(self._shard_views(), saved, self._carried, strict=True):
             if kept:
-                view.add_(saved)
+                view.add_(before)
         self._carry = None
 
     def _keeps(self) -> list[bool]:
@@ -296,6 +334,6 @@ class GradientBucket:
         """How a reduction's result gets into the shard: added to what is there, or instead of it."""
         keeps = self._keeps()
         if all(keeps) or not any(keeps):
-            return [Copy(result, self.shard, all(keeps))]
+            return [Copy(result, self._memory(whole=True), all(keeps))]
         pieces = cut(result, self.flat.slices)
-        return [Copy(piece, view, kept) for kept, view, piece in zip(keeps, self.shard_views, pieces, strict=True)]
+        return [Copy(piece, view, kept) for kept, view, piece in zip(keeps, self._shard_views(), pieces, strict=True)]

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,8 @@ class UserGradients:
         """Averages in the user's hands (``full_gradients``), by parameter."""
         self._writes = writes
         self._engine = engine
-        self._shown: dict[nn.Parameter, tuple[int, SlicedTensor]] = {}  # by the number of the gradient it is of
+        # By the number of the gradient it is of. Weak: it holds the memory of gradients.
+        self._shown: dict[nn.Parameter, tuple[int, ref[SlicedTensor]]] = {}
 
     def read(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
@@ -94,8 +96,7 @@ class UserGradients:
                 self._writes.note(f"{what} (None)", 0)
             place.shard.grad = None
             return
-        number, shown = self._shown.get(parameter, (-1, None))
-        current = shown if number == place.bucket.numbers[place.position] else None
+        current = self._current(place, parameter)
         if value is whole or (place.shard.grad is not None and value is current):
             return  # what ``p.grad += x`` assigns
         if value.shape != parameter.shape or value.dtype != parameter.dtype:
@@ -109,7 +110,7 @@ class UserGradients:
             elif isinstance(value, SlicedTensor):
                 own = value.elements(place.bucket.flat.layout.cut_of(place.position)).clone()
                 self._writes.note(what, value.history)
-                self._replace(place, own)
+                place.bucket.replace(place.position, own)
             else:
                 self._writes.note(what, value)
                 self.keep(binding, value)
@@ -135,16 +136,7 @@ class UserGradients:
         place = binding.place
         shard = place.bucket.flat.shards[place.position]
         with untracked():
-            self._replace(place, flat_range(whole.detach(), shard.start, shard.data.numel()))
-
-    def _replace(self, place: GradientPlace, own: Tensor) -> None:
-        """Let this rank's slice of a parameter's averaged gradient be ``own``: 1-D. Read once."""
-        bucket, position = place
-        view = bucket.shard_views[position]
-        view.copy_(own)
-        bucket.numbers[position] += 1
-        if place.shard is not None:
-            place.shard.grad = view
+            place.bucket.replace(place.position, flat_range(whole.detach(), shard.start, shard.data.numel()))
 
     def _accumulated(self, binding: Binding, place: GradientPlace, local: Tensor) -> Tensor:
         """A gradient on its way through the user's hooks, with what was accumulated before, as autograd shows it."""
@@ -173,9 +165,8 @@ class UserGradients:
     def _sliced(self, binding: Binding, place: GradientPlace, own: Tensor) -> SlicedTensor:
         parameter, (bucket, position) = binding.parameter, place
         number = bucket.numbers[position]
-        known = self._shown.get(parameter)
-        if known is not None and known[0] == number:
-            return known[1]
+        if (known := self._current(place, parameter)) is not None:
+            return known
         shard, name = bucket.flat.shards[position], binding.name
 
         def alive() -> bool:
@@ -187,5 +178,10 @@ class UserGradients:
 
         cut = bucket.flat.layout.cut_of(position)
         sliced = SlicedTensor(own, shard.start, parameter.shape, name, alive, edited, parameter.device, cut=cut)
-        self._shown[parameter] = (number, sliced)
+        self._shown[parameter] = (number, ref(sliced))
         return sliced
+
+    def _current(self, place: GradientPlace, parameter: nn.Parameter) -> SlicedTensor | None:
+        """What stands for the gradient that there is, if somebody has seen it, and still has it."""
+        number, shown = self._shown.get(parameter, (-1, None))
+        return None if shown is None or number != place.bucket.numbers[place.position] else shown()
