@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import foreach_mul, foreach_norm
+from lightning_zero._torch import check_and_unscale, foreach_mul, foreach_norm
 from lightning_zero.comm import Totals
 
 __all__ = ["LossScaler", "clip_by_norm", "clip_by_value", "gradient_norm"]
@@ -128,15 +128,28 @@ class LossScaler:
         return loss * self.value
 
     def unscale(self, gradients: Sequence[Tensor], totals: Totals) -> bool:
-        """Undo the scale in this rank's gradient slices. Returns whether any gradient of any rank is not finite; the
-        same on every rank. Collective: every rank."""
-        finite: dict[torch.device, list[Tensor]] = {}
-        for gradient in gradients:
-            gradient.mul_(1.0 / self._in_use)
-            finite.setdefault(gradient.device, []).append(torch.isfinite(gradient).all())
-        # The host waits for the device here, once: whether the step is taken at all is decided by the host.
-        overflow = not all(bool(torch.stack(flags).all()) for flags in finite.values())
-        return bool(totals.total(torch.full((1,), float(overflow), dtype=torch.float64, device=totals.device)))
+        """Undo the scale in this rank's gradient slices. Returns whether any gradient of any rank is not finite then;
+        the same on every rank.
+
+        On an accelerator the host waits for it, once for all ranks, as ``torch.amp.GradScaler`` does: whether the step
+        is taken is decided by the host, with the optimizer's and the scheduler's counters, and so is the next scale.
+
+        Collective: every rank.
+        """
+        factor = 1.0 / self._in_use
+        found = torch.zeros(1, dtype=torch.float64, device=totals.device)
+        for group in _alike(gradients):
+            flag = group[0].new_zeros((), dtype=torch.float32)
+            narrow = group[0].dtype in (torch.float16, torch.bfloat16, torch.float32)
+            if narrow:  # the kernel's factor is a float32, and it looks at what it multiplies, not at what that makes
+                check_and_unscale(group, flag, torch.full_like(flag, factor, dtype=torch.float64).float())
+            else:
+                foreach_mul(group, factor)
+            if factor > 1.0 or not narrow:
+                real = [torch.view_as_real(g) if g.is_complex() else g for g in group]
+                check_and_unscale(real, flag, torch.ones_like(flag))
+            found += flag.to(found)
+        return bool(totals.total(found))
 
     def update(self, overflow: bool) -> None:
         """Note how a step went."""

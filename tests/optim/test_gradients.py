@@ -19,7 +19,7 @@ from lightning_zero import ZeroPrecision
 from lightning_zero.comm import ControlGroup, GlooCollectives, Groups, LocalCollectives, Streams
 from lightning_zero.config import HostOffload
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.optim.gradients import _CHUNK, clip_by_norm, clip_by_value, gradient_norm
+from lightning_zero.optim.gradients import _CHUNK, LossScaler, clip_by_norm, clip_by_value, gradient_norm
 from tests.helpers.world import run_world
 
 ALONE = ControlGroup(None)
@@ -317,6 +317,24 @@ def test_no_host_waits_in_the_precision_plugin(algorithm: str) -> None:
         precision.clip_gradients(torch.optim.SGD([torch.zeros(1)], lr=1.0), 0.5, algorithm)
     assert host.waits == 0
     assert "aten._foreach_mul_" in host.started or algorithm == "value"
+
+
+@pytest.mark.parametrize("scale", [65536.0, 0.5])
+def test_one_wait_tells_of_an_overflow(scale: float) -> None:
+    """Of all gradients on all ranks: the numbers of the others are there before."""
+
+    class Wire(LocalCollectives):
+        def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
+            assert host.waits == 0
+            host.started.append("total")
+            return numbers
+
+    gradients = [*on_device(), torch.empty(3, dtype=torch.complex64, device=META)]
+    with HostWaits() as host:
+        assert LossScaler(init_scale=scale).unscale(gradients, Wire(Streams(META))) is False
+    assert host.waits == 1
+    assert host.started[-2:] == ["total", "aten._local_scalar_dense"]
+    assert len([name for name in host.started if name not in ("aten.detach", "aten.view_as_real")]) < 30
 
 
 OFFLOADS = [(None, "cuda"), (HostOffload(), "cpu"), (HostOffload(optimizer=False, parameters=True), "cuda")]
