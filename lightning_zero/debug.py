@@ -206,6 +206,9 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
     Returns:
         0-d, the same on every rank, accumulated in float64; on the device, where gradients rest there.
 
+    Raises:
+        ValueError: for another norm.
+
     Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``.
     """
     engine = engine_of(module)

@@ -32,8 +32,13 @@ def gradient_norm(gradients: Sequence[Tensor], totals: Totals, norm_type: float 
     Returns:
         0-d float32 (float64 if a gradient is) on the device of ``totals``, the same on every rank.
 
+    Raises:
+        ValueError: for another norm.
+
     Collective: every rank.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be 1, 2, another positive number, or inf, got {norm_type}.")
     largest = norm_type == float("inf")
     total = torch.zeros(1, dtype=torch.float64, device=totals.device)
     for group in _alike(gradients):

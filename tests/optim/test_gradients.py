@@ -152,6 +152,12 @@ def test_nothing_has_norm_zero(norm_type: float) -> None:
     assert float(gradient_norm([torch.zeros(0)], ALONE, norm_type)) == 0.0
 
 
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, -INF, NAN])
+def test_norms_that_there_are_not(norm_type: float) -> None:
+    with pytest.raises(ValueError, match="must be 1, 2, another positive number, or inf"):
+        gradient_norm([torch.ones(3)], ALONE, norm_type)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_what_is_not_finite_shows(norm_type: float, bad: float) -> None:
