@@ -99,9 +99,9 @@ class Alone(ControlGroup):
         """Everybody's numbers are this rank's."""
         return [list(values) for _ in range(self.world_size)]
 
-    def sum_float64(self, values: Sequence[float]) -> list[float]:
+    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         """Likewise."""
-        return [value * self.world_size for value in values]
+        return numbers if largest else numbers * self.world_size
 
     def any_of(self, flags: Tensor) -> Tensor:
         """Likewise."""

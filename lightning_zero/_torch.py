@@ -39,8 +39,11 @@ no_subclasses = torch._C.DisableTorchFunctionSubclass
 
 # Plain functions and classes.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+check_and_unscale: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 foreach_copy: Callable[..., Any] = torch._foreach_copy_
+foreach_mul: Callable[..., Any] = torch._foreach_mul_
+foreach_norm: Callable[..., Any] = torch._foreach_norm
 foreach_zero: Callable[..., Any] = torch._foreach_zero_
 make_subclass: Callable[..., Any] = Tensor._make_subclass
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass

@@ -204,7 +204,10 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
         norm_type: 1, 2, another positive number, or ``inf``.
 
     Returns:
-        0-d, the same on every rank, accumulated in float64.
+        0-d, the same on every rank, accumulated in float64; on the device, where gradients rest there.
+
+    Raises:
+        ValueError: for another norm.
 
     Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``.
     """
@@ -216,7 +219,7 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
     shards = [shard.parameter for name, shard in engine.shards.items() if name in wanted]
     slices = [shard.grad for shard in shards if shard is not None and shard.grad is not None]
     engine.agree("grad_norm")
-    return gradient_norm(slices, engine.control, norm_type)
+    return gradient_norm(slices, engine.totals, norm_type)
 
 
 def _locate(module: nn.Module, name: str) -> tuple[ZeroEngine, FlatParameters, int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import full_gradient, full_optimizer_state, full_parameters, grad_norm
+from lightning_zero import full_gradient, full_gradients, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine import engine_of
 from lightning_zero.optim.gradients import gradient_norm
@@ -110,6 +110,32 @@ def test_grad_norm(world_size: int) -> None:
     for seen in everywhere(PLAIN, look, world_size):
         for ours, theirs in zip(expected, seen, strict=True):
             assert theirs == pytest.approx(ours, rel=2e-6 if world_size == 2 else 1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", ["plain", "mixed_dtypes", "odd_sizes"])
+def test_the_norm_of_awkward_gradients_is_that_of_whole_ones(name: str, world_size: int) -> None:
+    """In every stage, with every cut of them: a float64 norm over full gradients, to the bit of its result."""
+    values = [1e-45, 3e38, -3e18, 1e-30, float("inf"), float("nan")]
+
+    def look(module: Module) -> list[tuple[float, float]]:
+        found = []
+        for value in values:
+            with full_gradients(module):
+                gradients = [p.grad for p in module.parameters() if p.grad is not None and p.grad.numel()]
+                gradients[len(found) % len(gradients)].view(-1)[-1] = value
+                flat = torch.cat([g.double().flatten() for g in gradients])
+                wide = any(g.dtype is torch.float64 for g in gradients)
+                whole = [torch.linalg.vector_norm(flat, norm) for norm in NORMS]
+            norms = [grad_norm(module, norm) for norm in NORMS]
+            assert {norm.dtype for norm in norms} == {torch.float64 if wide else torch.float32}
+            found += [(float(norm), float(whole.to(norm.dtype))) for norm, whole in zip(norms, whole, strict=True)]
+        return found
+
+    chosen = PLAIN if name == "plain" else ZOO[name]
+    for seen in everywhere(chosen, look, world_size):
+        for norm, whole in [pair for found in seen for pair in found]:
+            assert norm == pytest.approx(whole, rel=1e-13 if name == "mixed_dtypes" else 0, abs=0, nan_ok=True)
 
 
 @pytest.mark.parametrize("norm_type", NORMS)

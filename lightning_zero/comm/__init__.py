@@ -8,7 +8,7 @@ from lightning_zero.comm.collectives import (
     Pending,
     WrappedCollectives,
 )
-from lightning_zero.comm.control import ControlGroup
+from lightning_zero.comm.control import ControlGroup, Totals
 from lightning_zero.comm.groups import Groups, ShardGroup
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives, choose_collectives
 from lightning_zero.comm.streams import Streams
@@ -25,6 +25,7 @@ __all__ = [
     "Pending",
     "ShardGroup",
     "Streams",
+    "Totals",
     "WrappedCollectives",
     "choose_collectives",
 ]

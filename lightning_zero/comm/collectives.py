@@ -142,6 +142,7 @@ class Collectives(ABC):
         self.world_size = world_size
         self.observers: list[Callable[[CollectiveCall], None]] = []
         self.abandoned = [] if abandoned is None else abandoned
+        self.device = torch.device("cpu")
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -260,6 +261,10 @@ class Collectives(ABC):
                 observer(call)
 
     @abstractmethod
+    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        """As ``Totals`` has it, on the device that the wire is for; the host does not wait. Collective: every rank."""
+
+    @abstractmethod
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
     ) -> Pending: ...
@@ -281,12 +286,16 @@ class LocalCollectives(Collectives):
 
     def __init__(self, streams: Streams | None = None) -> None:
         super().__init__(rank=0, world_size=1)
+        self.device = self.device if streams is None else streams.device
         self._streams = streams if streams is not None and streams.beside else None
         self._nothing = Pending("nothing", 0)  # the same for every call on the host: there is nothing to wait for
         self._nothing.wait()
 
     def own_range(self, buffer: Tensor) -> Tensor:
         return buffer
+
+    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        return numbers
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
@@ -327,7 +336,7 @@ class WrappedCollectives(Collectives):
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.rank, inner.world_size, inner.abandoned)
         self.inner = inner
-        self.observers = inner.observers
+        self.observers, self.device = inner.observers, inner.device
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -335,6 +344,9 @@ class WrappedCollectives(Collectives):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.inner.allocate(numel, dtype, device)
+
+    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        return self.inner.total(numbers, largest)
 
     def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
         """The inner wire does."""

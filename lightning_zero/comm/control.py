@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from lightning_zero.comm.watch import ANY_AGREEMENT, current_watch
 from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError, OffloadError
 
-__all__ = ["ControlGroup", "collect", "failure_text", "naming_failures", "raise_failure"]
+__all__ = ["ABOUT_GRADIENTS", "ControlGroup", "Totals", "collect", "failure_text", "naming_failures", "raise_failure"]
 
+ABOUT_GRADIENTS = "the agreement on a norm or an overflow of gradients"
 T = TypeVar("T")
 _NAMED_RANKS = 4  # how many failing ranks a message spells out
 
@@ -50,11 +51,30 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
     ) from error
 
 
+class Totals(Protocol):
+    """Who puts numbers of all ranks together, on the device that they are on."""
+
+    device: torch.device
+
+    def total(self, numbers: torch.Tensor, largest: bool = False) -> torch.Tensor:
+        """Sum float64 numbers over the ranks, or take the largest of those that are not negative, NaN if one is.
+
+        Args:
+            numbers: 1-D, on ``device``. May be overwritten.
+            largest: instead of the sum.
+
+        Returns:
+            The same bits on every rank. Collective: every rank.
+        """
+
+
 class ControlGroup:
     """Small agreements between the hosts of all ranks, never through the accelerator.
 
     The process group is a gloo group, or ``None`` when there is one rank only.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int = 0, world_size: int = 1) -> None:
         self.process_group = process_group
@@ -67,13 +87,11 @@ class ControlGroup:
         """Every rank's 64-bit integers in rank order, equally many on each. Collective: every rank."""
         return self._exchange("q", values, ANY_AGREEMENT)
 
-    def sum_float64(self, values: Sequence[float]) -> list[float]:
-        """Sum float64 numbers over the ranks, in rank order on every rank, so that all get the same bits.
-
-        Collective: every rank.
-        """
-        rows = self._exchange("d", values, "the sum of a gradient norm")
-        return [float(sum(column[1:], column[0])) for column in zip(*rows, strict=True)]
+    def total(self, numbers: torch.Tensor, largest: bool = False) -> torch.Tensor:
+        """As ``Totals`` has it: summed in rank order. Collective: every rank."""
+        rows = self._exchange("d", numbers.tolist(), ABOUT_GRADIENTS)
+        values = torch.tensor(rows, dtype=torch.float64, device="cpu")
+        return values.amax(0) if largest else sum(values[1:], values[0])
 
     def _exchange(self, code: str, values: Sequence[Any], what: str) -> list[list[Any]]:
         """Every rank's numbers, of a type with 8 bytes: ``q`` for int64, ``d`` for float64."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_zero._torch import all_gather_single, reduce_scatter_single
 from lightning_zero.comm.collectives import Collectives, LocalCollectives, Pending, RankOrderSum
-from lightning_zero.comm.control import raise_failure
+from lightning_zero.comm.control import ABOUT_GRADIENTS, naming_failures, raise_failure
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.streams import Event, Streams
 
@@ -81,7 +81,15 @@ class NativeCollectives(Collectives):
     def __init__(self, groups: Groups, streams: Streams) -> None:
         super().__init__(groups.shard.rank, groups.shard.world_size, groups.abandoned)
         self.groups = groups
-        self.streams = streams
+        self.streams, self.device = streams, streams.device
+
+    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        operation = dist.ReduceOp.SUM
+        if largest:  # nccl's drops NaN; as integers, floats without a sign have the same order, and NaN is above all
+            numbers, operation = numbers.view(torch.int64).bitwise_and_(2**63 - 1), dist.ReduceOp.MAX
+        with naming_failures(ABOUT_GRADIENTS, self.rank):
+            dist.all_reduce(numbers, operation, group=self.groups.reduce, async_op=True).wait()
+        return numbers.view(torch.float64)
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None

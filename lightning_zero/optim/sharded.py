@@ -125,9 +125,8 @@ class ShardedOptimizer:
         return [entry for group in self.groups for entry in group]
 
     def gradients(self) -> list[Tensor]:
-        """This rank's gradient slices, 1-D, of the parameters that have a gradient."""
-        gradients = map(_gradient, self.entries)
-        return [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+        """This rank's gradient slices, 1-D, of the parameters that have a gradient; also those without elements."""
+        return [gradient for gradient in map(_gradient, self.entries) if gradient is not None]
 
     def masters_changed(self) -> None:
         """Note that the masters were written by something other than this optimizer's step."""

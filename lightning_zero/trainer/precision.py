@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_zero._torch import BatchNorm, is_traceable_wrapper_subclass
-from lightning_zero.comm import ControlGroup
+from lightning_zero.comm import ControlGroup, Totals
 from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError, ZeroError
 from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.replicated import ReplicatedOptimizer
@@ -110,7 +110,7 @@ class ZeroPrecision(Precision):
         self.scaler = scaler or (LossScaler() if precision == "16-mixed" else None)
         self._reduce_dtype = reduce_dtype
         self._device_type = "cpu"
-        self._control = ControlGroup(None)
+        self._totals: Totals = ControlGroup(None)
         self._adapter: Callable[[Optimizer], ShardedOptimizer] | None = None
         self._on_skip: Callable[[Optimizer], None] | None = None
 
@@ -147,7 +147,7 @@ class ZeroPrecision(Precision):
     def attach(
         self,
         device: torch.device,
-        control: ControlGroup,
+        totals: Totals,
         adapter: Callable[[Optimizer], ShardedOptimizer],
         on_skip: Callable[[Optimizer], None],
     ) -> None:
@@ -156,7 +156,7 @@ class ZeroPrecision(Precision):
         ``on_skip`` is called when a step is skipped because gradients overflowed.
         """
         self._device_type = device.type
-        self._control = control
+        self._totals = totals
         self._adapter = adapter
         self._on_skip = on_skip
 
@@ -250,7 +250,7 @@ class ZeroPrecision(Precision):
         nothing = result is None and model.automatic_optimization
         overflow = False
         if self.scaler is not None and not nothing:
-            overflow = self.scaler.unscale(self._sharded(optimizer).gradients(), self._control)
+            overflow = self.scaler.unscale(self._sharded(optimizer).gradients(), self._totals)
         self._after_closure(model, optimizer)
         if not overflow:
             try:
@@ -278,7 +278,7 @@ class ZeroPrecision(Precision):
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             clip_by_value(gradients, float(clip_val))
         else:
-            clip_by_norm(gradients, float(clip_val), gradient_norm(gradients, self._control))
+            clip_by_norm(gradients, float(clip_val), gradient_norm(gradients, self._totals))
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale."""

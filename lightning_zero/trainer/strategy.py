@@ -215,7 +215,7 @@ class ZeroStrategy(Loading):
             gather_for_graphs(trainer.loggers, self._replaced)
         self.model_to_device()
         self.precision_plugin.attach(
-            self.root_device, self.engine.control, self.adapter, lambda o: self._held.hold(self.lr_scheduler_configs, o)
+            self.root_device, self.engine.totals, self.adapter, lambda o: self._held.hold(self.lr_scheduler_configs, o)
         )
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.session.begin(training=fitting)

@@ -223,3 +223,36 @@ def test_one_rank_needs_no_wire() -> None:
     comm.broadcast(data, 0).wait()
     for result in (data, shard, output):
         assert torch.equal(result, torch.arange(6.0))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", [*WIRES[:2], "hosts"])
+def test_numbers_put_together(name: str, world_size: int) -> None:
+    """Sums, and largest numbers with NaN of either sign above infinity: the same bits on every rank."""
+    columns = [
+        [0.0, 2.0**-1074, 1.0, 1e300],
+        [1.0, 0.0, float("inf"), 3.0],
+        [float("nan"), 1.0, -float("nan"), 2.0],
+    ]
+
+    def run(rank: int) -> list[Tensor]:
+        comm = Groups.create("gloo").control if name == "hosts" else wire(name)
+        mine = torch.tensor(columns[rank], dtype=torch.float64)
+        assert comm.device == CPU
+        return [comm.total(mine.clone()), comm.total(mine.clone(), largest=True)]
+
+    rows = torch.tensor(columns[:world_size], dtype=torch.float64)
+    expected = [rows.sum(0), rows.amax(0)]
+    found = run_world(world_size, run)
+    for mine in found:
+        for numbers, right, first in zip(mine, expected, found[0], strict=True):
+            assert numbers.dtype is torch.float64
+            assert torch.equal(numbers.view(torch.int64), first.view(torch.int64))
+            assert torch.equal(numbers.isnan(), right.isnan())
+            assert torch.equal(numbers.nan_to_num(0.0), right.nan_to_num(0.0))
+
+
+def test_one_rank_keeps_its_numbers() -> None:
+    mine = torch.tensor([1.0, float("nan")], dtype=torch.float64)
+    assert LocalCollectives().total(mine) is mine
+    assert LocalCollectives(Streams(torch.device("meta"))).device.type == "meta"

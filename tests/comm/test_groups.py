@@ -18,6 +18,10 @@ def in_world(world_size: int, function: Callable[[ControlGroup], object]) -> lis
     return run_world(world_size, lambda rank: function(Groups.create("gloo").control), timeout=30)
 
 
+def float64(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exchange(world_size: int) -> None:
     """Twice with one length and once with another: rows that are kept between calls do not leak into results."""
@@ -35,7 +39,7 @@ def test_exchange(world_size: int) -> None:
 
 def test_sums_are_in_rank_order() -> None:
     numbers = [1e16, 1.0, -1e16]  # (1e16 + 1) - 1e16 is 0, 1e16 - 1e16 + 1 would be 1
-    assert in_world(3, lambda control: control.sum_float64([numbers[control.rank]])) == [[0.0]] * 3
+    assert in_world(3, lambda control: control.total(float64(numbers[control.rank])).tolist()) == [[0.0]] * 3
 
 
 def test_flags() -> None:
@@ -90,7 +94,7 @@ def test_rounds_tell_places_apart() -> None:
 def test_one_rank_agrees_with_itself() -> None:
     control = ControlGroup(None)
     assert control.exchange([4, 5]) == [[4, 5]]
-    assert control.sum_float64([0.5]) == [0.5]
+    assert control.total(float64(0.5)).tolist() == [0.5]
     assert control.gather_objects("x") == ["x"]
     assert control.agree_any(True)
     assert not control.agree_any(False)

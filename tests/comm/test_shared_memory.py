@@ -271,7 +271,7 @@ def test_agreements_on_different_things_are_an_error() -> None:
     def run(rank: int) -> None:
         control = connected().groups.control
         with pytest.raises(CommunicationError, match=r"they agree on different things, in \[8, 8\] bytes"):
-            control.barrier() if rank else control.sum_float64([1.0])
+            control.barrier() if rank else control.total(torch.ones(1, dtype=torch.float64))
 
     run_world(2, run, timeout=20)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.comm import ControlGroup, Groups
+from lightning_zero.comm import ControlGroup, GlooCollectives, Groups, Streams
 from lightning_zero.optim.gradients import LossScaler
 from tests.helpers.world import run_world
 
@@ -49,20 +49,56 @@ def test_what_is_not_finite_is_an_overflow(bad: float) -> None:
     assert LossScaler().unscale(gradients, ALONE) is True
 
 
+@pytest.mark.parametrize("scale", [65536.0, 3.0, 1e-3, 2.0**-20, 1e30])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
+)
+def test_unscaling_has_the_bits_of_a_multiplication(dtype: torch.dtype, scale: float) -> None:
+    """And what it makes infinite is an overflow, as what was."""
+    values = torch.tensor([-0.0, 1e-45, -1e-40, 6e-8, 65504.0, -1.5, 3.25e-3, 1 / 3] * 5).to(dtype)
+    values = values * 1j - values if dtype.is_complex else values
+    gradients = [*values.clone().split([3, 0, 20, 17]), torch.ones(3)]
+    expected = values * (1.0 / scale)
+    overflow = not bool(torch.isfinite(expected).all())
+    assert LossScaler(init_scale=scale).unscale(gradients, ALONE) == overflow
+    assert overflow == (dtype is torch.float16 and scale < 1)
+    found = torch.cat(gradients[:-1])
+    real = [torch.view_as_real(t) if dtype.is_complex else t for t in (found, expected)]
+    assert real[0].view(torch.uint8).tolist() == real[1].view(torch.uint8).tolist()
+    assert torch.equal(gradients[-1], torch.ones(3) * (1.0 / scale))
+
+
+def test_a_scale_that_backed_off_for_too_long_is_no_error() -> None:
+    """Its inverse is no float32."""
+    gradients = [torch.ones(3), torch.ones(3).half(), torch.ones(3, dtype=torch.complex64)]
+    assert LossScaler(init_scale=1e-300).unscale(gradients, ALONE) is True
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("scale", [8.0, 0.5])
+def test_an_overflow_shows_in_every_dtype(dtype: torch.dtype, bad: float, scale: float) -> None:
+    last = torch.tensor([1.0, bad]).to(dtype)
+    gradients = [torch.ones(3, dtype=dtype), torch.ones(2), last]
+    assert LossScaler(init_scale=scale).unscale(gradients, ALONE) is True
+
+
 def test_no_gradients_are_no_overflow() -> None:
     assert LossScaler().unscale([], ALONE) is False
 
 
+@pytest.mark.parametrize("wire", ["hosts", "devices"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_one_rank_s_overflow_is_everyone_s(world_size: int) -> None:
+def test_one_rank_s_overflow_is_everyone_s(world_size: int, wire: str) -> None:
     def run(rank: int) -> list[tuple[bool, float]]:
-        control = Groups.create().control
+        groups = Groups.create("gloo")
+        totals = groups.control if wire == "hosts" else GlooCollectives(groups, Streams(torch.device("cpu")))
         scaler = LossScaler(init_scale=16.0, growth_interval=2)
         found = []
         for where in [None, *range(world_size), None, None]:
             # A rank may hold no gradient at all.
             gradients = [torch.tensor([float("inf") if rank == where else 1.0])] if rank != 0 or where == 0 else []
-            overflow = scaler.unscale(gradients, control)
+            overflow = scaler.unscale(gradients, totals)
             scaler.update(overflow)
             found.append((overflow, scaler.value))
         return found

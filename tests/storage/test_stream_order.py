@@ -35,6 +35,7 @@ class SimulatedStreams:
     """Stands in for ``Streams`` of a CUDA device."""
 
     beside = True
+    device = CPU  # of the memory
 
     def __init__(self) -> None:
         self.behind: dict[str, set[str]] = {"compute": set(), "gather": set(), "transfer": set()}

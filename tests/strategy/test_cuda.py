@@ -87,7 +87,8 @@ class Net(pl.LightningModule):
 for stage in (1, 2, 3):
     strategy = lightning_zero.ZeroStrategy(stage=stage, units=["Sequential"])
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer = pl.Trainer(accelerator="gpu", devices=1, strategy=strategy, precision=sys.argv[1], max_epochs=1, **quiet)
+    common = dict(accelerator="gpu", devices=1, max_epochs=1, gradient_clip_val=0.1, **quiet)
+    trainer = pl.Trainer(strategy=strategy, precision=sys.argv[1], **common)
     trainer.fit(Net(), DataLoader(range(6), batch_size=None))
 print("DONE")
 """
@@ -96,7 +97,7 @@ print("DONE")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_host_never_waits_for_the_device_inside_a_step(precision: str) -> None:
-    """Without clipping by norm and without a loss scale: both ask the device for a number, once a step."""
+    """With clipping by norm, and without a loss scale, which asks the device for a number once a step."""
     command = [sys.executable, "-c", NO_WAITING, precision]
     run = subprocess.run(
         command, cwd=ROOT, env=subprocess_env(), capture_output=True, text=True, timeout=240, check=False

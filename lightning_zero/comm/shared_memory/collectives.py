@@ -45,6 +45,9 @@ class SharedMemoryCollectives(Collectives):
     def buffers(self) -> Sequence[Tensor]:
         return self._sum.buffers
 
+    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        return self.groups.control.total(numbers, largest)
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         try:
             memory = self.transport.heap.allocate(numel, dtype)
