@@ -25,6 +25,7 @@ __all__ = [
     "Stage",
     "Tier",
     "check_whole",
+    "choose_prefetch",
     "validate_activations",
     "validate_bucket_mib",
     "validate_checkpoint",
@@ -406,9 +407,15 @@ def validate_loaders(loaders: LoaderPolicy) -> LoaderPolicy:
     return loaders
 
 
-def validate_prefetch(prefetch: int) -> int:
-    """Return ``prefetch`` if it is a usable number."""
-    return check_whole("prefetch", prefetch, least=0, unit="units gathered ahead (0: none)")
+def validate_prefetch(prefetch: int | None) -> None:
+    """Raise ValueError unless ``prefetch`` is a usable number, or ``None``."""
+    if prefetch is not None:
+        check_whole("prefetch", prefetch, least=0, unit="units gathered ahead (0: none)")
+
+
+def choose_prefetch(asked: int | None, *, at_once: bool) -> int:
+    """Units gathered ahead; if nobody has asked, one, where a gather is not over ``at_once`` when it has begun."""
+    return int(not at_once) if asked is None else asked
 
 
 def validate_units(units: object) -> tuple[str, ...] | None:

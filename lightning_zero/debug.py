@@ -309,9 +309,9 @@ def _count(engine: ZeroEngine, optimizers: Iterable[Tensor], claimed: dict[int, 
     moved["gradients"] = claim(bucket.shard for bucket in buckets)
     device["gradients"] += claim(bucket.resident for bucket in buckets)
     moved["optimizer"] = claim(optimizers)
-    device["slots"] = claim(unit.home.buffer for unit in engine.units if isinstance(unit, ShardedUnit))
+    device["slots"] = claim(s.buffer for u in engine.units if isinstance(u, ShardedUnit) and not (s := u.home).vacant)
     if reducer is not None:
-        device["gradient_slots"] = claim(slot.buffer for slot in reducer._slots if slot is not None)
+        device["gradient_slots"] = claim(s.buffer for s in reducer._slots if s is not None and not s.vacant)
     device["transport"] = claim(engine.collectives.buffers)
     store = engine.tiers.store
     host["buffers"] = engine.tiers.transfers.reserved_nbytes

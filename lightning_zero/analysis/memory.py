@@ -3,9 +3,10 @@ with offloading in host memory and in files. Activations are not in it.
 
 [Note: the worst moment]
 
-What rests, rests all the time: slots, buckets, masters and state have their memory from set-up to the end. Shards of
-gradients that are reduced on their way (stages 2 and 3) have it from their reduction on, until nobody has a gradient in
-them any more. Two things come and go beside it:
+What rests, rests all the time: buckets, masters and state have their memory from set-up to the end, and slots on an
+accelerator. On the CPU the pages of slots are given back before each optimizer step, but for slots of frozen units.
+Shards of gradients that are reduced on their way (stages 2 and 3) have memory from their reduction on, until nobody has
+a gradient in them any more. Two things come and go beside it:
 
 * In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once:
   one parameter's at a time. A parameter that is used in several places (tied weights, a shared module) gets its
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
 from lightning_zero.analysis.optimizers import ADAM, SEGMENT_NUMEL, SMALL_NUMEL, OptimizerCost
-from lightning_zero.analysis.traffic import backward_order, sent_nbytes
+from lightning_zero.analysis.traffic import lasting_slots, sent_nbytes
 from lightning_zero.config import HostOffload, NvmeOffload, Tier
 from lightning_zero.plan import (
     FETCH_UNITS,
@@ -77,9 +78,9 @@ class Memory(_Categories):
         masters: master shards; 0 where they are views of replicated parameters.
         gradients: accumulated gradients, full or sharded. Shards are gone after ``zero_grad`` (not in a world of one).
         optimizer: optimizer state of the rank's own elements.
-        slots: for unsharded parameters; on an accelerator also for shards that are fetched from host memory ahead of
-            their gather.
-        gradient_slots: for gradients on their way to the reduce-scatter.
+        slots: for unsharded parameters, without those that are given back between steps; on an accelerator also for
+            shards that are fetched from host memory ahead of their gather.
+        gradient_slots: for gradients on their way to the reduce-scatter, likewise.
         transport: receive buffers of the reduce-scatter.
         raw_gradients: gradients in memory of autograd's own, before they are copied; 0 at rest.
         temporaries: what the optimizer's step computes with; 0 at rest.
@@ -205,14 +206,16 @@ def expected_memory(
     fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
     # The owner of a whole parameter keeps a copy of it, with its state.
     whole = _whole_nbytes(plan, stepped, rank) if optimizer.whole else 0
+    slots, gradient_slots = _slots(plan), _gradient_slots(plan) * training
+    lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
     rest = Memory(
         parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in plan.layouts) if replicated else 0,
         weights=sum(map(_weight_nbytes, _resting(plan, plan.layouts, "weights", Tier.DEVICE))),
         masters=sum(map(_master_nbytes, masters)),
         gradients=sum(_gradient_nbytes(plan, layout) for layout in trained),
         optimizer=(1 + tensors) * whole if optimizer.whole else tensors * _owned_nbytes(stepped, rank),
-        slots=sum(slot.nbytes for slot in plan.slots) + fetched,
-        gradient_slots=sum(slot.nbytes for slot in plan.gradient_slots) if training else 0,
+        slots=sum(slot.nbytes for slot in plan.slots if slot.index in lasting) + fetched,
+        gradient_slots=gradient_slots if accelerator else 0,
         transport=_transport_nbytes(trained) if receive_buffer and plan.group_size > 1 else 0,
     )
     if not (peak and training):
@@ -223,9 +226,11 @@ def expected_memory(
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
     else:
         step = _step_nbytes(plan, stepped, rank, optimizer, accelerator)
-    if raw - missing >= step:
-        return replace(rest, gradients=rest.gradients - missing, raw_gradients=raw)
-    return replace(rest, temporaries=step)
+    gradients = rest.gradients - missing
+    backward = replace(
+        rest, slots=slots + fetched, gradient_slots=gradient_slots, gradients=gradients, raw_gradients=raw
+    )
+    return max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
 
 
 def expected_host_memory(
@@ -304,18 +309,41 @@ def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
     """
     layouts: Sequence[FlatLayout] = plan.trainable_layouts
     if plan.placement.shards_parameters:
-        layouts = [layout for unit in backward_order(plan) for layout in unit.trainable_layouts]
+        layouts = [layout for unit in reversed(plan.units) for layout in unit.trainable_layouts]
     shards = [_passing_nbytes(plan, layout) for layout in layouts]
     sizes = [[(spec, spec.numel * layout.compute_dtype.itemsize) for spec in layout.parameters] for layout in layouts]
-    missing, worst = sum(shards), (sum(shards), 0)
+    missing, moments = sum(shards), [(0, 0)]
     for position, (shard, own) in enumerate(zip(shards, sizes, strict=True)):
         # Parts of what is tied have come before; on the CPU an embedding's last one is not made.
         raw = sum(nbytes for later in sizes[position:] for spec, nbytes in later if spec.aliases)
         parts = [(nbytes, max(spec.parts, 1 + accelerator) - 1 if spec.aliases else 1) for spec, nbytes in own]
         raw += max(nbytes * more for nbytes, more in parts)
-        worst = max(worst, (missing, raw), key=lambda found: found[1] - found[0])
+        moments += [(missing, raw)]
         missing -= shard
-    return max(worst, (0, 0), key=lambda found: found[1] - found[0])
+        # The reduction begins while autograd still holds the last gradient of a bucket; not of the last bucket.
+        if position + 1 < len(layouts):
+            held = sum(nbytes for later in sizes[position + 1 :] for spec, nbytes in later if spec.aliases)
+            moments += [(missing, held + own[0 if plan.placement.shards_parameters else -1][1])]
+    return max(moments, key=lambda found: found[1] - found[0])
+
+
+def _slots(plan: Plan) -> int:
+    """Bytes of slots for parameters in a step. A world of one computes with all units but the root in their shards."""
+    units = [unit for unit in plan.units if unit.index != plan.root and unit.layouts]
+    layouts = [layout for unit in units for layout in unit.layouts]
+    alone = plan.group_size == 1 and len(layouts) == len(units)
+    if alone and all(la.dtype == la.compute_dtype and not plan.rest_of(la).offloaded for la in layouts):
+        kept = {unit.slot for unit in plan.units if unit.index == plan.root}
+        return sum(slot.nbytes for slot in plan.slots if slot.index in kept)
+    return sum(slot.nbytes for slot in plan.slots)
+
+
+def _gradient_slots(plan: Plan) -> int:
+    """The same for gradients, which a world of one collects where they are to be."""
+    layouts = plan.trainable_layouts
+    if plan.group_size == 1 and all(la.dtype == la.reduce_dtype and not plan.rest_of(la).offloaded for la in layouts):
+        return 0
+    return sum(slot.nbytes for slot in plan.gradient_slots)
 
 
 def _passing_nbytes(plan: Plan, layout: FlatLayout) -> int:

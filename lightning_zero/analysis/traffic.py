@@ -23,7 +23,14 @@ import torch
 
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan, make_pieces
 
-__all__ = ["CollectiveTraffic", "Traffic", "backward_order", "expected_traffic", "gather_order", "sent_nbytes"]
+__all__ = [
+    "CollectiveTraffic",
+    "Traffic",
+    "expected_traffic",
+    "gather_order",
+    "lasting_slots",
+    "sent_nbytes",
+]
 
 
 @dataclass(frozen=True)
@@ -113,21 +120,31 @@ def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:
     An upper bound where autograd has no reason to run a unit's backward: a frozen unit with nothing trainable before it
     is gathered in forward only, which the plan cannot know.
     """
-    order = (*plan.units, *backward_order(plan)) * micro_steps
+    return _gathers(plan, micro_steps)[0]
+
+
+def lasting_slots(plan: Plan) -> frozenset[int]:
+    """Indices of the slots whose units outlast an optimizer step: those of entirely frozen units."""
+    return frozenset(_gathers(plan, 1)[1])
+
+
+def _gathers(plan: Plan, micro_steps: int) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The units that are gathered, in their order, and those that are still in their slots after the optimizer step."""
+    order = (*plan.units, *_backward_order(plan)) * micro_steps
     resident: dict[int, int] = {}
     gathered: list[int] = []
     # Twice: what the step before left behind is known only then.
     for _ in range(2):
-        resident = {slot: index for slot, index in resident.items() if not plan.units[index].trainable_layouts}
         gathered = []
         for unit in order:
             if unit.layouts and unit.slot is not None and resident.get(unit.slot) != unit.index:
                 resident[unit.slot] = unit.index
                 gathered.append(unit.index)
-    return tuple(gathered)
+        resident = {slot: index for slot, index in resident.items() if not plan.units[index].trainable_layouts}
+    return tuple(gathered), resident
 
 
-def backward_order(plan: Plan) -> list[UnitPlan]:
+def _backward_order(plan: Plan) -> list[UnitPlan]:
     """Siblings in reverse, each before the units nested in it: a unit's backward starts at its outputs."""
     nested: dict[int | None, list[UnitPlan]] = {}
     for unit in plan.units:

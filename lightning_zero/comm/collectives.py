@@ -149,6 +149,11 @@ class Collectives(ABC):
         """Memory that the wire keeps for itself."""
         return ()
 
+    @property
+    def gathers_at_once(self) -> bool:
+        """Whether a gather is over when it has begun, so that nothing is won where it begins early. On all ranks."""
+        return False
+
     def all_gather(
         self,
         buffer: Tensor,
@@ -230,6 +235,15 @@ class Collectives(ABC):
         with untracked():
             return torch.zeros(numel, dtype=dtype, device=device)
 
+    def vacate(self, memory: Tensor) -> None:
+        """Give the pages of a tensor back, which has its memory to itself. It keeps its shape, and nothing may be read
+        or written there before ``occupy``."""
+        memory.untyped_storage().resize_(0)
+
+    def occupy(self, memory: Tensor) -> None:
+        """Have pages again for a tensor that was vacated. What is there is arbitrary."""
+        memory.untyped_storage().resize_(memory.nbytes)
+
     def abandon(self, transfers: Sequence[Pending]) -> None:
         """Take over transfers that an error left under way: nobody else waits for them."""
         self.abandoned += [transfer for transfer in transfers if not transfer.done]
@@ -291,6 +305,10 @@ class LocalCollectives(Collectives):
         self._nothing = Pending("nothing", 0)  # the same for every call on the host: there is nothing to wait for
         self._nothing.wait()
 
+    @property
+    def gathers_at_once(self) -> bool:
+        return self._streams is None
+
     def own_range(self, buffer: Tensor) -> Tensor:
         return buffer
 
@@ -342,11 +360,21 @@ class WrappedCollectives(Collectives):
     def buffers(self) -> Sequence[Tensor]:
         return self.inner.buffers
 
+    @property
+    def gathers_at_once(self) -> bool:
+        return self.inner.gathers_at_once
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.inner.allocate(numel, dtype, device)
 
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         return self.inner.total(numbers, largest)
+
+    def vacate(self, memory: Tensor) -> None:
+        self.inner.vacate(memory)
+
+    def occupy(self, memory: Tensor) -> None:
+        self.inner.occupy(memory)
 
     def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
         """The inner wire does."""

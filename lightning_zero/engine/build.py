@@ -250,7 +250,7 @@ def build_reducer(
             buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers))
             ring = unit.plan.gradient_slot
             slots.append(rings[ring] if ring is not None and resident is None else None)
-    return GradientReducer(buckets, slots, control, spans, forwards=plan.placement.shards_parameters)
+    return GradientReducer(buckets, slots, collectives, control, spans, forwards=plan.placement.shards_parameters)
 
 
 def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:

@@ -19,6 +19,7 @@ from lightning_zero.config import (
     CheckpointPolicy,
     Offload,
     Placement,
+    choose_prefetch,
     validate_activations,
     validate_bucket_mib,
     validate_checkpoint,
@@ -56,7 +57,7 @@ class SessionSettings:
     placement: Placement
     units: Sequence[str] | None = None
     bucket_mib: float = 25.0
-    prefetch: int = 1
+    prefetch: int | None = None
     offload: Offload | None = None
     activations: ActivationPolicy | None = None
     checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
@@ -189,7 +190,7 @@ class ZeroSession:
             fits = existing.device == self.device and not dtypes.would_cast(module)
             fits = fits and self.settings.offload == existing.plan.offload
             fits = fits and existing.names.keys() >= {*module.parameters()}
-            plan = self._plan(convert(module), dtypes) if fits else None
+            plan = self._plan(convert(module), dtypes, existing.collectives) if fits else None
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
                 self._engine = existing  # sharded by an earlier run just as it is wanted now
                 existing.plan = plan  # buffers may have been added or replaced
@@ -201,7 +202,7 @@ class ZeroSession:
             convert(module)
         control, streams = self.groups.control, Streams(self.device)
         collectives = self.wire(self.groups, streams, self.device)
-        plan = self._plan(module, dtypes)
+        plan = self._plan(module, dtypes, collectives)
         refuse_shared_memory(module, self.device)
         warn_of_views(module, self.device)
         tiers = make_tiers(self.settings.offload, plan, control, self.device, streams, self.local_rank)
@@ -221,7 +222,7 @@ class ZeroSession:
                 verify=policy.verify,
             )
 
-    def _plan(self, module: nn.Module, dtypes: Dtypes) -> ZeroPlan:
+    def _plan(self, module: nn.Module, dtypes: Dtypes, collectives: Collectives) -> ZeroPlan:
         settings = self.settings
         return build_plan(
             module,
@@ -229,7 +230,7 @@ class ZeroSession:
             world_size=self.groups.shard.world_size,
             units=settings.units,
             bucket_mib=settings.bucket_mib,
-            prefetch=settings.prefetch,
+            prefetch=choose_prefetch(settings.prefetch, at_once=collectives.gathers_at_once),
             offload=settings.offload,
             param_dtype=dtypes.param_dtype,
             reduce_dtype=dtypes.reduce_dtype,
@@ -238,10 +239,7 @@ class ZeroSession:
         )
 
     def begin(self, training: bool) -> None:
-        """Send rank 0's buffers, and make gradients' memory and recomputation ready if there is training.
-
-        Collective: every rank, after ``shard``.
-        """
+        """Send rank 0's buffers, and make what training needs ready. Collective: every rank, after ``shard``."""
         self._buffers = BufferBroadcast(self.engine, fitting=training, enabled=self.settings.broadcast_buffers)
         if training:
             self._prepare_training()

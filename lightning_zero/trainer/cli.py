@@ -282,6 +282,8 @@ def _plan_settings(config: Namespace) -> dict[str, Any]:
         given = _arguments(strategy)
     names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers")
     settings = {name: given[name] for name in names if name in given}
+    if settings.get("prefetch", 0) is None:  # it is chosen by the wire
+        del settings["prefetch"]
     for name in ("stage", "units", "bucket_mib", "prefetch"):
         if config[name] is not None:
             settings[name] = config[name]

@@ -82,7 +82,8 @@ class ZeroStrategy(Loading):
             ``["TransformerBlock"]``; ``None`` finds them automatically.
         bucket_mib: gradients reduced together in stages 1 and 2, in MiB. A single larger parameter is a bucket of its
             own.
-        prefetch: units gathered ahead of the one that computes (stage 3); 0 switches it off.
+        prefetch: units gathered ahead of the one that computes (stage 3); 0 switches it off, and takes one slot less
+            memory. ``None``: 1, but 0 where ranks copy from one another's memory, which nothing runs beside.
         offload: what rests in host memory, or in files, between uses; ``None``: everything stays on the device.
         activations: what is computed again in backward, or kept on the host until then; ``None``: autograd keeps all.
         checkpoint: what is saved and how, and where the first weights come from.
@@ -110,7 +111,7 @@ class ZeroStrategy(Loading):
         *,
         units: Sequence[str] | None = None,
         bucket_mib: float = 25.0,
-        prefetch: int = 1,
+        prefetch: int | None = None,
         offload: HostOffload | NvmeOffload | None = None,
         activations: ActivationPolicy | None = None,
         checkpoint: CheckpointPolicy = _DEFAULT_POLICY,

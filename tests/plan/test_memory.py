@@ -22,8 +22,13 @@ def model() -> nn.Module:
 
 
 def test_sharded_parameters(model: nn.Module) -> None:
+    """Between steps, slots have memory on a device; on the CPU only that of a layer that is frozen and still there."""
     plan = build_plan(model, world_size=2, param_dtype=torch.bfloat16)
-    assert plan.expected_memory() == Memory(
+    rest = plan.expected_memory()
+    assert (rest.slots, rest.gradient_slots) == (0, 0)
+    first = nn.Sequential(*reversed(model))
+    assert build_plan(first, world_size=2, param_dtype=torch.bfloat16).expected_memory().slots == LAYER * 2
+    assert plan.expected_memory(accelerator=True) == Memory(
         parameters=0,
         masters=4 * LAYER // 2 * 4,
         gradients=3 * LAYER // 2 * 4,
@@ -36,7 +41,8 @@ def test_sharded_parameters(model: nn.Module) -> None:
 
 def test_replicated_parameters_sharded_gradients(model: nn.Module) -> None:
     plan = build_plan(model, stage=2, world_size=2, bucket_mib=LAYER * 4 / 2**20)
-    assert plan.expected_memory(optimizer_tensors=1) == Memory(
+    assert plan.expected_memory().gradient_slots == 0
+    assert plan.expected_memory(optimizer_tensors=1, accelerator=True) == Memory(
         parameters=4 * LAYER * 4,
         masters=0,  # views of the parameters
         gradients=3 * LAYER // 2 * 4,
@@ -117,7 +123,7 @@ def nvme(**settings: Any) -> NvmeOffload:
 def test_host_offload_leaves_the_device_what_it_computes_with(model: nn.Module) -> None:
     """The frozen layer is computed in another dtype than its own, so its masters are offloaded like the others."""
     plan = offloaded(model, HostOffload())
-    assert plan.expected_memory() == Memory(
+    assert plan.expected_memory(accelerator=True) == Memory(
         parameters=0,
         weights=4 * LAYER // 2 * 2,
         masters=0,
@@ -201,11 +207,11 @@ def test_nvme_offload_keeps_gradients_and_one_pool_on_the_host(model: nn.Module)
 def test_an_accelerator_needs_buffers_for_what_travels(model: nn.Module) -> None:
     """Two units' shards in bfloat16 on the device; on the host two gradient shards in float32 and two casts."""
     plan = offloaded(model, HostOffload(parameters=True))
-    assert plan.expected_memory(accelerator=True).slots == plan.expected_memory().slots + 2 * LAYER // 2 * 2
+    assert plan.expected_memory(accelerator=True).slots == 2 * LAYER * 2 + 2 * LAYER // 2 * 2
     assert plan.expected_host_memory().buffers == 0
     assert plan.expected_host_memory(accelerator=True).buffers == 2 * LAYER // 2 * 4 + 2 * LAYER // 2 * 2
     plain = offloaded(model, HostOffload())
-    assert plain.expected_memory(accelerator=True).slots == plain.expected_memory().slots
+    assert plain.expected_memory(accelerator=True).slots == 2 * LAYER * 2
 
 
 def test_regions_of_files_are_whole_pages() -> None:

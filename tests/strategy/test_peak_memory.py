@@ -30,6 +30,7 @@ from tests.strategy.test_memory import (
     on_host,
     precision,
     storages,
+    vacant,
 )
 
 STAGES = (1, 2, 3)
@@ -76,24 +77,30 @@ def wide() -> Case:
 
 
 class Peak(pl.Callback):
-    """What is given out in the second step, beyond what was there at its beginning."""
+    """What is given out in the second step, beyond what was there at its beginning: up to the optimizer, and there."""
 
     def __init__(self) -> None:
-        self.allocations = Allocations()
+        self.passes, self.update = Allocations(), Allocations()
 
-    @property
-    def most(self) -> int:
-        """At the worst moment."""
-        return self.allocations.most
+    def most(self, strategy: Any) -> int:
+        """At the worst moment, with slots that ranks have in common: of their pages the allocator does not know."""
+        in_common = sum(vacant(strategy).values())
+        *_, left = [0, *self.passes.totals()]
+        return max(self.passes.most + in_common, left + self.update.most)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             gc.collect()  # what an earlier step has left in a cycle would be counted as given back by this one
-            self.allocations.__enter__()
+            self.passes.__enter__()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            self.passes.__exit__()
+            self.update.__enter__()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            self.allocations.__exit__()
+            self.update.__exit__()
 
 
 def measure(
@@ -121,7 +128,7 @@ def measure(
         peak=True,
     )
     rest = sum(sum(part.values()) for part in found.values())
-    return rest + watch.most, plan.total, dict(plan.items())
+    return rest + watch.most(trainer.strategy), plan.total, dict(plan.items())
 
 
 def measure_offloaded(rank: int, name: str, stage: int, offload: HostOffload) -> tuple[int, int, dict[str, int]]:
@@ -137,12 +144,13 @@ def measure_offloaded(rank: int, name: str, stage: int, offload: HostOffload) ->
         probe, stage=stage, micro_steps=2, callbacks=[watch], options=options, bucket_mib=0.5, offload=offload
     )
     plan = trainer.strategy.engine.plan
-    device = plan.expected_memory(rank=rank, receive_buffer=keeps_receive_buffer(trainer.strategy), peak=True)
+    received = keeps_receive_buffer(trainer.strategy)
+    rested, device = (plan.expected_memory(rank=rank, receive_buffer=received, peak=peak) for peak in (False, True))
     host = plan.expected_host_memory(rank=rank)
-    pieces = max(0, 2 * 4 * (3 * WIDE * WIDE // 2) - device.raw_gradients)
+    most = max(device.total, rested.total + 2 * 4 * (3 * WIDE * WIDE // 2))
     held = [*categories(trainer.strategy).values(), *on_host(trainer.strategy).values()]
     rest = sum(sum(part.values()) for part in held)
-    return rest + watch.most, device.total + host.total + pieces, dict(device.items())
+    return rest + watch.most(trainer.strategy), most + host.total, dict(device.items())
 
 
 def assert_as_planned(found: dict[str, tuple[int, int, dict[str, int]]], where: str) -> None:
@@ -202,12 +210,16 @@ def test_memory_at_peak_with_other_optimizers() -> None:
     """A fused step makes nothing, so that the worst moment is in the backward; foreach makes a tensor of all."""
 
     def every(rank: int) -> dict[str, Any]:
-        return {name: measure(rank, "32-true", stage, make) for stage in (2, 3) for name, make in OPTIMIZERS.items()}
+        return {
+            f"{name}, stage {stage}": measure(rank, "32-true", stage, make)
+            for stage in (2, 3)
+            for name, make in OPTIMIZERS.items()
+        }
 
     for rank, found in enumerate(run_world(2, every, timeout=150)):
         assert_as_planned(found, f"rank {rank}")
-        assert found["AdamW, fused"][2]["temporaries"] == 0
-        assert found["AdamW, foreach"][2]["raw_gradients"] == 0
+        assert found["AdamW, fused, stage 2"][2]["temporaries"] == 0
+        assert found["AdamW, foreach, stage 2"][2]["temporaries"] > 0
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -244,6 +256,6 @@ def test_the_count_sees_what_is_made_in_a_step() -> None:
             micro_steps=2,
             callbacks=[watch],
         )
-        return watch.most
+        return watch.passes.most
 
     assert run_world(1, run)[0] == pytest.approx(8_000_000, rel=0.01)

@@ -48,6 +48,10 @@ class SharedMemoryCollectives(Collectives):
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         return self.groups.control.total(numbers, largest)
 
+    @property
+    def gathers_at_once(self) -> bool:
+        return True
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         try:
             memory = self.transport.heap.allocate(numel, dtype)
@@ -57,6 +61,14 @@ class SharedMemoryCollectives(Collectives):
             number = self._allocated[memory.data_ptr(), numel] = next(self._told)
             self.transport.tell_place(self._session, number, self.transport.heap.offset(memory), memory.nbytes)
         return memory
+
+    def vacate(self, memory: Tensor) -> None:
+        if not self.transport.heap.discard(memory):
+            super().vacate(memory)
+
+    def occupy(self, memory: Tensor) -> None:
+        if not self.transport.heap.offset(memory):
+            super().occupy(memory)
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None

@@ -80,6 +80,15 @@ class Heap:
         offset = tensor.data_ptr() - self._start
         return offset if 0 < offset < self.nbytes else 0
 
+    def discard(self, tensor: Tensor) -> bool:
+        """Give the pages of a tensor back: it shows zeros, to all ranks. False if it lies in other memory."""
+        offset = self.offset(tensor)
+        if offset and not (self._closed or self._forked):
+            nbytes = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            with contextlib.suppress(OSError, ValueError):  # locked, or a system that can not: then they stay
+                self._memory.madvise(mmap.MADV_REMOVE, offset, nbytes)
+        return bool(offset)
+
     @property
     def used_nbytes(self) -> int:
         """Bytes handed out and not given back."""

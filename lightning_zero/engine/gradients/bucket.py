@@ -158,6 +158,12 @@ class GradientBucket:
             if lasting:
                 self._known = (full, self.views, gaps)
 
+    def known_views(self, buffers: Sequence[Tensor]) -> int:
+        """How many tensors it keeps that are views of one of these."""
+        if self._known is None or all(buffer is not self._known[0] for buffer in buffers):
+            return 0
+        return len(self._known[1]) + len(self._known[2])
+
     def collect_in_shard(self) -> bool:
         """Collect where the averages are to be, if no other rank adds to them and nothing is there. Returns whether."""
         if not self.is_alone or self.launched or True in self._keeps():

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import PATIENCE_SECONDS, ControlGroup, Pending
+from lightning_zero.comm import PATIENCE_SECONDS, Collectives, ControlGroup, Pending
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.units.sharded import Slot, carve
@@ -39,6 +39,7 @@ class GradientReducer:
     Args:
         buckets: all buckets, by index.
         slots: for each bucket's unit, the slot its full gradients are collected in; ``None``: in memory of their own.
+        wire: what slots are memory of.
         control: the control plane.
         spans: told of reductions, and of waiting for them.
         forwards: whether buckets are in the order of the forward. Until the order of the backward has been seen, the
@@ -49,6 +50,7 @@ class GradientReducer:
         self,
         buckets: Sequence[GradientBucket],
         slots: Sequence[Slot | None],
+        wire: Collectives,
         control: ControlGroup,
         spans: Spans,
         forwards: bool = False,
@@ -56,6 +58,7 @@ class GradientReducer:
         self.buckets = tuple(buckets)
         self._spans = spans
         self._slots = tuple(slots)
+        self._wire = wire
         self._control = control
         self._order: dict[str, tuple[int, ...]] = {}
         self._plan_order = tuple(reversed(range(len(self.buckets))) if forwards else range(len(self.buckets)))
@@ -104,8 +107,13 @@ class GradientReducer:
         for bucket in self._siblings.get(unit, ()):
             if bucket.dirty and not bucket.launched and bucket.index not in self._ready:
                 self._ready[bucket.index] = None
+        # In the hook of a gradient, which autograd holds until the hook is over, and its shard takes memory. The last
+        # one is an embedding's, often the largest of all, and there is nothing left to overlap with.
+        self._launch_ready(len(self._queue) - 1)
+
+    def _launch_ready(self, end: int) -> None:
         order = self._queue
-        while self._next < len(order) and order[self._next] in self._ready:
+        while self._next < end and order[self._next] in self._ready:
             bucket = self.buckets[order[self._next]]
             self._launch(bucket)
             self._next += 1
@@ -117,7 +125,11 @@ class GradientReducer:
                 self._reducing.remove(bucket)
 
     def report(self) -> list[int]:
-        """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits."""
+        """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits.
+
+        Launches the last of what may go.
+        """
+        self._launch_ready(len(self._queue))
         touched = [bucket.touched for bucket in self.buckets]
         complete = [False not in b.arrived or all(map(b.has_gradient, range(len(b.arrived)))) for b in self.buckets]
         late = [bucket.launched and bucket.dirty for bucket in self.buckets]
@@ -167,6 +179,15 @@ class GradientReducer:
                 self.holds_local = True
             bucket.dirty = False
 
+    def vacate(self) -> None:
+        """Give the memory of slots back until they are needed again. Between backwards."""
+        for slot in {id(slot): slot for slot in self._slots if slot is not None}.values():
+            there = [bucket for bucket, home in zip(self.buckets, self._slots, strict=True) if home is slot]
+            carved = [part for unit in {b.unit.index for b in there} for part in self._carved.get(unit, ())]
+            # What else lies there is the user's: `.grad` of a hook.
+            slot.users = slot.alone + len(carved) + sum(bucket.known_views(carved) for bucket in there)
+            slot.vacate(self._wire)
+
     def abandon(self) -> list[Pending]:
         """Drop the running backward and all accumulated gradients after an error.
 
@@ -215,6 +236,7 @@ class GradientReducer:
                 slot.owner = None
         own = slot.owner is None or slot.owner == bucket.unit.index
         if own:
+            slot.occupy(self._wire)
             slot.owner = bucket.unit.index
             if bucket.unit.index not in self._carved:
                 self._carved[bucket.unit.index] = _carve(slot.buffer, group)

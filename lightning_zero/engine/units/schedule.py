@@ -288,6 +288,18 @@ class UnitSchedule:
             self._fetcher.forget()
         self._order.forget(units)
 
+    def vacate(self) -> None:
+        """Give the memory of slots back until they are needed again, where there is no device with memory of its own.
+
+        Units that are frozen stay where they are. The same call on every rank, between phases.
+        """
+        loose = [unit for unit in self.sharded if not unit.pins and unit.plan.trainable_layouts]
+        for unit in loose:
+            unit.release()
+        self._order.forget([unit.index for unit in loose])
+        for unit in self.sharded:
+            unit.home.vacate(self._collectives)
+
     def abandon(self) -> None:
         """Forget every claim after an error in the middle of a step."""
         while self.guard.depth:

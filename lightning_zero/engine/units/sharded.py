@@ -59,20 +59,23 @@ class Slot:
         owner: what is in it now (a unit, or the index of one), or ``None``.
         pins: how many users forbid that another unit takes it.
         free: device-side event after which the memory may be overwritten.
+        vacant: whether its pages were given back, between steps.
     """
 
     buffer: Tensor
     owner: Any = None
     pins: int = 0
     free: Event = None
+    vacant: bool = False
     last: Any = None  # the unit that was gathered here last
     views: dict[Any, Tensor] = field(default_factory=dict)  # what autograd has saved of it, each kind once
     key: int = field(init=False)
     users: int = field(init=False)  # tensors that are the engine's own
+    alone: int = field(init=False)  # those of them that were there first
 
     def __post_init__(self) -> None:
         self.key = storage_key(self.buffer)
-        self.users = users_of(self.key)
+        self.users = self.alone = users_of(self.key)
 
     @property
     def shared(self) -> bool:
@@ -84,6 +87,18 @@ class Slot:
         view = self.views[key] = _detach(tensor)
         self.users += 1
         return view
+
+    def vacate(self, wire: Collectives) -> None:
+        """Give the pages back, if nobody needs what is there."""
+        if not (self.vacant or self.pins or self.owner is not None or self.shared):
+            wire.vacate(self.buffer)
+            self.vacant = True
+
+    def occupy(self, wire: Collectives) -> None:
+        """Have pages again, before anything is written there."""
+        if self.vacant:
+            wire.occupy(self.buffer)
+            self.vacant = False
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> Slot:
@@ -213,6 +228,7 @@ class ShardedUnit(Unit):
         if not self.pins and not home.pins:
             if home.owner is not None:
                 home.owner.release()
+            home.occupy(collectives)
             target, buffers = home, self._home_buffers
         else:
             target = Slot.allocate(home.buffer.numel(), home.buffer.device)
