@@ -79,6 +79,7 @@ _TOGETHER = (
     "tests/checkpoint/test_export.py",
     "tests/checkpoint/test_processes.py",
     "tests/examples/test_language_model.py",
+    "tests/races/test_races.py",
     "tests/strategy/test_elastic.py",
     "tests/strategy/test_offload_limits.py",
     "tests/strategy/test_portable.py",

@@ -41,7 +41,7 @@ from lightning_zero._torch import (
     version_probe,
 )
 from lightning_zero.comm import Streams
-from lightning_zero.comm.streams import Event
+from lightning_zero.comm.streams import Event, runs_beside
 from lightning_zero.storage.host import HostBuffer, HostBuffers
 
 __all__ = ["SavedOnHost", "check_version"]
@@ -83,7 +83,7 @@ class SavedOnHost:
         self._device = device
         self._min_nbytes = min_nbytes
         self._stays = stays
-        self._ahead = (_AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
+        self._ahead = (_AHEAD if runs_beside(device) else 0) if ahead is None else ahead
         # Of their own: what rests on the host is needed on the device without waiting for these copies, and back.
         self._out, self._back = Streams(device), Streams(device)
         self._copies: weakref.WeakValueDictionary[tuple[int, int, int], _Copy] = weakref.WeakValueDictionary()
@@ -164,7 +164,7 @@ class SavedOnHost:
         source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, start, (nbytes,), (1,))
         with self._out.transferring():
             self._out.wait(buffer.busy)
-            buffer.memory[:nbytes].copy_(source, non_blocking=True)
+            buffer.memory[:nbytes].copy_(source, non_blocking=self._out.beside)
             buffer.busy = self._out.mark()
         self.copied += 1
         if buffer.busy is not None:
@@ -216,7 +216,7 @@ class SavedOnHost:
         target = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device)
         with self._back.transferring():
             self._back.wait(copy.buffer.busy)
-            target.copy_(copy.buffer.memory[: copy.nbytes], non_blocking=True)
+            target.copy_(copy.buffer.memory[: copy.nbytes], non_blocking=self._back.beside)
             copy.buffer.busy = self._back.mark()
         self.restored += 1
         copy.kept, copy.again, copy.filled = target, WeakStorage(target), copy.buffer.busy

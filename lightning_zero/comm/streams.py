@@ -13,11 +13,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Event", "Streams"]
+__all__ = ["Event", "Streams", "runs_beside"]
 
 Event = Any  # torch.cuda.Event, or None where work is ordered by the host
 
 _NOTHING = nullcontext()
+_KINDS = ("cuda",)
+
+
+def runs_beside(device: torch.device) -> bool:
+    """Whether work on a device runs beside the host's own, so that streams and events have to order it."""
+    return device.type in _KINDS
 
 
 class Streams:
@@ -29,7 +35,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.beside = device.type == "cuda"
+        self.beside = runs_beside(device)
         """Whether anything runs beside the host's own work. If not, there is nothing to be ordered."""
         self._streams = [torch.cuda.Stream(device) for _ in range(3)] if self.beside else []
 
@@ -61,11 +67,6 @@ class Streams:
         """Let the current stream continue only after ``event``; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
-
-    def join(self) -> None:
-        """Let the current stream continue only after everything issued on the side streams."""
-        for stream in self._streams:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream, after: Event) -> Iterator[None]:

@@ -15,7 +15,15 @@ from torch import Tensor, dtype
 from lightning_zero._torch import untracked
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage.checksums import PageChecksums
-from lightning_zero.storage.host import PAGE_NBYTES, PIECE_NBYTES, bytes_of, host_memory, padded_nbytes, view_of
+from lightning_zero.storage.host import (
+    PAGE_NBYTES,
+    PIECE_NBYTES,
+    bytes_of,
+    host_memory,
+    is_on_host,
+    padded_nbytes,
+    view_of,
+)
 
 __all__ = ["DataFile", "FileSystem", "Region", "amount"]
 
@@ -328,7 +336,7 @@ class Region:
 
     def _direct_nbytes(self, tensor: Tensor, begin: int) -> int:
         """How many bytes, from the first, can be moved between ``tensor`` and the file as they are."""
-        same = tensor.device.type == "cpu" and tensor.dtype == self.dtype and tensor.is_contiguous()
+        same = is_on_host(tensor) and tensor.dtype == self.dtype and tensor.is_contiguous()
         if not same or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return 0
         alignment = self.file.alignment if self.checksums is None else PAGE_NBYTES

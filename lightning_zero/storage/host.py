@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.streams import Event
+from lightning_zero.comm.streams import Event, runs_beside
 
 __all__ = [
     "PAGE_NBYTES",
@@ -28,6 +28,7 @@ __all__ = [
     "HostMemory",
     "bytes_of",
     "host_memory",
+    "is_on_host",
     "padded_nbytes",
     "view_of",
 ]
@@ -58,6 +59,11 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor lies in host memory."""
+    return tensor.device.type == "cpu"
+
+
 def view_of(memory: Tensor) -> memoryview:
     """The bytes of a 1-D, contiguous uint8 tensor on the host, for system calls. ``memory`` must outlive them.
 
@@ -81,7 +87,7 @@ class HostMemory:
     """The host memory of one engine, of which at most ``pin_nbytes`` (``None``: all) are page-locked, for CUDA only."""
 
     def __init__(self, device: torch.device, pin_nbytes: int | None) -> None:
-        self._lockable = device.type == "cuda"
+        self._lockable = runs_beside(device)
         self._device = device
         self._pin_nbytes = pin_nbytes
         self._locked: list[tuple[weakref.ref[Any], weakref.finalize[Any, Any]]] = []
@@ -145,7 +151,7 @@ class HostBuffers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._locked = device.type == "cuda"
+        self._locked = runs_beside(device)
         self._idle: dict[int, list[HostBuffer]] = {}
         self._idle_nbytes = 0
         self._used_nbytes = 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.streams import Streams
+from lightning_zero.comm.streams import Streams, runs_beside
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage.checksums import PageChecksums
@@ -76,7 +76,7 @@ class NvmeStore:
         pool_nbytes = (buffer_nbytes - staging_nbytes) // PAGE_NBYTES * PAGE_NBYTES
         if staging_nbytes <= 0:
             raise ValueError(f"buffer_nbytes must be at least {8 * PAGE_NBYTES}, got {buffer_nbytes}.")
-        self._locked = device.type == "cuda"
+        self._locked = runs_beside(device)
         self._buffer_nbytes = pool_nbytes + staging_nbytes
         self.pool = BufferPool(host_memory(pool_nbytes, locked=self._locked, inherited=False))
         self._workers = Workers(io_threads, "lightning_zero-offload")
@@ -185,7 +185,7 @@ class MemoryTiers:
         self.streams = streams = streams or Streams(device)
         self.memory = HostMemory(device, pin_nbytes)
         self.store = store
-        self.transfers = Transfers(device, streams, self.memory)
+        self.transfers = Transfers(streams, self.memory)
         self.fetcher = Fetcher(device, streams, self.memory)
 
     def allocate(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Tensor:

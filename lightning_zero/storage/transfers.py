@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
-from lightning_zero.storage.host import HostMemory, padded_nbytes
+from lightning_zero.storage.host import HostMemory, is_on_host, padded_nbytes
 from lightning_zero.storage.pipeline import Waitable
 
 __all__ = ["Copy", "Fetcher", "Transfer", "Transfers"]
@@ -74,8 +74,7 @@ class _Staging:
 class Transfers:
     """Moves shards between the device and the host for one engine; staging buffers are of its host memory."""
 
-    def __init__(self, device: torch.device, streams: Streams, memory: HostMemory) -> None:
-        self._device = device
+    def __init__(self, streams: Streams, memory: HostMemory) -> None:
         self._streams = streams
         self._memory = memory
         self._worker: ThreadPoolExecutor | None = None
@@ -91,7 +90,7 @@ class Transfers:
         For each direction there are so many buffers, one being filled while another is used up: for the largest
         gradient shard that comes to the host, and for what is cast at a time on its way to the device.
         """
-        if self._device.type != "cpu":
+        if self._streams.beside:
             self.settle()
             make = self._memory.allocate
             self._landing = [_Staging(make(out_nbytes, torch.uint8)) for _ in range(buffers)]
@@ -108,7 +107,7 @@ class Transfers:
         ``ready`` still produces the sources, and orders behind it what is issued after its ``wait``; ``None``: all that
         was issued so far does.
         """
-        if self._device.type == "cpu":
+        if not self._streams.beside:
             if ready is not None:
                 ready.wait()
             return Transfer(self._streams, [self._submit(lambda: _run(copies))])
@@ -126,7 +125,7 @@ class Transfers:
 
         Casts happen on the host, so that fewer bytes travel.
         """
-        if self._device.type == "cpu":
+        if not self._streams.beside:
             return Transfer(self._streams, [self._submit(lambda: _run(copies))])
         begun = self._streams.mark()  # behind all that reads the targets so far
 
@@ -188,7 +187,7 @@ class Transfers:
     def _send(self, copy: Copy) -> None:
         """CUDA, on the transfer stream, by the worker thread: a cast goes piece by piece through page-locked memory."""
         source, target, _ = copy
-        if source.dtype == target.dtype or target.device.type == "cpu":
+        if source.dtype == target.dtype or is_on_host(target):
             target.copy_(source, non_blocking=True)
             return
         most = self._sending[0].buffer.numel() // target.dtype.itemsize
@@ -297,7 +296,7 @@ class Fetcher:
                 if isinstance(source, FileTensor):
                     fill_from(destination, source)
                 else:
-                    destination.copy_(source, non_blocking=True)
+                    destination.copy_(source, non_blocking=self._streams.beside)
                     self._direct = self._streams.mark()
                 return
             place = buffer.places.pop(id(source))
@@ -305,7 +304,7 @@ class Fetcher:
                 buffer.job.result()
             else:
                 self._streams.wait(buffer.event)
-            destination.copy_(place, non_blocking=True)
+            destination.copy_(place, non_blocking=self._streams.beside)
             buffer.event = self._streams.mark()
 
     def settle(self) -> None:
@@ -332,7 +331,7 @@ class Fetcher:
             self._reader = None
 
     def _is_far(self, source: Tensor) -> bool:
-        return isinstance(source, FileTensor) or source.device != self._device
+        return isinstance(source, FileTensor) or (self._streams.beside and is_on_host(source))
 
     def _free_buffer(self, wanted: Sequence[Tensor]) -> _Buffer | None:
         """One that nothing is in which somebody may still ask for; ``None`` if there is none, or it is too small."""

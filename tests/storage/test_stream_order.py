@@ -76,7 +76,7 @@ def streams() -> Any:
 
 @pytest.fixture
 def transfers(streams: Any) -> Iterator[Transfers]:
-    made = Transfers(CUDA, streams, HostMemory(CPU, None))
+    made = Transfers(streams, HostMemory(CPU, None))
     made.reserve(2, 4096, 64)
     yield made
     made.close()

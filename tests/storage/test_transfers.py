@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def transfers() -> Transfers:
-    made = Transfers(CPU, Streams(CPU), HostMemory(CPU, None))
+    made = Transfers(Streams(CPU), HostMemory(CPU, None))
     yield made
     made.close()
 
@@ -76,7 +76,7 @@ def test_whoever_waits_gets_the_error_and_others_do_not(transfers: Transfers) ->
 
 def test_closing_ends_the_thread_and_a_later_copy_starts_one() -> None:
     before = threading.active_count()
-    transfers = Transfers(CPU, Streams(CPU), HostMemory(CPU, None))
+    transfers = Transfers(Streams(CPU), HostMemory(CPU, None))
     assert threading.active_count() == before  # none until there is something to copy
     target = torch.zeros(2)
     transfers.out([Copy(torch.ones(2), target)])

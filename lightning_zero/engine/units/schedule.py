@@ -217,6 +217,8 @@ class UnitSchedule:
         recorded = self._order.recording
         told = [int(self._failure is not None), self._writes.digest, int(bool(self._joined)), *values]
         rows, change, self.uniform = self._order.close(told)
+        for unit in self.sharded if self._streams.beside else ():
+            unit.wait()  # also if nobody used it: its gather reads the shard, which may be written from here on
         if any(row[0] for row in rows):
             failure, self._failure = self._failure, None
             advice = "Resume from the last checkpoint, which is intact."

@@ -1,0 +1,153 @@
+"""No two streams use the same memory in no order; and every event that the package marks or waits for is needed.
+
+Each setting is trained once, on a simulated device (``simulated.py``). What follows is asked of its trace.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+
+import lightning_zero
+from lightning_zero import ActivationPolicy, HostOffload
+from tests.helpers.world import run_world
+from tests.races.play import Played, Setting, play
+from tests.races.trace import Item, find_races, sites
+
+MIXED: Final = "bf16-mixed"
+UNITS = {"activations": ActivationPolicy(checkpointing="units")}
+SAVED = {"activations": ActivationPolicy(offload=True, min_kib=0)}
+HOST = {"offload": HostOffload()}
+UNPINNED = {"offload": HostOffload(pin_mib=0)}
+ALL_ON_HOST = {"offload": HostOffload(parameters=True)}
+ALL_UNPINNED = {"offload": HostOffload(parameters=True, pin_mib=0)}
+
+SETTINGS = {
+    "stage 1": Setting(stage=1),
+    "stage 1, mixed, accumulating": Setting(stage=1, precision=MIXED, accumulate=2, clip=0.5),
+    "stage 1, looking": Setting(stage=1, precision=MIXED, twist="look"),
+    "stage 1, host": Setting(stage=1, accumulate=2, strategy=HOST),
+    "stage 2": Setting(stage=2),
+    "stage 2, mixed, accumulating": Setting(stage=2, precision=MIXED, accumulate=2, clip=0.5),
+    "stage 2, host": Setting(stage=2, strategy=HOST),
+    "stage 2, host, mixed, accumulating": Setting(stage=2, precision=MIXED, accumulate=2, clip=0.5, strategy=UNPINNED),
+    "stage 2, host, mixed, looking": Setting(stage=2, precision=MIXED, twist="look", strategy=UNPINNED),
+    "stage 2, saved on host": Setting(stage=2, strategy=SAVED),
+    "stage 3": Setting(stage=3, accumulate=2, clip=0.5),
+    "stage 3, prefetch 0": Setting(stage=3, strategy={"prefetch": 0}),
+    "stage 3, prefetch 2": Setting(stage=3, strategy={"prefetch": 2}),
+    "stage 3, mixed, accumulating": Setting(stage=3, precision=MIXED, accumulate=2, clip=0.5),
+    "stage 3, Muon": Setting(stage=3, optimizer=torch.optim.Muon),
+    "stage 3, looking": Setting(stage=3, twist="look"),
+    "stage 3, skipping": Setting(stage=3, twist="skip", accumulate=2),
+    "stage 3, skipping, mixed": Setting(stage=3, precision=MIXED, twist="skip", accumulate=2),
+    "stage 3, hidden": Setting(stage=3, twist="hidden"),
+    "stage 3, recomputing": Setting(stage=3, strategy=UNITS),
+    "stage 3, recomputing, prefetch 0": Setting(stage=3, strategy={**UNITS, "prefetch": 0}),
+    "stage 3, host": Setting(stage=3, strategy=HOST),
+    "stage 3, host, looking": Setting(stage=3, twist="look", strategy=HOST),
+    "stage 3, host, mixed, looking": Setting(stage=3, precision=MIXED, twist="look", strategy=HOST),
+    "stage 3, all on host": Setting(stage=3, strategy=ALL_ON_HOST),
+    "stage 3, all on host, looking": Setting(stage=3, twist="look", strategy=ALL_UNPINNED),
+    "stage 3, all on host, mixed": Setting(stage=3, precision=MIXED, clip=0.5, strategy=ALL_ON_HOST),
+    "stage 3, all on host, prefetch 0": Setting(stage=3, precision=MIXED, strategy={**ALL_ON_HOST, "prefetch": 0}),
+    "stage 3, all on host, skipping": Setting(stage=3, twist="skip", accumulate=2, strategy=ALL_UNPINNED),
+    "stage 3, saved on host": Setting(stage=3, strategy=SAVED),
+    "stage 3, saved on host, quick": Setting(stage=3, quick=True, strategy=SAVED),
+    "stage 3, saved on host, aside": Setting(stage=3, twist="aside", strategy=SAVED),
+    "stage 2, files": Setting(stage=2, files=True),
+    "stage 3, files": Setting(stage=3, files=True),
+    "stage 3, files, mixed": Setting(stage=3, precision=MIXED, files=True),
+}
+ALONE = {
+    "alone, stage 2, host": Setting(stage=2, precision=MIXED, accumulate=2, strategy=HOST),
+    "alone, stage 3": Setting(stage=3, accumulate=2),
+    "alone, stage 3, looking": Setting(stage=3, precision=MIXED, twist="look"),
+    "alone, stage 3, all on host": Setting(stage=3, strategy=ALL_ON_HOST),
+}
+
+
+# Without one of these nothing races in the settings above. Why it is there all the same:
+_HANDS_OVER = "the thread hands over an event, and who waits for that is behind the thread too"
+_ARRIVES = "wait in comm/collectives.py wait: self._streams.wait(self._event) < "
+SPARE = {
+    "result in storage/transfers.py order: self._event = job.result() < "
+    "engine/units/unit.py settle_weights": _HANDS_OVER,
+    "result in storage/transfers.py settle: self._jobs.popleft().exception() < storage/tiers.py settle < "
+    "engine/engine.py before_optimizer_step": _HANDS_OVER,
+    "result in storage/transfers.py settle: self._jobs.popleft().exception() < storage/transfers.py close": _HANDS_OVER,
+    "result in storage/transfers.py forget: buffer.job.exception()": "what is read is in a file, not in memory",
+    "synchronize in storage/host.py unlock: torch.cuda.synchronize(self._device)  # copies from and to it may be on "
+    "their way": "who calls it in a run has waited for every copy itself",
+    "wait in activations/offload.py _copy: self._out.wait(buffer.busy)": (
+        "a buffer that comes back was waited for where its copy ended: in garbage collection, on any stream"
+    ),
+    "wait in activations/offload.py _restore: self._back.wait(copy.buffer.busy)": (
+        "memory is given up behind the copy of it; but the user may have resized it to nothing before that"
+    ),
+    _ARRIVES + "engine/build.py _value": "a rank that is alone is sent nothing, and marks its own stream",
+    _ARRIVES + "engine/units/sharded.py wait < engine/units/sharded.py release": (
+        "a later gather on the same stream is waited for; but memory that is none of the slots is given up here"
+    ),
+    "wait in engine/units/sharded.py launch: streams.wait(masters)": (
+        "a rank that is alone computes where it steps, unless the user steps on another stream"
+    ),
+}
+# What the package marks and waits for, in its source. Not what measures times, and not what copies for a checkpoint.
+CALLS = re.compile(r"(streams?|_out|_back)\.(mark|wait|gathering|reducing|transferring)\(|\.synchronize\(|\.query\(")
+ELSEWHERE = ("comm/streams.py", "trainer/monitors/", "checkpoint/background.py")
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Played]:
+    """What one rank of each setting recorded."""
+    folder = str(tmp_path_factory.mktemp("files"))
+
+    def play_all(rank: int, settings: dict[str, Setting]) -> dict[str, Played]:
+        found = {name: play(setting, folder) for name, setting in settings.items()}
+        return found if rank == 0 else {}
+
+    environment = {"LIGHTNING_ZERO_SHARED_MEMORY": "0"}
+    found: dict[str, Played] = {}
+    for world_size, settings in ((2, SETTINGS), (1, ALONE)):
+        found.update(run_world(world_size, play_all, settings, timeout=200, environment=environment)[0])
+    return found
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *ALONE])
+def test_nothing_races(name: str, played: dict[str, Played]) -> None:
+    found = played[name]
+    assert len(found.trace) > 500
+    assert not found.mixed
+    assert not find_races(found.trace)
+
+
+def test_each_event_is_needed(played: dict[str, Played]) -> None:
+    """Taken out of a trace, each lets something race in some setting; new ones that do not have to say why."""
+    traces = [found.trace for found in played.values()]
+    places = {site for trace in traces for site in sites(trace)}
+    spare = {site for site in places if not _races_without(site, traces)}
+    assert spare == SPARE.keys()
+
+
+def test_each_event_is_played(played: dict[str, Played]) -> None:
+    """Every line of the package that marks an event, or waits for one, is in some trace."""
+    seen = {site.partition(" < ")[0] for found in played.values() for site in sites(found.trace)}
+    lines = {tuple(re.split(r" in | \S+: ", site, maxsplit=2)[1:]) for site in seen}
+    root = Path(lightning_zero.__file__).parent
+    missing = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        for line in path.read_text().splitlines() if not name.startswith(ELSEWHERE) else ():
+            if CALLS.search(line) and not any(file == name and text.startswith(line.strip()) for file, text in lines):
+                missing.append(f"{name}: {line.strip()}")
+    assert not missing
+
+
+def _races_without(site: str, traces: Sequence[Sequence[Item]]) -> bool:
+    return any(find_races(trace, [site], most=1) for trace in traces if site in sites(trace))
