@@ -9,7 +9,7 @@ from lightning_zero.comm.collectives import (
     WrappedCollectives,
 )
 from lightning_zero.comm.control import ControlGroup
-from lightning_zero.comm.groups import Groups, ShardGroup
+from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives, choose_collectives
 from lightning_zero.comm.streams import Streams
 
@@ -27,4 +27,5 @@ __all__ = [
     "Streams",
     "WrappedCollectives",
     "choose_collectives",
+    "orders_differ",
 ]
