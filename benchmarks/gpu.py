@@ -322,7 +322,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, help="models instead of width, layers and tokens")
     parser.add_argument("--peak-tflops", type=float, help="of the device, instead of what is known of its name")
-    parser.add_argument("--largest", action="store_true", help="then look for the largest model that trains")
+    parser.add_argument("--largest", action="store_true", help="first look for the largest model that trains")
     parser.add_argument("--minutes", type=float, default=5.0, help="for that; see largest.py")
     parser.add_argument("--width", type=positive, default=1536, help="of the model")
     parser.add_argument("--layers", type=positive, default=16, help="of the model")
@@ -346,6 +346,8 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here, and nothing was measured. --device cpu runs the same code; see --help.")
         return
+    if options.largest:
+        look_for_largest(options)  # first: this process has nothing on the device yet
     quiet()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     torch.set_float32_matmul_precision("high")
@@ -366,8 +368,6 @@ def main() -> None:
     (options.output / "gpu.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
     if len(found) == 1:
         plot(lines, f"{options.precision}, {name}", options.output / "gpu.svg")
-    if options.largest:
-        look_for_largest(options)
 
 
 def measure(
@@ -388,7 +388,8 @@ def measure(
         length = model.tokens[1]
         ratio = flops(model.width, model.layers, length) / flops(model.width, model.whole, length)
         whole = numel_of(model.width, model.whole) / 1e9
-        rates = ", ".join(f"{line.way} {line.tokens_per_second * ratio:.0f}" for line in lines if line.world_size == 1)
+        alone = [line for line in lines if line.world_size == 1]
+        rates = ", ".join(f"{line.mode} {line.way} {line.tokens_per_second * ratio:.0f}" for line in alone)
         print(f"\nNot measured: {label} has {model.whole} such blocks, {whole:.2f}B parameters.")
         print(f"By FLOPs, tokens/s: {rates}")
     sys.stdout.flush()
@@ -401,8 +402,9 @@ def look_for_largest(options: argparse.Namespace) -> None:
     command += ["--precision", options.precision, "--minutes", str(options.minutes), "--output", str(options.output)]
     if options.device == "cpu":
         command += ["--width", str(options.width), "--ways", "none", "--memory-mib", "128", "--tokens", "1", "8"]
-    print("\nThe largest model in zero3:", flush=True)
-    subprocess.run(command, check=True)
+    print("The largest model in zero3:", flush=True)
+    subprocess.run(command, check=False)  # its own errors are on the screen, and no reason to measure nothing
+    print(flush=True)
 
 
 if __name__ == "__main__":

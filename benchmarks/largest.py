@@ -10,6 +10,7 @@ plan expects on the device, without activations. The first try is the largest of
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import resource
@@ -33,6 +34,7 @@ from lightning_zero import ActivationPolicy, HostOffload, ZeroPlan, ZeroStrategy
 from lightning_zero.analysis import OptimizerCost, format_nbytes
 
 OFFLOADS: dict[str, HostOffload | None] = {"none": None, "host": HostOffload(parameters=True)}
+WANT = ("memory", "Memory", "ALLOC_FAILED", "could not create a primitive")  # what is said for want of memory
 STEPS = 2
 MOST_LAYERS = 4096
 
@@ -111,9 +113,14 @@ def capacity(options: argparse.Namespace) -> int:
     """Bytes that a process may have of the device."""
     if options.memory_mib is not None:
         return int(options.memory_mib * 2**20)
-    if options.device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    return 2**33
+    return device_nbytes() if options.device == "cuda" else 2**33
+
+
+@functools.cache
+def device_nbytes() -> int:
+    """Bytes of the device, asked by another process: one that has asked has half a gigabyte there itself."""
+    asked = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+    return int(subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout)
 
 
 def limit(options: argparse.Namespace) -> None:
@@ -121,7 +128,7 @@ def limit(options: argparse.Namespace) -> None:
     if options.memory_mib is None:
         return
     if options.device == "cuda":
-        fraction = capacity(options) / torch.cuda.get_device_properties(0).total_memory
+        fraction = options.memory_mib * 2**20 / torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
         return
     status = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -171,7 +178,7 @@ def attempt(options: argparse.Namespace, way: str, layers: int) -> Tried:
     tried.trained = run.returncode == 0
     if tried.trained:
         tried.peak_nbytes = json.loads(run.stdout.rpartition("PEAK")[2])
-    elif run.returncode > 0 and "memory" not in run.stderr.lower():
+    elif run.returncode > 0 and not any(word in run.stderr for word in WANT):
         raise RuntimeError(f"{layers} layers did not train, and not for want of memory:\n{run.stderr[-4000:]}")
     else:  # a signal: what the system does where an allocation does not even raise
         said = run.stderr.strip().splitlines()

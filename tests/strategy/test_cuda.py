@@ -79,7 +79,7 @@ def test_copies_to_the_host_run_beside_computing() -> None:
 
 @needs_gpu
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     run_on("cuda", "short", before=["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"])
 
