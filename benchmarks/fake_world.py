@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -180,6 +181,36 @@ class Fsdp2(Wrapped):
         self._optimizer = task.optimizer(self._model)
 
 
+class DeepSpeed(Way):
+    """DeepSpeed's engine, with its own step.
+
+    Args:
+        task: what to train.
+        world_size: of the default group.
+        stage: what is sharded.
+    """
+
+    def __init__(self, task: Task, world_size: int, *, stage: int) -> None:
+        import deepspeed  # takes seconds, and logs
+
+        model = task.model()
+        config = {
+            "train_micro_batch_size_per_gpu": task.tokens[0],
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": task.precision.startswith("bf16")},
+            "steps_per_print": 10**9,
+        }
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=task.optimizer(model), config=config)
+
+    def step(self, batch: Tensor) -> Tensor:
+        """One optimizer step."""
+        loss: Tensor = self._engine(batch)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss
+
+
 class Zero(Way):
     """This package's engine and optimizer, called as its strategy calls them.
 
@@ -201,7 +232,7 @@ class Zero(Way):
             param_dtype=torch.bfloat16 if mixed else None,
             reduce_dtype=torch.float32 if mixed else None,
         )
-        streams = Streams(task.device)
+        streams = Streams(task.device, one_order=not self.plan.placement.shards_parameters)
         control = Alone(None, 0, world_size)
         collectives: Collectives = LocalCollectives(streams)
         if world_size > 1:
@@ -258,8 +289,8 @@ class Row:
 
 
 def rows() -> dict[str, Row]:
-    """All ways by name."""
-    return {
+    """All ways by name that are installed."""
+    found = {
         "plain": Row("plain PyTorch", 0, Plain),
         "zero1": Row("zero1", 1, partial(Zero, stage=1)),
         "zero2": Row("zero2", 2, partial(Zero, stage=2)),
@@ -267,3 +298,9 @@ def rows() -> dict[str, Row]:
         "zero3": Row("zero3", 3, partial(Zero, stage=3)),
         "fsdp2": Row("FSDP2", 3, Fsdp2),
     }
+    if find_spec("deepspeed") is not None:
+        found |= {
+            f"deepspeed{stage}": Row(f"DeepSpeed {stage}", stage, partial(DeepSpeed, stage=stage))
+            for stage in (1, 2, 3)
+        }
+    return found

@@ -1,11 +1,17 @@
 """What each stage costs on one GPU: seconds, memory and kernels beside plain PyTorch and FSDP2, without a wire.
 
     python benchmarks/gpu.py
+    python benchmarks/gpu.py --presets 1.3b 7b --modes eager --rounds 3 --largest
     python benchmarks/gpu.py --device cpu --width 64 --layers 2 --tokens 2 16 --rounds 1 --steps 1 --modes eager
 
 World 1 is what a single GPU is used for; a fake world of 8 holds an eighth of what is sharded, and its collectives are
 answered at once. So this is the cost of everything but the wire. All ways of a table are in memory at once and take
 turns; a ratio is that of two turns of the same round.
+
+A preset has the blocks of a model of that size, and so few of them that all ways fit on 80 GB. What is printed of the
+whole model is not measured: its tokens per second are these, by the ratio of FLOPs. MFU counts 6 FLOPs for each
+parameter and token, and 12 x layers x width x length for the attention, as PaLM does (arXiv:2204.02311, appendix B),
+against the dense rate that the maker of the device gives for bf16.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import gc
 import json
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -32,8 +39,53 @@ from lightning_zero.analysis import OptimizerCost, format_nbytes
 
 # Moves, fills, casts and collectives, as kernels on CUDA and as operators on the CPU.
 MOVES = re.compile(r"mem(cpy|set)|copy|fill|zero_|\bcat\b|CatArray|chunk_cat|split_with_sizes|nccl|c10d", re.IGNORECASE)
+# Dense bf16 TFLOP/s by the name of the device, as their makers give them; the first that the name contains.
+PEAKS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "RTX 4090": 165.0,
+}
 WARM_UP_STEPS = 3
 PROFILED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The blocks of a model.
+
+    Args:
+        width: of the model.
+        layers: that are measured.
+        whole: layers of the model that has its name.
+        tokens: sequences in a batch, and their length.
+    """
+
+    width: int
+    layers: int
+    whole: int
+    tokens: tuple[int, int]
+
+
+PRESETS = {"1.3b": Preset(2048, 4, 24, (4, 2048)), "7b": Preset(4096, 2, 32, (2, 2048))}
+
+
+def flops(width: int, layers: int, length: int) -> float:
+    """Of one token, forward and backward."""
+    return 6.0 * numel_of(width, layers) + 12.0 * layers * width * length
+
+
+def peak_of(name: str, precision: str) -> float | None:
+    """FLOP/s of a device that ``PEAKS`` knows; float32 is computed as TF32, at half of bf16's rate."""
+    found = next((rate for part, rate in PEAKS.items() if part in name), None)
+    if found is None:
+        return None
+    return found * 1e12 / (2 if precision == "32-true" else 1)
 
 
 @dataclass
@@ -46,6 +98,8 @@ class Found:
         way: its name.
         seconds: of a step, by round.
         ratios: to plain PyTorch in the same round.
+        tokens_per_second: at the median step.
+        mfu: of the device's peak; ``None`` if that is not known.
         peak_nbytes: most that the allocator had handed out during a step, and the way's own share of it at rest.
         plan_nbytes: at the peak by plan, without activations.
         kernels: of a step.
@@ -59,6 +113,8 @@ class Found:
     way: str
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
+    tokens_per_second: float = 0.0
+    mfu: float | None = None
     peak_nbytes: int | None = None
     rest_nbytes: int | None = None
     plan_nbytes: int | None = None
@@ -148,15 +204,23 @@ def prepare(task: Task, found: Found) -> Runner:
     return runner
 
 
-def compare(task: Task, mode: str, world_size: int, ways: Sequence[str], rounds: int, steps: int) -> list[Found]:
+def compare(
+    task: Task, mode: str, world_size: int, ways: Sequence[str], rounds: int, steps: int, peak: float | None
+) -> list[Found]:
     """One table: all ways in one fake world."""
     torch._dynamo.reset()
-    lines = [Found(mode, world_size, way) for way in ways]
+    lines = []
     runners = {}
     with fake_world(world_size):
-        for line in lines:
+        for line in (Found(mode, world_size, way) for way in ways):
             print(f"{mode}, world {world_size}: {line.way} is set up", file=sys.stderr, flush=True)
-            runners[line.way] = prepare(task, line)
+            try:
+                runners[line.way] = prepare(task, line)
+                lines.append(line)
+            except Exception as error:
+                if not line.way.startswith("deepspeed"):
+                    raise  # somebody else's need not take a fake world
+                print(f"{line.way} is left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         for _ in range(rounds):
             turn = {line.way: runners[line.way].steps(steps) for line in lines}
             for line in lines:
@@ -167,6 +231,9 @@ def compare(task: Task, mode: str, world_size: int, ways: Sequence[str], rounds:
             if world_size == 1:
                 pairs = zip(runners[line.way].losses, plain, strict=True)
                 line.loss_difference = max(abs(loss - other) / abs(other) for loss, other in pairs)
+            sequences, length = task.tokens
+            line.tokens_per_second = sequences * length / statistics.median(line.seconds)
+            line.mfu = line.tokens_per_second * flops(task.width, task.layers, length) / peak if peak else None
             line.kernels, line.moves, line.move_seconds = kernels_of(runners[line.way], task.device)
         runners.clear()
         gc.collect()
@@ -175,7 +242,21 @@ def compare(task: Task, mode: str, world_size: int, ways: Sequence[str], rounds:
 
 def table(lines: Sequence[Found]) -> list[str]:
     """Lines for people."""
-    header = ("blocks", "world", "way", "ms", "to plain", "peak", "plan", "kernels", "moving", "ms moving", "loss")
+    header = (
+        "blocks",
+        "world",
+        "way",
+        "ms",
+        "to plain",
+        "tokens/s",
+        "MFU",
+        "peak",
+        "plan",
+        "kernels",
+        "moving",
+        "ms moving",
+        "loss",
+    )
     cells = [header]
     for line in lines:
         cells.append(
@@ -185,6 +266,8 @@ def table(lines: Sequence[Found]) -> list[str]:
                 rows()[line.way].label,
                 f"{1000 * statistics.median(line.seconds):.2f}",
                 f"{statistics.median(line.ratios):.3f}",
+                f"{line.tokens_per_second:.0f}",
+                "-" if line.mfu is None else f"{line.mfu:.1%}",
                 "-" if line.peak_nbytes is None else format_nbytes(line.peak_nbytes),
                 "-" if line.plan_nbytes is None else format_nbytes(line.plan_nbytes),
                 f"{line.kernels:.0f}",
@@ -237,6 +320,10 @@ def parse() -> argparse.Namespace:
     """The settings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, help="models instead of width, layers and tokens")
+    parser.add_argument("--peak-tflops", type=float, help="of the device, instead of what is known of its name")
+    parser.add_argument("--largest", action="store_true", help="first look for the largest model that trains")
+    parser.add_argument("--minutes", type=float, default=5.0, help="for that; see largest.py")
     parser.add_argument("--width", type=positive, default=1536, help="of the model")
     parser.add_argument("--layers", type=positive, default=16, help="of the model")
     parser.add_argument(
@@ -259,26 +346,65 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here, and nothing was measured. --device cpu runs the same code; see --help.")
         return
+    if options.largest:
+        look_for_largest(options)  # first: this process has nothing on the device yet
     quiet()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 64  # each way compiles the blocks anew
+    about = machine(device)
+    name = about.get("device", about["processor"])
+    peak = options.peak_tflops * 1e12 if options.peak_tflops else peak_of(name, options.precision)
+    print(headline(about))
+    print(f"Peak of {name}: {'not known' if peak is None else f'{peak / 1e12:g} TFLOP/s'}", flush=True)
+    given = {"": Preset(options.width, options.layers, options.layers, tuple(options.tokens))}
+    models = {name: PRESETS[name] for name in options.presets} if options.presets else given
+    found = {label: measure(options, label, model, device, peak, name) for label, model in models.items()}
+    lines = [line for tables in found.values() for line in tables]
+    options.output.mkdir(parents=True, exist_ok=True)
+    settings = {key: value for key, value in vars(options).items() if key != "output"} | {"peak": peak}
+    rows_of = [{"model": label, **asdict(line)} for label, tables in found.items() for line in tables]
+    saved = {"machine": about, "settings": settings, "rows": rows_of}
+    (options.output / "gpu.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    if len(found) == 1:
+        plot(lines, f"{options.precision}, {name}", options.output / "gpu.svg")
+
+
+def measure(
+    options: argparse.Namespace, label: str, model: Preset, device: torch.device, peak: float | None, name: str
+) -> list[Found]:
+    """All tables of one model, measured and printed."""
     ways = ["plain", *(way for way in options.ways if way != "plain")]
     lines: list[Found] = []
     for mode in options.modes:
         backend = options.backend if mode == "compile" else None
-        task = Task(options.width, options.layers, tuple(options.tokens), options.precision, device, backend)
+        task = Task(model.width, model.layers, model.tokens, options.precision, device, backend)
         for world_size in options.worlds:
-            lines += compare(task, mode, world_size, ways, options.rounds, options.steps)
-    about = machine(device)
-    millions = numel_of(options.width, options.layers) / 1e6
-    title = f"{millions:.1f}M parameters, {options.precision}, {about.get('device', about['processor'])}"
-    print("\n".join([headline(about), title, "", *table(lines)]))
-    options.output.mkdir(parents=True, exist_ok=True)
-    settings = {key: value for key, value in vars(options).items() if key != "output"}
-    found = {"machine": about, "settings": settings, "rows": [asdict(line) for line in lines]}
-    (options.output / "gpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    plot(lines, title, options.output / "gpu.svg")
+            lines += compare(task, mode, world_size, ways, options.rounds, options.steps, peak)
+    millions = numel_of(model.width, model.layers) / 1e6
+    print(f"\n{millions:.1f}M parameters, {options.precision}, {name}\n")
+    print("\n".join(table(lines)))
+    if model.whole > model.layers:
+        length = model.tokens[1]
+        ratio = flops(model.width, model.layers, length) / flops(model.width, model.whole, length)
+        whole = numel_of(model.width, model.whole) / 1e9
+        alone = [line for line in lines if line.world_size == 1]
+        rates = ", ".join(f"{line.mode} {line.way} {line.tokens_per_second * ratio:.0f}" for line in alone)
+        print(f"\nNot measured: {label} has {model.whole} such blocks, {whole:.2f}B parameters.")
+        print(f"By FLOPs, tokens/s: {rates}")
+    sys.stdout.flush()
+    return lines
+
+
+def look_for_largest(options: argparse.Namespace) -> None:
+    """Run ``largest.py`` with the same device and precision."""
+    command = [sys.executable, str(Path(__file__).with_name("largest.py")), "--device", options.device]
+    command += ["--precision", options.precision, "--minutes", str(options.minutes), "--output", str(options.output)]
+    if options.device == "cpu":
+        command += ["--width", str(options.width), "--ways", "none", "--memory-mib", "128", "--tokens", "1", "8"]
+    print("The largest model in zero3:", flush=True)
+    subprocess.run(command, check=False)  # its own errors are on the screen, and no reason to measure nothing
+    print(flush=True)
 
 
 if __name__ == "__main__":

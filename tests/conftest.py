@@ -21,6 +21,8 @@ from typing import Any
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
     os.environ[_name] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# To ask whether there is a GPU must not begin to use it: no process that did so can be forked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # Neither a test nor what it starts inherits what the parent of pytest ignored or blocked (a shell's `&` does so with
 # SIGINT, and a service with more). SIGHUP stays as `nohup` left it, for the whole of the run.

@@ -10,6 +10,7 @@ import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,25 @@ def gpu(rank: int, *arguments: str) -> str:
     return printed.getvalue()
 
 
+def largest(rank: int, *arguments: str) -> str:
+    """What ``largest.py`` prints."""
+    sys.argv = ["largest.py", *arguments]
+    sys.path.insert(0, str(BENCHMARKS))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(BENCHMARKS / "largest.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def rates(rank: int) -> list[Any]:
+    """FLOPs of a token, peaks of devices, and the sizes of the whole models of the presets."""
+    sys.path.insert(0, str(BENCHMARKS))
+    benchmark = importlib.import_module("gpu")
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA L40S", "NVIDIA L4", "a device")
+    peaks = [benchmark.peak_of(name, "bf16-mixed") for name in names]
+    sizes = [benchmark.numel_of(preset.width, preset.whole) / 1e9 for preset in benchmark.PRESETS.values()]
+    return [benchmark.flops(32, 2, 8), peaks, benchmark.peak_of(names[0], "32-true"), sizes]
+
+
 def numel_of(rank: int, width: int, layers: int) -> int:
     """Parameters of the benchmark's model."""
     sys.path.insert(0, str(BENCHMARKS))
@@ -45,9 +65,10 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 def test_a_table_of_both_worlds_on_the_cpu(tmp_path: Path) -> None:
     size = ["--width=32", "--layers=2", "--tokens", "1", "8", "--rounds=1", "--steps=1", "--backend=eager"]
-    arguments = [*size, "--device=cpu", f"--output={tmp_path}", "--ways", *WAYS, "--modes", "eager"]
+    arguments = [*size, "--device=cpu", f"--output={tmp_path}", "--ways", *WAYS, "--modes", "eager", "--peak-tflops=1"]
     (printed,) = run_world(1, gpu, *arguments, init_group=False, timeout=120)
     found = json.loads((tmp_path / "gpu.json").read_text())
+    (numel,) = run_world(1, numel_of, 32, 2, init_group=False)
     rows = {(row["world_size"], row["way"]): row for row in found["rows"]}
 
     assert list(rows) == [(size, way) for size in (1, 8) for way in WAYS]
@@ -56,6 +77,10 @@ def test_a_table_of_both_worlds_on_the_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "gpu.svg").exists() == (find_spec("matplotlib") is not None)
     for (world_size, way), row in rows.items():
         assert row["kernels"] > row["moves"] > 0
+        # 6 FLOPs for each parameter and token, and 12 x 2 layers x 32 x 8 tokens for the attention.
+        per_token = 6 * numel + 12 * 2 * 32 * 8
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * per_token / 1e12)
+        assert row["tokens_per_second"] == pytest.approx(8 / row["seconds"][0])
         assert (row["plan_nbytes"] is not None) == way.startswith("zero")
         if world_size == 1:  # the same training: bf16 rounds differently under autocast than in bf16 parameters
             assert row["loss_difference"] < 1e-3
@@ -63,7 +88,6 @@ def test_a_table_of_both_worlds_on_the_cpu(tmp_path: Path) -> None:
     assert rows[8, "zero3"]["plan_nbytes"] < rows[1, "zero3"]["plan_nbytes"] / 2
     # A fused optimizer makes nothing in its step: at the peak there are the embedding's gradients, in bfloat16: three,
     # as the head has the same weight. Beside them, weights, masters, gradients and state are 18 bytes a parameter.
-    (numel,) = run_world(1, numel_of, 32, 2, init_group=False)
     assert rows[1, "zero1"]["plan_nbytes"] == pytest.approx(18 * numel + 3 * 2 * 8192 * 32, rel=0.01)
 
 
@@ -76,3 +100,34 @@ def test_compiled_blocks_on_the_cpu(tmp_path: Path) -> None:
     assert (plain["way"], plain["mode"]) == ("plain", "compile")
     assert plain["ratios"] == [1.0]
     assert zero3["loss_difference"] < 1e-3
+
+
+def test_rates_are_counted_as_the_page_says() -> None:
+    ((per_token, peaks, single, sizes),) = run_world(1, rates, init_group=False)
+    (numel,) = run_world(1, numel_of, 32, 2, init_group=False)
+
+    assert per_token == 6 * numel + 12 * 2 * 32 * 8
+    assert peaks == [989e12, 756e12, 362e12, 121e12, None]
+    assert single == 989e12 / 2
+    assert sizes == pytest.approx([1.3, 6.5], rel=0.07)  # without the vocabulary of the models that have these names
+
+
+def test_the_largest_model_is_between_one_that_trains_and_one_that_does_not(tmp_path: Path) -> None:
+    size = [
+        "--width=256",
+        "--memory-mib=300",
+        "--ways=none",
+        "--tokens",
+        "1",
+        "8",
+        "--precision=32-true",
+        "--within=0.5",
+    ]
+    (printed,) = run_world(1, largest, "--device=cpu", *size, f"--output={tmp_path}", init_group=False, timeout=250)
+    tries = json.loads((tmp_path / "largest.json").read_text())["tries"]
+
+    trained = [tried for tried in tries if tried["trained"]]
+    assert trained, printed
+    assert len(trained) < len(tries), printed
+    assert max(tried["plan_nbytes"] for tried in trained) < 300 * 2**20
+    assert "parameters trained" in printed

@@ -31,6 +31,7 @@ from lightning_zero.comm import GlooCollectives
 from lightning_zero.engine.events import Phase, Span
 from lightning_zero.trainer.monitors.communication import OTHER, PhaseClock, Timeline
 from tests.helpers.cases import Block, Stack, case
+from tests.helpers.device_runs import needs_gpu
 from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit
 from tests.helpers.world import ROOT, run_world, subprocess_env
@@ -424,7 +425,7 @@ print("FOUND" + json.dumps(notes.steps))
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_on_a_gpu_times_are_read_later_and_bytes_are_the_allocator_s() -> None:
     command = [sys.executable, "-c", SCRIPT]
     run = subprocess.run(

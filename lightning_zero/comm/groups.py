@@ -3,6 +3,30 @@
 Four groups of the same ranks, because collectives pair up by order within a group: gathers of parameters, reductions
 of gradients, the control plane and checkpoints (written by a thread of their own, or asked for at any moment by a
 signal) each keep an order that never depends on how the others interleave.
+
+[Note: one order on a device]
+On a device, two groups are two communicators of nccl, whose kernels occupy the same processors until the other ranks
+take part. NCCL promises that this never deadlocks only if every rank issues the collectives of all its communicators in
+one and the same order (NCCL's user guide, "Using multiple NCCL communicators concurrently"). So gathers and reductions
+share a communicator and a stream wherever that order is provably the same:
+
+* *Parameters are replicated between uses.* Then it is. A backward begins and ends with an agreement of all ranks, and
+  sends reductions only: those of the agreed order that any rank touched, and then those that are late, on every rank
+  alike. A step begins with an agreement, and sends all-to-alls and gathers only, in the order of the units. (One thing
+  can mix them: ``full_parameters`` in a hook of a backward. It needs ranks whose gradients arrive alike.)
+* *Parameters are sharded.* Then it is not. Gathers have one order, and reductions have one, but how a backward mixes
+  them is each rank's own: a gather comes with the use of a unit, a reduction with the last gradient of a bucket, or, on
+  a rank that got none, at the end. So it differs between ranks of which one skips a unit in its forward or leaves it
+  out of its loss (also within a step whose forwards were the same, so that ``UnitSchedule.uniform`` does not tell), or
+  has gradients for other parameters of a unit that has units inside. Device and CPU tensors in one graph also do it:
+  two threads run such a backward. In one communicator a gather would meet a reduction, and hang, or take gradients
+  for weights. In two, each finds its own, so these stay apart, unless somebody whose ranks all run the same graph says
+  so (``COMMUNICATORS``).
+
+``NCCL_LAUNCH_ORDER_IMPLICIT=1`` has nccl begin kernels in the order in which the host has issued them, whichever
+communicator they are of: those of the default group (``sync_dist``, SyncBatchNorm) stand beside ours in any case. With
+CUDA 12.3 or newer, driver included, a kernel begins when the one before has begun, so that ranks with different orders
+go on as long as both fit on the device; with older ones it begins when the one before has ended, and they would hang.
 """
 
 from __future__ import annotations
@@ -19,6 +43,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from lightning_zero._torch import default_store, new_group
@@ -30,10 +55,32 @@ from lightning_zero.comm.watch import watch_ranks
 if TYPE_CHECKING:
     from lightning_zero.comm.shared_memory.transport import Transport
 
-__all__ = ["Groups", "ShardGroup", "destroy_default_group_at_exit"]
+__all__ = ["COMMUNICATORS", "Groups", "ShardGroup", "destroy_default_group_at_exit", "order_launches", "orders_differ"]
+
+COMMUNICATORS = "LIGHTNING_ZERO_COMMUNICATORS"
+"""Environment variable: ``1`` or ``2`` on a device, for all stages; two if any rank asks for two."""
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)
 _NUMBERS = itertools.count()  # alike on all ranks, because groups are created together
+
+
+def orders_differ(device: torch.device, sharded: bool) -> bool:
+    """Whether gathers and reductions need groups of their own: see [Note: one order on a device]. On the CPU always.
+
+    ``sharded``: parameters are, between uses. Raises ``ValueError`` if the environment asks for a strange number.
+    """
+    asked = os.environ.get(COMMUNICATORS, "")
+    if asked not in ("", "1", "2"):
+        raise ValueError(f"{COMMUNICATORS} must be 1 or 2, got {asked!r}.")
+    if device.type == "cpu":
+        return True
+    return sharded if not asked else asked == "2"
+
+
+def order_launches(device: torch.device) -> None:
+    """Have nccl begin its kernels in the host's order, unless the environment says otherwise. Before its first one."""
+    if device.type == "cuda":
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 def destroy_default_group_at_exit() -> None:
@@ -70,7 +117,7 @@ class Groups:
     """
 
     gather: dist.ProcessGroup | None  # carries parameters
-    reduce: dist.ProcessGroup | None  # carries gradients
+    reduce: dist.ProcessGroup | None  # carries gradients; may be the same: see [Note: one order on a device]
     control: ControlGroup  # carries agreements between hosts; all ranks
     checkpoint: ControlGroup  # carries what hosts agree on while they save; all ranks
     shard: ShardGroup  # who takes part in a gather or a reduction
@@ -82,11 +129,12 @@ class Groups:
     timeout: timedelta | None = None  # of any of their calls; ``None``: torch's default
 
     @classmethod
-    def create(cls, backend: str | None = None, timeout: timedelta | None = None) -> Groups:
-        """The four groups over all ranks of the default group; none for a single process.
+    def create(cls, backend: str | None = None, timeout: timedelta | None = None, apart: bool = True) -> Groups:
+        """The groups over all ranks of the default group; none for a single process.
 
         Made once per default group, backend and timeout: a process that runs many Trainers, one after the other, must
-        not pile up threads and sockets.
+        not pile up threads and sockets. ``apart``: gathers and reductions have groups of their own, if any rank says so
+        or there are two by now.
 
         Collective: every rank of the default group.
         """
@@ -99,15 +147,16 @@ class Groups:
             if groups._default() is not default:
                 groups.destroy()  # their default group has ended, and nobody told them
             elif groups._asked == (backend, timeout):
+                groups._part(apart)
                 return groups
         rank, world_size = dist.get_rank(), dist.get_world_size()
         watch_ranks()
         gather = _made(backend, timeout, "parameters")
-        reduce = _made(backend, timeout, "gradients")
         control = ControlGroup(_made("gloo", timeout, "agreements"), rank, world_size)
         checkpoint = ControlGroup(_made("gloo", timeout, "checkpoints"), rank, world_size)
-        groups = cls(gather, reduce, control, checkpoint, ShardGroup(rank, world_size), world_size, timeout=timeout)
+        groups = cls(gather, gather, control, checkpoint, ShardGroup(rank, world_size), world_size, timeout=timeout)
         groups._default, groups._asked = weakref.ref(default), (backend, timeout)
+        groups._part(apart)
         atexit.register(groups._at_exit)
         _LIVE.append(groups)
         return groups
@@ -121,6 +170,16 @@ class Groups:
         self._asked: tuple[str | None, timedelta | None] | None = None
         self._meetings: Counter[str] = Counter()
         self._number = next(_NUMBERS)  # the store outlives the groups, so that its keys must not begin anew
+
+    @property
+    def one_order(self) -> bool:
+        """Whether gathers and reductions are of one group."""
+        return self.gather is not None and self.reduce is self.gather
+
+    def _part(self, apart: bool) -> None:
+        """Give reductions a group of their own, if they have none and any rank needs that. Collective: every rank."""
+        if self.one_order and self._asked is not None and self.control.agree_any(apart):
+            self.reduce = _made(*self._asked, "gradients")
 
     def rendezvous(self, occasion: str, note: str, seconds: float) -> dict[int, str]:
         """Say that this rank is here, and see who else comes to their next call for this occasion.
@@ -158,7 +217,8 @@ class Groups:
         atexit.unregister(self._at_exit)
         if self in _LIVE:
             _LIVE.remove(self)
-        groups = [self.gather, self.reduce, self.control.process_group, self.checkpoint.process_group]
+        groups = [self.gather, self.control.process_group, self.checkpoint.process_group]
+        groups += [] if self.one_order else [self.reduce]
         self.abandoned.clear()
         if self.transport is not None:
             self.transport.close()

@@ -76,7 +76,12 @@ def _without_shared_memory(groups: Groups) -> str:
 
 
 class NativeCollectives(Collectives):
-    """The backend's own collectives (nccl), issued on side streams so that their order is ours."""
+    """The backend's own collectives (nccl), on side streams of ours, and so in an order of ours.
+
+    They are calls that wait, ``async_op=False``: since torch 2.8 nccl's kernels then run on the stream that is current,
+    and the host goes on. As calls that do not, they would run on a stream of the group's, with an event there and one
+    back for each. Which groups carry them: see [Note: one order on a device].
+    """
 
     def __init__(self, groups: Groups, streams: Streams) -> None:
         super().__init__(groups.shard.rank, groups.shard.world_size, groups.abandoned)
@@ -99,8 +104,7 @@ class NativeCollectives(Collectives):
             if source is not None and source.dtype != own.dtype:
                 own.copy_(source)
                 source = None
-            work = all_gather_single(buffer, own if source is None else source, group=self.groups.gather, async_op=True)
-            work.wait()
+            all_gather_single(buffer, own if source is None else source, group=self.groups.gather)
             event = self.streams.mark()
         return Pending(what, self.rank, event=event, streams=self.streams, keep=(buffer,))
 
@@ -108,8 +112,7 @@ class NativeCollectives(Collectives):
         with self.streams.reducing():
             if bucket.dtype == torch.float16:
                 bucket.div_(self.groups.divisor)
-            work = reduce_scatter_single(shard, bucket, group=self.groups.reduce, async_op=True)
-            work.wait()
+            reduce_scatter_single(shard, bucket, group=self.groups.reduce)
             if bucket.dtype != torch.float16:
                 shard.div_(self.groups.divisor)
             event = self.streams.mark()
@@ -118,14 +121,16 @@ class NativeCollectives(Collectives):
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
     ) -> Pending:
-        work = dist.all_to_all_single(
-            output, input, output_splits, input_splits, group=self.groups.reduce, async_op=True
-        )
-        return Pending(what, self.rank, works=[work], keep=(output, input), group=self.groups.reduce)
+        with self.streams.reducing():
+            dist.all_to_all_single(output, input, output_splits, input_splits, group=self.groups.reduce)
+            event = self.streams.mark()
+        return Pending(what, self.rank, event=event, streams=self.streams, keep=(output, input))
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        work = dist.broadcast(tensor, source, group=self.groups.gather, async_op=True)
-        return Pending(what, self.rank, works=[work], keep=(tensor,), group=self.groups.gather)
+        with self.streams.gathering():
+            dist.broadcast(tensor, source, group=self.groups.gather)
+            event = self.streams.mark()
+        return Pending(what, self.rank, event=event, streams=self.streams, keep=(tensor,))
 
 
 class GlooCollectives(NativeCollectives):
@@ -178,6 +183,18 @@ class GlooCollectives(NativeCollectives):
         if lent:
             self._receiving = pending
         return pending
+
+    def _all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
+    ) -> Pending:
+        work = dist.all_to_all_single(
+            output, input, output_splits, input_splits, group=self.groups.reduce, async_op=True
+        )
+        return Pending(what, self.rank, works=[work], keep=(output, input), group=self.groups.reduce)
+
+    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        work = dist.broadcast(tensor, source, group=self.groups.gather, async_op=True)
+        return Pending(what, self.rank, works=[work], keep=(tensor,), group=self.groups.gather)
 
     def _receive_buffer(self, bucket: Tensor, patience: float) -> tuple[Tensor, bool]:
         """The one receive buffer, once the reduction before has left it; fresh memory if that takes too long."""

@@ -31,13 +31,19 @@ class Streams:
 
     Args:
         device: where the engine computes. Anything but CUDA gets null streams: work is then ordered by the host alone.
+        one_order: gathers and reductions share a stream, so that the device runs them as the host has issued them.
+        cuda: what makes streams and events.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, one_order: bool = False, cuda: Any = torch.cuda) -> None:
         self.device = device
         self.beside = runs_beside(device)
         """Whether anything runs beside the host's own work. If not, there is nothing to be ordered."""
-        self._streams = [torch.cuda.Stream(device) for _ in range(3)] if self.beside else []
+        self._cuda = cuda
+        self._streams = []
+        if self.beside:
+            gather, transfer = cuda.Stream(device), cuda.Stream(device)
+            self._streams = [gather, gather if one_order else cuda.Stream(device), transfer]
 
     def gathering(self, after: Event = None) -> AbstractContextManager[None]:
         """Issue the work inside on the gather stream, after ``after`` (default: all work issued so far)."""
@@ -52,27 +58,40 @@ class Streams:
         return self._on(self._streams[2], after) if self.beside else _NOTHING
 
     def mark(self) -> Event:
-        """An event behind all work issued so far on the current stream (``None`` on the CPU)."""
+        """An event behind all work issued so far on the current stream (``None`` on the CPU).
+
+        A new one each time: whoever holds an event means what it was recorded behind. One from a pool, recorded anew
+        while a slot or a transfer still holds it, would stand for other work, and nothing would tell. ``blocking`` is
+        about hosts that wait, and nothing to streams: such a host leaves its core to others.
+        """
         if not self.beside:
             return None
-        event = torch.cuda.Event(blocking=True)  # a host that waits for it leaves its core to others
-        event.record(torch.cuda.current_stream(self.device))
+        event = self._cuda.Event(blocking=True)
+        event.record(self._cuda.current_stream(self.device))
         return event
 
     def nothing(self) -> Event:
         """An event behind no work at all: for a copy that something else tells when to begin."""
-        return torch.cuda.Event() if self.beside else None
+        return self._cuda.Event() if self.beside else None
 
     def wait(self, event: Event) -> None:
         """Let the current stream continue only after ``event``; the host does not wait."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            self._cuda.current_stream(self.device).wait_event(event)
 
+<<<<<<< HEAD
+=======
+    def join(self) -> None:
+        """Let the current stream continue only after everything issued on the side streams."""
+        for stream in self._streams:
+            self._cuda.current_stream(self.device).wait_stream(stream)
+
+>>>>>>> h3
     @contextmanager
-    def _on(self, stream: torch.cuda.Stream, after: Event) -> Iterator[None]:
+    def _on(self, stream: Any, after: Event) -> Iterator[None]:
         if after is not None:
             stream.wait_event(after)
         else:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+            stream.wait_stream(self._cuda.current_stream(self.device))
+        with self._cuda.stream(stream):
             yield

@@ -135,6 +135,7 @@ class UnitBuilder:
         for flat in flats:
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
                 _point(shard.spec.name, parameter, placeholder)
+        unit.forget_written()  # what left the meta device counts its writes anew
         if unit.always_bound:
             unit.bind()
         return unit
@@ -263,7 +264,9 @@ def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise RuntimeError("it has hooks")
         with torch.inference_mode(False):
-            torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=parameter.requires_grad))
+            # Not of ``data``, which placeholders share: a parameter of it would share their count of writes, too.
+            fresh = torch.empty(0, dtype=data.dtype, device=data.device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(fresh, requires_grad=parameter.requires_grad))
     except RuntimeError as error:
         raise MaterialiseError(
             f"'{name}' is on the meta device and cannot be given real memory: {error}. Register hooks on parameters "
@@ -271,6 +274,7 @@ def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:
         ) from error
     parameter.__class__ = kind
     vars(parameter).update(attributes)
+    set_data(parameter, data)
 
 
 def as_bytes(value: Tensor) -> Tensor:

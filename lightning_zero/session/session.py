@@ -200,7 +200,7 @@ class ZeroSession:
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
         with nullcontext() if record is None else InitRecorder(record):
             convert(module)
-        control, streams = self.groups.control, Streams(self.device)
+        control, streams = self.groups.control, Streams(self.device, self.groups.one_order)
         collectives = self.wire(self.groups, streams, self.device)
         plan = self._plan(module, dtypes, collectives)
         refuse_shared_memory(module, self.device)

@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero._torch import prefix_store, tcp_store
 from lightning_zero.comm.control import naming_failures, raise_failure
-from lightning_zero.comm.groups import destroy_default_group_at_exit
+from lightning_zero.comm.groups import destroy_default_group_at_exit, order_launches
 from lightning_zero.comm.sockets import connections
 from lightning_zero.comm.watch import current_watch, watch_ranks
 from lightning_zero.errors import ZeroError
@@ -82,6 +82,7 @@ class Processes(ParallelStrategy):
         self.process_group_backend = self.process_group_backend or _get_default_process_group_backend_for_device(device)
         if self.cluster_environment is None:
             raise RuntimeError("ZeroStrategy has no cluster environment; create it through Trainer(strategy=...).")
+        order_launches(device)
         if not dist.is_initialized():
             options: dict[str, Any] = {"timeout": self._timeout}
             options |= {} if device.type == "cpu" else {"device_id": device}

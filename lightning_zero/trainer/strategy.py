@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Groups
+from lightning_zero.comm import Groups, orders_differ
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
@@ -265,7 +265,8 @@ class ZeroStrategy(Loading):
     def _begin_session(self) -> ZeroSession:
         """What runs, from the first time that it is asked for. Collective then: every rank."""
         if self._session is None:
-            groups = Groups.create(self.process_group_backend, self._timeout)
+            apart = orders_differ(self.root_device, self.settings.placement.shards_parameters)
+            groups = Groups.create(self.process_group_backend, self._timeout, apart)
             self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
         return self._session
 

@@ -313,6 +313,7 @@ def _prepare(rank: int, setting: _Setting) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.update(rank_environment(rank, setting.world_size, setting.port))
     os.environ.update(_LOOPBACK)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a world computes on the CPU, also where there is a GPU
     os.environ.update(setting.environment)
     rank_zero_only.rank = rank
     torch.set_num_threads(1)

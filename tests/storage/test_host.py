@@ -12,6 +12,7 @@ import torch
 
 from lightning_zero.storage import host as memory
 from lightning_zero.storage.host import HostMemory, bytes_of, host_memory, padded_nbytes
+from tests.helpers.device_runs import needs_gpu, run_on
 from tests.helpers.world import run_world
 
 CPU = torch.device("cpu")
@@ -97,20 +98,11 @@ def test_bytes_are_the_same_memory() -> None:
     assert tensor[0, 0] == 1.5
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_memory_is_locked_within_the_budget_and_unlocked_again() -> None:
-    host = HostMemory(torch.device("cuda"), 3 * 4096)
-    first, second, third = (host.allocate(2048, torch.float32) for _ in range(3))
-    small = host.allocate(1024, torch.float32)
-    assert [tensor.is_pinned() for tensor in (first, second, third, small)] == [True, False, False, True]
-    assert host.locked_nbytes == 3 * 4096
-    device = torch.arange(2048.0, device="cuda")
-    first.copy_(device, non_blocking=True)
-    host.release()
-    assert not first.is_pinned()
-    assert torch.equal(first, device.cpu())
-    kept = host_memory(4096, locked=True)
-    assert kept.is_pinned()
+    (found,) = run_on("cuda", "locked")
+    locked = {"locked": [True, False, False, True], "nbytes": 3 * 4096}
+    assert found == {**locked, "released": False, "copied": True, "kept": True}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a forked process gets a copy")

@@ -19,6 +19,7 @@ from lightning_zero import ZeroPrecision, ZeroStrategy
 from lightning_zero._torch import top_saved_tensor_hooks
 from lightning_zero.config import ActivationPolicy, HostOffload
 from tests.helpers.cases import Block, Case, Stack, case
+from tests.helpers.device_runs import needs_gpu
 from tests.helpers.models import ZOO
 from tests.helpers.models_autograd import CASES
 from tests.helpers.probe import Probe
@@ -367,7 +368,7 @@ print("FOUND" + json.dumps(found))
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_on_one_gpu_losses_are_the_same_and_device_memory_is_less() -> None:
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -1,62 +1,92 @@
-"""On one GPU, in a process of its own: the losses of plain Lightning, in every stage and in 16 bits. Else skipped.
+"""On one GPU, in a process of its own: losses, memory and who waits for whom, in every stage. Else skipped.
 
-Forked worlds cannot be used here: a process that has run a backward with CUDA cannot fork (``helpers/world.py``).
+``device_runs`` has the programs; what of them is not about a GPU alone is played on the CPU, too.
 """
 
 from __future__ import annotations
 
-import json
+import shutil
 import subprocess
 import sys
 
 import pytest
-import torch
 
+from lightning_zero.analysis import format_nbytes
+from tests.helpers.device_runs import needs_gpu, run_on
 from tests.helpers.world import ROOT, subprocess_env
 
-SCRIPT = """
-import json, sys, torch, lightning.pytorch as pl
-from lightning.pytorch.demos.boring_classes import BoringModel
-from torch import nn
-import lightning_zero
-
-class Net(BoringModel):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(4))
-        self.losses = []
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.layer(x)
-    def training_step(self, batch, batch_idx):
-        torch.manual_seed(batch_idx)
-        loss = self(torch.randn(8, 32, device=self.device)).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-found = {}
-for strategy in ("auto", "zero1", "zero2", "zero3"):
-    net = Net()
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    pl.Trainer(accelerator="gpu", devices=1, strategy=strategy, precision=sys.argv[1], max_steps=6, **quiet).fit(net)
-    found[strategy] = net.losses
-print("FOUND" + json.dumps(found))
-"""
+STAGES = ("zero1", "zero2", "zero3")
+# 16 bits round where the engine casts weights, autocast does so at each operation.
+BOUNDS = {"32-true": 1e-5, "bf16-mixed": 5e-2, "16-mixed": 2e-2, "bf16-true": 5e-2}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("precision", "bound"), [("32-true", 1e-5), ("bf16-mixed", 5e-2)])
-def test_one_gpu_gives_the_losses_of_plain_lightning(precision: str, bound: float) -> None:
-    command = [sys.executable, "-c", SCRIPT, precision]
-    run = subprocess.run(
-        command, cwd=ROOT, env=subprocess_env(), capture_output=True, text=True, timeout=240, check=False
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(run.stdout.rpartition("FOUND")[2])
-    for stage in ("zero1", "zero2", "zero3"):
-        assert found[stage] == pytest.approx(found["auto"], rel=bound), stage
+def check_losses(device: str, precision: str) -> None:
+    (found,) = run_on(device, "losses", precision)
+    assert len(found["auto"]) == 6
+    assert found["auto"][-1] < found["auto"][0]
+    for stage in STAGES:
+        assert found[stage] == pytest.approx(found["auto"], rel=BOUNDS[precision]), stage
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", BOUNDS)
+def test_one_gpu_gives_the_losses_of_plain_lightning(precision: str) -> None:
+    check_losses("cuda", precision)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_the_same_program_runs_on_the_cpu(precision: str) -> None:
+    check_losses("cpu", precision)
+
+
+def check_two_ranks(device: str) -> None:
+    for found in run_on(device, "two_ranks", world_size=2):
+        for stage in "123":
+            assert found[stage] == pytest.approx(found["plain"], rel=1e-5), stage
+
+
+@needs_gpu
+def test_two_ranks_share_one_gpu_over_gloo() -> None:
+    check_two_ranks("cuda")
+
+
+def test_two_ranks_share_one_cpu_over_the_same_wire() -> None:
+    check_two_ranks("cpu")
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_allocator_counts_what_the_plan_says(precision: str) -> None:
+    (found,) = run_on("cuda", "peaks", precision)
+    for stage, (rest, planned_rest, peak, planned_peak) in found.items():
+        for measured, planned in ((rest, planned_rest), (peak, planned_peak)):
+            slack = 0.03 * planned + 2**21  # blocks of 512 bytes and of 2 MiB, and rows of activations
+            assert abs(measured - planned) <= slack, (stage, format_nbytes(measured), format_nbytes(planned))
+
+
+def test_the_plan_of_that_program_is_made_on_the_cpu() -> None:
+    (found,) = run_on("cpu", "peaks", "32-true")
+    assert all(0 < rest < peak for _, rest, _, peak in found.values())
+
+
+@needs_gpu
+def test_copies_to_the_host_run_beside_computing() -> None:
+    (found,) = run_on("cuda", "overlap")
+    alone = found["copy"] + found["compute"]
+    hidden = alone - found["both"]
+    assert hidden > 0.7 * min(found["copy"], found["compute"]), found
+
+
+@needs_gpu
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
+def test_compute_sanitizer_finds_nothing(tool: str) -> None:
+    run_on("cuda", "short", before=["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"])
+
+
+def test_what_the_sanitizer_watches_runs() -> None:
+    (found,) = run_on("cpu", "short")
+    assert found["loss"] > 0
 
 
 NO_WAITING = """
@@ -94,7 +124,7 @@ print("DONE")
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_host_never_waits_for_the_device_inside_a_step(precision: str) -> None:
     """With clipping by norm, and without a loss scale, which asks the device for a number once a step."""

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.errors import MaterialiseError
 from lightning_zero.init import InitRecorder
 from lightning_zero.shards.binding import original_kind
@@ -232,6 +233,35 @@ def test_values_are_those_of_a_plain_build(name: str, stage: int) -> None:
         assert not any(tensor.is_meta for tensor in end.values())
         # Both ranks see the same data: the mean of two equal gradients is that gradient.
         assert unequal(after, end) == []
+
+
+class Deferred(pl.LightningModule):
+    def configure_model(self) -> None:
+        self.net = on_meta()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_16_bits_a_step_is_not_taken_for_writes_of_the_user(stage: int) -> None:
+    """Parameters that left the meta device shared one count of writes: a step on one unit seemed to write to all."""
+
+    def run(rank: int) -> list[int]:
+        module = Deferred()
+        trainer = make_trainer(ZeroStrategy(stage, units=["Layer"]), precision="bf16-mixed")
+        with quiet():
+            trainer.fit(module, DataLoader(torch.zeros(3, 5, dtype=torch.long), 1))
+        parameters = list(module.parameters())
+        before = [parameter._version for parameter in parameters]
+        torch.autograd.graph.increment_version(parameters[0])
+        return [parameter._version - version for parameter, version in zip(parameters, before, strict=True)]
+
+    for counted in run_world(1, run):
+        assert counted == [1] + [0] * (len(counted) - 1)
 
 
 def test_identity_and_attributes_of_meta_parameters_survive() -> None:

@@ -1,0 +1,342 @@
+"""In which order a rank issues gathers and reductions, in which groups, and on which streams; and whether all do alike.
+
+There is no nccl where these tests run. Streams are simulated, collectives are seen where torch dispatches them, and
+orders are those in which ranks over shared memory call their wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_zero import ActivationPolicy, build_plan
+from lightning_zero.comm import Collectives, ControlGroup, Groups, NativeCollectives, ShardGroup, Streams, orders_differ
+from lightning_zero.comm.collectives import CollectiveCall
+from lightning_zero.comm.groups import COMMUNICATORS, order_launches
+from lightning_zero.config import Placement
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.session.session import SessionSettings, ZeroSession
+from lightning_zero.storage.tiers import MemoryTiers
+from tests.helpers.world import run_world
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+STEPS = 3
+Call = tuple[str, str]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who decides
+
+
+@pytest.mark.parametrize(
+    ("device", "sharded", "asked", "two"),
+    [
+        (CUDA, False, None, False),
+        (CUDA, True, None, True),
+        (CUDA, True, "1", False),
+        (CUDA, False, "2", True),
+        (CPU, False, None, True),
+        (CPU, False, "1", True),
+    ],
+)
+def test_one_communicator_where_the_order_is_provably_the_same(
+    device: torch.device, sharded: bool, asked: str | None, two: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv(COMMUNICATORS, asked)
+    assert orders_differ(device, sharded) is two
+
+
+def test_a_strange_number_of_communicators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMMUNICATORS, "3")
+    with pytest.raises(ValueError, match="must be 1 or 2, got '3'"):
+        orders_differ(CPU, True)
+
+
+def test_nccl_is_asked_to_begin_kernels_in_the_host_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    found = []
+    for device, before in ((CPU, None), (CUDA, None), (CUDA, "0")):
+        with monkeypatch.context() as patch:
+            environment = {} if before is None else {"NCCL_LAUNCH_ORDER_IMPLICIT": before}
+            patch.setattr("os.environ", environment)
+            order_launches(device)
+            found.append(environment.get("NCCL_LAUNCH_ORDER_IMPLICIT"))
+    assert found == [None, "1", "0"]
+
+
+def test_two_groups_if_any_rank_asks_for_two_and_no_more_than_needed() -> None:
+    def run(rank: int) -> list[Any]:
+        one = Groups.create("gloo", apart=False)
+        first, control = one.one_order, one.control.process_group
+        two = Groups.create("gloo", apart=rank == 1)  # a Trainer of another stage, with one rank of another mind
+        names = two.gather.group_name, two.reduce.group_name  # type: ignore[union-attr]
+        again = Groups.create("gloo", apart=False)
+        return [
+            first,
+            two is one,
+            two.one_order,
+            names[0] != names[1],
+            again is one,
+            control is again.control.process_group,
+        ]
+
+    assert run_world(2, run) == [[True, True, False, True, True, True]] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On which streams, in which groups
+
+
+class SimulatedCuda:
+    """What ``Streams`` asks of ``torch.cuda``: streams have a name, and know what they run behind."""
+
+    def __init__(self) -> None:
+        self.compute = SimulatedStream("compute")
+        self._current = self.compute
+        self._names = iter(("gather", "transfer", "reduce"))
+
+    def Stream(self, device: Any) -> SimulatedStream:
+        return SimulatedStream(next(self._names))
+
+    def Event(self, blocking: bool = False) -> SimulatedEvent:
+        return SimulatedEvent()
+
+    def current_stream(self, device: Any = None) -> SimulatedStream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+
+class SimulatedEvent:
+    def __init__(self) -> None:
+        self.behind: set[int] = set()
+
+    def record(self, stream: SimulatedStream) -> None:
+        assert not self.behind, "an event that somebody holds must not be recorded anew"
+        self.behind = set(stream.behind)
+
+
+class SimulatedStream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.behind: set[int] = set()
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        self.behind |= event.behind
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self.behind |= other.behind
+
+
+class Seen(TorchDispatchMode):
+    """Notes each collective: its kind, its group, the stream, whether the host is to wait, and what is known over."""
+
+    def __init__(self, cuda: SimulatedCuda) -> None:
+        super().__init__()
+        self.cuda = cuda
+        self.calls: list[tuple[str, str, str, set[int]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            stream = self.cuda.current_stream()
+            kind = function.__name__.partition(".")[0].strip("_")
+            self.calls.append((kind, group.group_name, stream.name, set(stream.behind)))
+            stream.behind.add(len(self.calls) - 1)
+        return function(*args, **(kwargs or {}))
+
+
+class Alone(ControlGroup):
+    """One rank of a fake world: the others say what it says."""
+
+    def _exchange(self, code: str, values: Any, what: str) -> list[list[Any]]:
+        return [list(values)] * self.world_size
+
+    def any_of(self, flags: Tensor) -> Tensor:
+        return flags
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, hidden), nn.Tanh(), nn.Linear(hidden, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: tuple[int, ...] = (16, 16, 16, 16)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(map(Block, hidden))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, skipped: int | None = None, unused: bool = False) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != skipped:
+                y = block(x)
+                x = x if unused and index == 2 else y
+        return self.head(x)
+
+
+def seen_in_a_fake_world(stage: int, one_order: bool) -> list[tuple[str, str, str, set[int]]]:
+    """What one rank of eight issues in the third step."""
+    cuda = SimulatedCuda()
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        gather = dist.new_group(backend="fake")
+        reduce = gather if one_order else dist.new_group(backend="fake")
+        control = Alone(None, 0, 8)
+        groups = Groups(gather, reduce, control, control, ShardGroup(0, 8), divisor=8)
+        assert groups.one_order is one_order
+        device: Any = SimpleNamespace(type="cuda")
+        streams = Streams(device, groups.one_order, cuda=cuda)
+        net = Net()
+        plan = build_plan(net, stage=stage, world_size=8, units=["Block"])
+        engine = ZeroEngine(net, plan, NativeCollectives(groups, streams), control, MemoryTiers(CPU, streams))
+        engine.prepare_training()
+        for _ in range(STEPS):
+            with Seen(cuda) as seen:
+                with engine.step("training_step"):
+                    loss = net(torch.zeros(2, 8)).square().mean()
+                with engine.backward():
+                    loss.backward()
+                engine.before_optimizer_step("an optimizer")
+                engine.after_optimizer_step({unit.index: unit.parameters for unit in engine.units})
+        engine.detach()
+        return seen.calls
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_one_order_there_is_one_group_and_one_stream(stage: int) -> None:
+    calls = seen_in_a_fake_world(stage, one_order=True)
+    assert {kind for kind, *_ in calls} == {"allgather_base", "reduce_scatter_base"}
+    assert len({group for _, group, _, _ in calls}) == 1
+    assert {stream for _, _, stream, _ in calls} == {"gather"}
+    for number, (_, _, _, behind) in enumerate(calls):
+        assert behind >= set(range(number))  # the device runs them as the host has issued them
+
+
+def test_in_two_orders_kinds_keep_apart() -> None:
+    calls = seen_in_a_fake_world(3, one_order=False)
+    lanes = {(kind, group, stream) for kind, group, stream, _ in calls}
+    assert sorted((kind, stream) for kind, _, stream in lanes) == [
+        ("allgather_base", "gather"),
+        ("reduce_scatter_base", "reduce"),
+    ]
+    assert len({group for _, group, _ in lanes}) == 2
+    for number, (kind, _, _, behind) in enumerate(calls):
+        assert behind >= {earlier for earlier in range(number) if calls[earlier][0] == kind}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whether all ranks issue the same
+
+
+def issued(
+    stage: int,
+    loss_of: Callable[[Net, Tensor, int, int], Tensor],
+    net: Callable[[], Net] = Net,
+    accumulate: int = 1,
+    activations: ActivationPolicy | None = None,
+) -> list[list[Call]]:
+    """What the ranks of this world issue in each step, by rank. Collective."""
+    module, calls = net(), []
+    groups = Groups.create("gloo")
+    settings = SessionSettings(placement=Placement.from_stage(stage), units=["Block"], activations=activations)
+    session = ZeroSession(settings, groups, CPU)
+    session.checkpoints.begin(training=True)
+    session.shard(module)
+    session.begin(training=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    session.shard_optimizers([optimizer])
+    wire: Collectives = session.engine.collectives
+
+    def note(call: CollectiveCall) -> None:
+        calls.append((call.kind, call.what))
+
+    wire.observers.append(note)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            with session.accumulating() if micro < accumulate - 1 else nullcontext():
+                with session.step("training_step", training=True):
+                    torch.manual_seed(100 * step + 10 * micro + wire.rank)
+                    loss = loss_of(module, torch.randn(2, 8), wire.rank, step)
+                with session.backward():
+                    loss.backward()
+        optimizer.step()
+    session.rest()
+    every: list[list[Call]] = groups.control.gather_objects(calls)
+    return every
+
+
+def plain(net: Net, x: Tensor, rank: int, step: int) -> Tensor:
+    return net(x).square().mean()
+
+
+def skipping(net: Net, x: Tensor, rank: int, step: int) -> Tensor:
+    return net(x, skipped=2 if rank == 1 and step > 0 else None).square().mean()
+
+
+def leaving_out(net: Net, x: Tensor, rank: int, step: int) -> Tensor:
+    return net(x, unused=rank == 1 and step > 0).square().mean()
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "accumulation": {"accumulate": 3},
+    "activation checkpointing": {"activations": ActivationPolicy(checkpointing="units")},
+    "uneven units": {"net": lambda: Net((3, 70, 5, 24))},
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ALIKE)
+def test_ranks_with_one_graph_issue_one_order(name: str, stage: int) -> None:
+    for every in run_world(3, lambda rank: issued(stage, plain, **ALIKE[name])):
+        assert {kind for kind, _ in every[0]} == {"all_gather", "reduce_scatter"}
+        assert every[1] == every[0]
+        assert every[2] == every[0]
+
+
+def of(kind: str, calls: list[Call]) -> list[Call]:
+    return [call for call in calls if call[0] == kind]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("loss_of", [skipping, leaving_out])
+def test_replicated_parameters_have_one_order_whatever_ranks_use(loss_of: Any, stage: int) -> None:
+    for every in run_world(2, lambda rank: issued(stage, loss_of)):
+        assert every[1] == every[0]
+
+
+@pytest.mark.parametrize("loss_of", [skipping, leaving_out])
+def test_sharded_parameters_have_two_orders_where_ranks_use_other_units(loss_of: Any) -> None:
+    """Why these have two communicators: each kind has one order, but how a backward mixes them is each rank's own."""
+    for every in run_world(2, lambda rank: issued(3, loss_of)):
+        assert of("all_gather", every[1]) == of("all_gather", every[0])
+        assert of("reduce_scatter", every[1]) == of("reduce_scatter", every[0])
+        assert every[1] != every[0]

@@ -1,0 +1,316 @@
+"""Programs for a GPU, each in a process of its own: ``python -m tests.helpers.device_runs NAME DEVICE ARGUMENTS``.
+
+Forked worlds cannot be used there (``helpers/world.py``). What is not about a GPU alone runs with ``cpu`` too, so that
+a test without one finds what would stop it on one.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.analysis import OptimizerCost
+from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, WrappedCollectives
+from lightning_zero.config import Placement
+from lightning_zero.session.session import SessionSettings, ZeroSession
+from lightning_zero.storage.host import HostMemory, host_memory
+from lightning_zero.storage.transfers import Copy, Transfers
+from tests.helpers.world import ROOT, free_port, rank_environment, subprocess_env
+
+__all__ = ["Staged", "needs_gpu", "run_on"]
+
+CPU = torch.device("cpu")
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test, so that ``pytest -m gpu`` runs it; it is skipped where there is none."""
+    skipped: Callable[..., None] = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test)
+    marked: Callable[..., None] = pytest.mark.gpu(skipped)
+    return marked
+
+
+def run_on(device: str, name: str, *arguments: str, world_size: int = 1, before: Sequence[str] = ()) -> list[Any]:
+    """What a program below returns, by rank. ``before``: a program that it is an argument of."""
+    command = [*before, sys.executable, "-m", "tests.helpers.device_runs", name, device, *arguments]
+    port, ranks = free_port(), []
+    for rank in range(world_size):
+        place = rank_environment(rank, world_size, port) if world_size > 1 else {}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=subprocess_env(**place), **pipes))
+    try:
+        ended = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (printed, error) in zip(ranks, ended, strict=True):
+        assert rank.returncode == 0, printed[-2000:] + error[-4000:]
+    return [json.loads(printed.rpartition("FOUND")[2]) for printed, _ in ended]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A wire for ranks that share a GPU, which nccl refuses
+
+
+class Staged(WrappedCollectives):
+    """Carries a device's tensors over gloo, through host memory.
+
+    What is sent is on the host when a verb returns; what is received comes to the device in the wait.
+    """
+
+    def __init__(self, groups: Groups, streams: Streams) -> None:
+        super().__init__(GlooCollectives(groups, Streams(CPU)))
+        self._streams = streams
+
+    def _all_gather(self, buffer: Tensor, what: str, after: Any, source: Tensor | None, version: int | None) -> Pending:
+        host = torch.empty_like(buffer, device=CPU)
+        with self._streams.gathering(after):
+            self.own_range(host).copy_(self.own_range(buffer) if source is None else source)
+        return self._returning(self.inner.all_gather(host, what), buffer, host)
+
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+        host = torch.empty_like(shard, device=CPU)
+        sent = torch.empty_like(bucket, device=CPU).copy_(
+            bucket
+        )  # gloo may overwrite it, and on the CPU it is the same
+        return self._returning(self.inner.reduce_scatter(sent, host, what, patience), shard, host)
+
+    def _all_to_all(self, output: Tensor, input: Tensor, *others: Any) -> Pending:
+        host = torch.empty_like(output, device=CPU)
+        return self._returning(self.inner.all_to_all(host, input.cpu(), *others), output, host)
+
+    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        host = torch.empty_like(tensor, device=CPU).copy_(tensor)
+        return self._returning(self.inner.broadcast(host, source, what), tensor, host)
+
+    def _returning(self, sent: Pending, target: Tensor, host: Tensor) -> Pending:
+        return Pending(sent.what, self.rank, works=[sent], finish=lambda: target.copy_(host))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is run
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(pl.LightningModule):
+    def __init__(self, width: int = 64, layers: int = 4, rows: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.width, self.rows = width, rows
+        self.seen: list[Tensor] = []
+
+    def loss(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+    def inputs(self, step: int) -> Tensor:
+        return torch.randn(self.rows, self.width, generator=torch.Generator().manual_seed(step))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        dtype = torch.float32 if torch.is_autocast_enabled(self.device.type) else self.stem.weight.dtype
+        loss = self.loss(self.inputs(batch_idx).to(self.device, dtype))
+        self.seen.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4, fused=True)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(range(6), batch_size=None)  # type: ignore[arg-type]
+
+
+def fitted(device: str, strategy: Any, precision: str, net: Net, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
+    accelerator = "gpu" if device == "cuda" else "cpu"
+    options: dict[str, Any] = {**QUIET, "callbacks": list(callbacks), "precision": precision}
+    trainer = pl.Trainer(accelerator=accelerator, devices=1, max_epochs=1, strategy=strategy, **options)
+    trainer.fit(net)
+    return trainer
+
+
+def losses(device: str, precision: str) -> dict[str, list[float]]:
+    """Of plain Lightning and of every stage."""
+    found = {}
+    for strategy in ("auto", "zero1", "zero2", "zero3"):
+        net = Net()
+        fitted(device, strategy, precision, net)
+        found[strategy] = [float(loss) for loss in net.seen]
+    return found
+
+
+class Peak(pl.Callback):
+    """Most bytes that the allocator had handed out in the last step, and what rests behind it."""
+
+    def __init__(self) -> None:
+        self.peak = self.rest = 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.synchronize()
+        self.peak, self.rest = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+
+
+def warm_up(device: str) -> None:
+    """Have cuBLAS take its workspaces, 32 MiB and more on an H100, which stay and are nobody's."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Linear(64, 64, device=device, dtype=dtype)
+        layer(torch.ones(8, 64, device=device, dtype=dtype)).sum().backward()
+
+
+def peaks(device: str, precision: str) -> dict[str, list[int]]:
+    """At rest and at the peak, each measured and by plan. The model is wide and its batches are rows."""
+    found = {}
+    for stage in (1, 2, 3):
+        warm_up(device)
+        gc.collect()
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        strategy, peak = ZeroStrategy(stage, units=["Block"]), Peak()
+        net = Net(width=1024, layers=6, rows=1)
+        trainer = fitted(device, strategy, precision, net, [peak] if device == "cuda" else [])
+        options: dict[str, Any] = {"optimizer": OptimizerCost.of("AdamW", fused=True), "receive_buffer": False}
+        plan = strategy.engine.plan
+        rest, most = (
+            plan.expected_memory(accelerator=device == "cuda", peak=p, **options).total for p in (False, True)
+        )
+        found[str(stage)] = [peak.rest - before, rest, peak.peak - before, most]
+        del net, trainer, strategy, plan
+    return found
+
+
+def two_ranks(device: str) -> dict[str, list[float]]:
+    """Two ranks on one device: losses of every stage, and of both batches in one process."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    rank, place, found = dist.get_rank(), torch.device(device, 0) if device == "cuda" else CPU, {}
+    net = Net().to(place)
+    optimizer, seen = net.configure_optimizers(), []
+    for step in range(6):
+        each = [net.loss(net.inputs(10 * step + other).to(place)) for other in range(2)]
+        (sum(each) / 2).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(each[rank]))
+    found["plain"] = seen
+    for stage in (1, 2, 3):
+        settings = SessionSettings(placement=Placement.from_stage(stage), units=["Block"])
+        session = ZeroSession(
+            settings, Groups.create("gloo"), place, wire=lambda groups, streams, _: Staged(groups, streams)
+        )
+        found[str(stage)] = trained(session, Net(), rank, place)
+    dist.destroy_process_group()
+    return found
+
+
+def trained(session: ZeroSession, net: Net, rank: int, place: torch.device) -> list[float]:
+    session.checkpoints.begin(training=True)
+    session.shard(net)
+    session.begin(training=True)
+    optimizer = net.configure_optimizers()
+    session.shard_optimizers([optimizer])
+    seen = []
+    for step in range(6):
+        with session.step("training_step", training=True):
+            loss = net.loss(net.inputs(10 * step + rank).to(place))
+        with session.backward():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(loss))
+    session.rest()
+    return seen
+
+
+def overlap(device: str) -> dict[str, float]:
+    """Milliseconds, by events of the device: of copies to the host, of computing, and of both together."""
+    place = torch.device(device, 0)
+    streams, memory = Streams(place), HostMemory(place, None)
+    transfers = Transfers(place, streams, memory)
+    source = torch.ones(2**26, device=place)  # 256 MiB, some 10 ms
+    target = memory.allocate(source.numel(), torch.float32)
+    matrix = torch.ones(4096, 4096, device=place)
+
+    def copy() -> None:
+        transfers.out([Copy(source, target)]).order()
+
+    def compute() -> None:
+        for _ in range(8):
+            torch.mm(matrix, matrix)
+
+    def both() -> None:
+        transfer = transfers.out([Copy(source, target)])
+        compute()
+        transfer.order()
+
+    found = {}
+    for name, work in (("copy", copy), ("compute", compute), ("both", both)):
+        took = []
+        for _ in range(5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            took.append(begin.elapsed_time(end))
+        found[name] = min(took)
+    transfers.close()
+    return found
+
+
+def locked(device: str) -> dict[str, Any]:
+    """Host memory under a budget of three pages: what is locked of it, how much that is, and afterwards."""
+    host = HostMemory(torch.device(device), 3 * 4096)
+    first, second, third = (host.allocate(2048, torch.float32) for _ in range(3))
+    small = host.allocate(1024, torch.float32)
+    found = {"locked": [tensor.is_pinned() for tensor in (first, second, third, small)], "nbytes": host.locked_nbytes}
+    values = torch.arange(2048.0, device=device)
+    first.copy_(values, non_blocking=True)
+    host.release()
+    kept = host_memory(4096, locked=True).is_pinned()
+    return {**found, "released": first.is_pinned(), "copied": torch.equal(first, values.cpu()), "kept": kept}
+
+
+def short(device: str) -> dict[str, float]:
+    """A fit of a few steps in zero3, for a tool that watches it."""
+    net = Net(layers=2)
+    fitted(device, ZeroStrategy(3, units=["Block"]), "32-true", net)
+    return {"loss": float(net.seen[-1])}
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    program.__name__: program for program in (losses, peaks, two_ranks, overlap, locked, short)
+}
+
+if __name__ == "__main__":
+    print("FOUND" + json.dumps(PROGRAMS[sys.argv[1]](*sys.argv[2:])), flush=True)
