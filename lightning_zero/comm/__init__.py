@@ -8,13 +8,8 @@ from lightning_zero.comm.collectives import (
     Pending,
     WrappedCollectives,
 )
-<<<<<<< HEAD
 from lightning_zero.comm.control import ControlGroup, Totals
-from lightning_zero.comm.groups import Groups, ShardGroup
-=======
-from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ
->>>>>>> h3
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives, choose_collectives
 from lightning_zero.comm.streams import Streams
 

@@ -79,14 +79,6 @@ class Streams:
         if event is not None:
             self._cuda.current_stream(self.device).wait_event(event)
 
-<<<<<<< HEAD
-=======
-    def join(self) -> None:
-        """Let the current stream continue only after everything issued on the side streams."""
-        for stream in self._streams:
-            self._cuda.current_stream(self.device).wait_stream(stream)
-
->>>>>>> h3
     @contextmanager
     def _on(self, stream: Any, after: Event) -> Iterator[None]:
         if after is not None:
