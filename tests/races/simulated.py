@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_zero
 from lightning_zero._torch import WeakStorage, storage_key
-from lightning_zero.comm import Pending, native, streams
+from lightning_zero.comm import native, streams
 from lightning_zero.storage import files, host, transfers
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from tests.races.trace import Free, Item, Mark, Use, Wait, Work
@@ -349,41 +349,6 @@ class SimulatedThread:
         """There is no thread to end."""
 
 
-class SimulatedHandle:
-    """Stands in for what a backend returns whose own stream runs a collective."""
-
-    def __init__(self, recorder: Recorder, event: int) -> None:
-        self._recorder, self._event = recorder, event
-
-    def wait(self) -> None:
-        self._recorder.wait(self._recorder.stream.name, self._event, site("wait"))
-
-
-class SimulatedWire(native.NativeCollectives):
-    """Carries what is not issued on a side stream of the engine on one of the backend's, as NCCL does."""
-
-    def __init__(self, recorder: Recorder, *args: Any) -> None:
-        super().__init__(*args)
-        self._recorder = recorder
-
-    def _all_to_all(self, *args: Any) -> Pending:
-        return self._beside(lambda: super(SimulatedWire, self)._all_to_all(*args))
-
-    def _broadcast(self, *args: Any) -> Pending:
-        return self._beside(lambda: super(SimulatedWire, self)._broadcast(*args))
-
-    def _beside(self, issue: Callable[[], Pending]) -> Pending:
-        recorder = self._recorder
-        stream = SimulatedStream(recorder, "backend")
-        recorder.wait(stream.name, recorder.mark(recorder.stream.name))
-        with recorder.on(stream):
-            pending = issue()
-        for work in pending._works:
-            work.wait()
-        pending._works = [SimulatedHandle(recorder, recorder.mark(stream.name))]
-        return pending
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Taking the place of CUDA
 
@@ -418,7 +383,7 @@ def simulated_device(quick: bool = False) -> Iterator[Recorder]:
         for module in (transfers, files):
             patch.setattr(module, "is_on_host", recorder.is_on_host)
         patch.setattr(transfers, "fill_from", recorder.fill_from)
-        patch.setattr(native, "GlooCollectives", partial(SimulatedWire, recorder))
+        patch.setattr(native, "GlooCollectives", native.NativeCollectives)  # issues all of its work on side streams
         with recorder:
             yield recorder
         gc.collect()

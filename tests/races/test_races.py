@@ -90,7 +90,6 @@ SPARE = {
     "wait in activations/offload.py _restore: self._back.wait(copy.buffer.busy)": (
         "memory is given up behind the copy of it; but the user may have resized it to nothing before that"
     ),
-    _ARRIVES + "engine/build.py _value": "a rank that is alone is sent nothing, and marks its own stream",
     _ARRIVES + "engine/units/sharded.py wait < engine/units/sharded.py release": (
         "a later gather on the same stream is waited for; but memory that is none of the slots is given up here"
     ),
