@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,19 @@ from lightning_zero import ZeroStrategy
 # bit for bit.
 CLIP_AT = 1000.0
 BUCKET = 25 * 2**20 // 4  # elements of float32 in 25 MiB
-SIZES = {"1m": (64, 8), "10m": (320, 6), "50m": (640, 9), "125m": (896, 12)}
+SIZES = {
+    "narrow": (64, 100),
+    "giant": (256, 4),
+    "untied": (256, 2),
+    "1m": (64, 8),
+    "10m": (320, 6),
+    "50m": (640, 9),
+    "125m": (896, 12),
+}
+
+
+# Of models that are mostly embedding.
+OPTIONS = {"giant": {"vocabulary": 49_152}, "untied": {"vocabulary": 24_576, "tied": False}}
 
 
 @dataclass(frozen=True)
@@ -46,11 +58,12 @@ class Task:
     layers: int
     precision: str
     tokens: tuple[int, int]  # sequences in a batch of one rank, and the tokens of each
+    options: dict[str, Any] = field(default_factory=dict)  # of the model
 
     def model(self) -> nn.Module:
         """The same weights every time; its ``blocks`` are what is gathered and reduced together."""
         torch.manual_seed(0)
-        return GPT(self.width, self.layers)
+        return GPT(self.width, self.layers, **self.options)
 
     def batch(self, index: int) -> Tensor:
         """The tokens of one step on this rank: the same ones under every engine."""
@@ -191,6 +204,11 @@ class Module(pl.LightningModule):
             nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Clear gradients where a plain loop does; a Trainer would before the next backward."""
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The one for all."""

@@ -53,18 +53,26 @@ class GPT(pl.LightningModule):
         width: of the blocks.
         layers: how many there are.
         make_optimizer: from the parameters; ``AdamW(fused=True)`` if it is not given.
+        vocabulary: rows of the embedding.
+        tied: whether the head has the embedding's weight.
     """
 
     def __init__(
-        self, width: int, layers: int, make_optimizer: Callable[..., torch.optim.Optimizer] | None = None
+        self,
+        width: int,
+        layers: int,
+        make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        vocabulary: int = VOCABULARY,
+        tied: bool = True,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
         self.make_optimizer = make_optimizer
         self.losses: list[Tensor] = []
 
@@ -86,10 +94,10 @@ class GPT(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
-def numel_of(width: int, layers: int) -> int:
+def numel_of(width: int, layers: int, **options: Any) -> int:
     """Parameters of the model."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(width, layers).parameters())
+        return sum(parameter.numel() for parameter in GPT(width, layers, **options).parameters())
 
 
 def gradients_of(engine: ZeroEngine, model: GPT) -> None:

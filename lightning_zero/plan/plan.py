@@ -57,6 +57,12 @@ are added to others, and weights that are cast."""
 CAST_NBYTES = 16 * 2**20
 """Bytes of weights that are cast at a time on their way to an accelerator."""
 
+BUCKETS_OF_A_MODEL = 16
+"""How many buckets a model has at least where gradients are sharded: two of them may be in memory beside the shards."""
+
+LEAST_BUCKET_NBYTES = 2**20
+"""Which a bucket may have even so: smaller ones take the time of their calls."""
+
 AnyPlan = TypeVar("AnyPlan", bound="Plan")
 
 
@@ -339,6 +345,9 @@ class Plan:
             specs = find_units(tree, validate_units(units))
         else:
             find_named(tree, validate_units(units) or ())  # a name that nothing has is a mistake in every stage
+            if chosen.shards_gradients:  # two of them have memory beside the shards
+                whole = sum(h.spec.numel * dtypes.reduce(h.spec).itemsize for h in tree.parameters if h.spec.trainable)
+                bucket_nbytes = min(bucket_nbytes, max(LEAST_BUCKET_NBYTES, whole // BUCKETS_OF_A_MODEL))
             specs = _buckets(tree, bucket_nbytes, dtypes)
         laid_out, slots, gradient_slots = _lay_out(specs, chosen, chosen.span or world_size, dtypes, prefetch)
         return cls(

@@ -258,3 +258,14 @@ def test_a_parameter_that_every_rank_of_ddp_trains_alone_is_refused(stage: int) 
         build_plan(module, stage=stage, world_size=2)
     module[1].requires_grad_(False)
     build_plan(module, stage=stage, world_size=2)
+
+
+@pytest.mark.parametrize(("stage", "buckets"), [(1, 1), (2, 16)])
+def test_a_small_model_has_buckets_all_the_same_where_two_of_them_are_beside_the_shards(
+    stage: int, buckets: int
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
+    plan = build_plan(model, stage=stage, world_size=2)
+    assert len(plan.units) == buckets
+    assert len(build_plan(model, stage=stage, world_size=2, bucket_mib=0.5).units) == 16
