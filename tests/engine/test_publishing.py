@@ -72,7 +72,7 @@ class Listening(pl.Callback):
 def fit(net: Net, stage: Any, precision: Any, steps: int = 4, **options: Any) -> Net:
     with quiet():
         trainer = make_trainer(
-            ZeroStrategy(stage=stage, bucket_mib=0.004, units=["Linear"]),
+            ZeroStrategy(stage=stage, bucket_mib=0.004, units=["Linear"], prefetch=1),
             precision=precision,
             callbacks=[Listening()],
             num_sanity_val_steps=0,

@@ -18,7 +18,32 @@ from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
 VOCABULARY, WIDTH = 50, 16
-KINDS = ("plain", "padding", "direct", "mixed", "three", "penalty", "unused", "hook three", "twice", "checkpointed")
+KINDS = [
+    "plain",
+    "padding",
+    "direct",
+    "mixed",
+    "three",
+    "penalty",
+    "unused",
+    "hook three",
+    "twice",
+    "checkpointed",
+    "autocast",
+    "stopped",
+]
+
+
+class Stop(torch.autograd.Function):
+    """Gives no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
 
 
 class Tied(pl.LightningModule):
@@ -33,12 +58,13 @@ class Tied(pl.LightningModule):
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
         self.third = nn.Linear(WIDTH, vocabulary)
         self.head.weight = self.third.weight = self.embedding.weight
+        self.other = nn.Linear(WIDTH, vocabulary)
         if "hook" in kind:
             self.embedding.weight.register_hook(lambda gradient: gradient * 1.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         kind, weight = self.kind, self.embedding.weight
-        x = self.embedding(tokens)
+        x = F.one_hot(tokens, VOCABULARY).to(weight.dtype)[..., :WIDTH] if kind == "stopped" else self.embedding(tokens)
         if kind == "twice":
             x = x + self.embedding(tokens.flip(0))
         for block in self.blocks:
@@ -48,6 +74,11 @@ class Tied(pl.LightningModule):
                 x = x + block(x)
         if kind == "direct":
             return F.linear(x, weight)
+        if kind == "autocast":  # which casts a weight once for all of its uses
+            with torch.autocast("cpu", torch.bfloat16):
+                return (self.head(x) + self.head(x.square()) * 0.5).float()
+        if kind == "stopped":
+            return Stop.apply(self.head(x)) + self.other(x)  # type: ignore[no-any-return, no-untyped-call]
         scores: Tensor = self.head(x)
         if kind == "mixed":
             scores = scores + F.linear(x.square(), weight)

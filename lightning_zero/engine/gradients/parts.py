@@ -65,11 +65,12 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, parts: _Sum) -> Tensor:
         ctx.parts = parts
+        ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if torch.is_grad_enabled():  # a graph is made of it
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None or torch.is_grad_enabled():  # there is none; or a graph is made of it
             return gradient, None
         first = ctx.parts.first
         if first is None:
@@ -84,12 +85,15 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None, parts: _Sum) -> Tensor:
         ctx.save_for_backward(indices)
+        ctx.set_materialize_grads(False)
         ctx.rows, ctx.parts = len(weight), parts
         ctx.padding = -1 if padding is None else padding % len(weight)
         return F.embedding(indices, weight, padding)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None, None
         (indices,) = ctx.saved_tensors
         first = None if torch.is_grad_enabled() else ctx.parts.first
         if first is None:
@@ -143,11 +147,14 @@ class TiedLayer:
         """Before a forward of the layer, behind everything else that happens then."""
         watched = compiler_of_frames() is not None or is_tracing() or in_function_transform()
         own: dict[str, Any] = self.layer._parameters
+        device = self.weight.device.type
         if watched or not torch.is_grad_enabled() or own.get("weight") is not self.weight:
             return
-        if not self.weight.requires_grad:
+        # The user's autocast casts a weight once for all of its uses, and what is no parameter once for each.
+        cached = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
+        if cached or not self.weight.requires_grad:
             return
-        if type(self.layer) is nn.Embedding and self.weight.device.type == "cpu":  # else the host would wait for rows
+        if type(self.layer) is nn.Embedding and device == "cpu":  # elsewhere the host would wait for the rows
             rows = self._shown = make_subclass(_Rows, self.weight.detach())
             rows._layer = self
         else:

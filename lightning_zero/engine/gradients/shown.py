@@ -150,8 +150,9 @@ class UserGradients:
             with untracked():
                 whole.add_(local.to_dense() if local.layout is not torch.strided else local)
             bucket.merged.add(position)
-            set_gradient(binding.parameter, whole)
-            return whole
+            shown = whole.detach()  # counted apart: whoever keeps it keeps the slot's memory
+            set_gradient(binding.parameter, shown)
+            return shown
         if before or bucket.used[position] or (place.shard is not None and place.shard.grad is not None):
             raise ParameterAccessError(
                 f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody clears "

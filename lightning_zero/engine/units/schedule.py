@@ -116,6 +116,7 @@ class UnitSchedule:
         self._streams = streams
         self._masters: Event = None
         self.sharded = tuple(unit for unit in units if isinstance(unit, ShardedUnit))
+        self._trained = tuple(unit for unit in self.sharded if unit.plan.trainable_layouts)
         self.root = next((unit for unit in self.sharded if unit.index == plan.root), None)
         self._staying: tuple[ShardedUnit, ...] = () if self.root is None else (self.root,)  # whole in all of a phase
         self.stayed: Callable[[], object] = tuple  # called when a unit becomes one that stays
@@ -295,12 +296,12 @@ class UnitSchedule:
 
         Units that are frozen stay where they are. The same call on every rank, between phases.
         """
-        loose = [unit for unit in self.sharded if not unit.pins and unit.plan.trainable_layouts]
-        for unit in loose:
-            unit.release()
-        self._order.forget([unit.index for unit in loose])
-        for unit in self.sharded:
-            unit.home.vacate(self._collectives)
+        for unit in self._trained:
+            if unit.storage is unit.home and not unit.pins:
+                unit.release()
+        self._order.forget([unit.index for unit in self._trained])
+        for slot in {id(unit.home): unit.home for unit in self.sharded}.values():
+            slot.vacate(self._collectives)
 
     def abandon(self) -> None:
         """Forget every claim after an error in the middle of a step."""
