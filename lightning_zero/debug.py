@@ -330,7 +330,8 @@ def _count(engine: ZeroEngine, optimizers: Iterable[Tensor], claimed: dict[int, 
 class Beside:
     """Bytes on the device that a running step takes beside what rests there. Cheap enough to be asked at every span.
 
-    They stand in for a slot that is taken, or are gradients carried from one reduction to the next.
+    They are slots that were given back before, stand in for one that is taken, or are gradients carried from one
+    reduction to the next.
 
     Args:
         engine: of the run, when nothing runs.

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -209,21 +211,26 @@ def test_16_bit_gradients_and_other_optimizers_are_what_the_plan_says(stage: int
 
 
 class Holder(torch.nn.Module):
-    """Keeps one block computing while it calls another of the same kind: two units at once in one slot."""
+    """Keeps blocks computing while it calls others of the same kind: three units at once in one slot."""
 
-    def __init__(self, first: Block, second: Block) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.pair = torch.nn.ModuleList([first, second])
+        self.blocks = torch.nn.ModuleList([Block(), Block(), Block()])
+        for outer, inner in pairwise(self.blocks):
+            outer.register_forward_pre_hook(partial(self.call, inner))
+
+    @staticmethod
+    def call(inner: torch.nn.Module, outer: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (inner(args[0]),)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.pair[0].register_forward_pre_hook(lambda module, args: (self.pair[1](args[0]),), prepend=False)
-        return self.pair[0](x)
+        return self.blocks[0](x)  # type: ignore[no-any-return]
 
 
 def test_memory_beside_the_plan_is_in_the_peak() -> None:
     def run(rank: int) -> list[tuple[float, float]]:
         found = []
-        for build in (lambda: Stack(Block(), Block()), lambda: Stack(Holder(Block(), Block()))):
+        for build in (lambda: Stack(Block(), Block(), Block()), lambda: Stack(Holder())):
             notes = Notes()
             options = {"logger": notes, "log_every_n_steps": 1}
             probe, monitors = Probe(case("some", build)), [MemoryMonitor(1)]
@@ -233,8 +240,8 @@ def test_memory_beside_the_plan_is_in_the_peak() -> None:
         return found
 
     for (peak, rest), (overlapping_peak, overlapping_rest) in run_world(2, run):
-        assert peak == rest
-        assert overlapping_peak > overlapping_rest
+        assert peak > rest  # slots, which are given back between steps
+        assert overlapping_peak - overlapping_rest > peak - rest
 
 
 # ---------------------------------------------------------------------------------------------------------- mismatches
@@ -341,7 +348,11 @@ def test_steps_by_hand_are_counted_but_not_predicted() -> None:
         for metrics in found.values():
             assert metrics["zero/traffic/all_gather/nbytes"] > 0
             assert not [name for name in metrics if "traffic" in name and ("expected" in name or "ratio" in name)]
-            assert metrics["zero/memory/rest/ratio"] == 1.0  # each optimizer counts for its own parameters
+            # Each optimizer counts for its own parameters. The last one's gradients have been cleared, and the root has
+            # been gathered behind its step.
+            for category in ("parameters", "masters", "optimizer"):
+                assert metrics[f"zero/memory/rest/{category}"] == metrics[f"zero/memory/expected_rest/{category}"]
+            assert metrics["zero/memory/rest/gradients"] < metrics["zero/memory/expected_rest/gradients"]
 
 
 # ----------------------------------------------------------------------------------------------- nothing left, no toll

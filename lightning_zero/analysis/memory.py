@@ -206,7 +206,7 @@ def expected_memory(
     fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
     # The owner of a whole parameter keeps a copy of it, with its state.
     whole = _whole_nbytes(plan, stepped, rank) if optimizer.whole else 0
-    slots, gradient_slots = _slots(plan), _gradient_slots(plan) * training
+    gradient_slots = _gradient_slots(plan) * training
     lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
     rest = Memory(
         parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in plan.layouts) if replicated else 0,
@@ -221,15 +221,13 @@ def expected_memory(
     if not (peak and training):
         return rest
     missing, raw = _backward_nbytes(plan, accelerator)
+    backward = replace(rest, gradients=rest.gradients - missing, raw_gradients=raw)
+    backward = replace(backward, slots=_slots(plan) + fetched, gradient_slots=gradient_slots)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
     else:
         step = _step_nbytes(plan, stepped, rank, optimizer, accelerator)
-    gradients = rest.gradients - missing
-    backward = replace(
-        rest, slots=slots + fetched, gradient_slots=gradient_slots, gradients=gradients, raw_gradients=raw
-    )
     return max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
 
 

@@ -345,10 +345,7 @@ class Plan:
             specs = find_units(tree, validate_units(units))
         else:
             find_named(tree, validate_units(units) or ())  # a name that nothing has is a mistake in every stage
-            if chosen.shards_gradients:  # two of them have memory beside the shards
-                whole = sum(h.spec.numel * dtypes.reduce(h.spec).itemsize for h in tree.parameters if h.spec.trainable)
-                bucket_nbytes = min(bucket_nbytes, max(LEAST_BUCKET_NBYTES, whole // BUCKETS_OF_A_MODEL))
-            specs = _buckets(tree, bucket_nbytes, dtypes)
+            specs = _buckets(tree, bucket_nbytes, dtypes, beside=chosen.shards_gradients)
         laid_out, slots, gradient_slots = _lay_out(specs, chosen, chosen.span or world_size, dtypes, prefetch)
         return cls(
             placement=chosen,
@@ -363,7 +360,11 @@ class Plan:
         )
 
 
-def _buckets(tree: ModuleTree, nbytes: int, dtypes: DtypeRules) -> tuple[UnitSpec, ...]:
+def _buckets(tree: ModuleTree, nbytes: int, dtypes: DtypeRules, beside: bool) -> tuple[UnitSpec, ...]:
+    """``beside``: two of them have memory beside the shards."""
+    if beside:
+        whole = sum(h.spec.numel * dtypes.reduce(h.spec).itemsize for h in tree.parameters if h.spec.trainable)
+        nbytes = min(nbytes, max(LEAST_BUCKET_NBYTES, whole // BUCKETS_OF_A_MODEL))
     buckets = make_buckets([held.spec for held in tree.parameters], nbytes, dtypes)
     return tuple(UnitSpec(f"bucket {index}", bucket, 0, ()) for index, bucket in enumerate(buckets))
 

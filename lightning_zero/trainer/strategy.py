@@ -82,8 +82,7 @@ class ZeroStrategy(Loading):
             ``["TransformerBlock"]``; ``None`` finds them automatically.
         bucket_mib: gradients reduced together in stages 1 and 2, in MiB. A single larger parameter is a bucket of its
             own.
-        prefetch: units gathered ahead of the one that computes (stage 3); 0 switches it off, and takes one slot less
-            memory. ``None``: 1, but 0 where ranks copy from one another's memory, which nothing runs beside.
+        prefetch: units gathered ahead of the one that computes (stage 3); ``None``: one, where a gather takes time.
         offload: what rests in host memory, or in files, between uses; ``None``: everything stays on the device.
         activations: what is computed again in backward, or kept on the host until then; ``None``: autograd keeps all.
         checkpoint: what is saved and how, and where the first weights come from.

@@ -110,6 +110,7 @@ def plan_of(stage: int, folder: Path) -> ZeroPlan:
         bucket_mib=BUCKET_MIB,
         offload=offload_of("files", stage, folder),
         param_dtype=case.param_dtype,
+        prefetch=0,  # what a rank that is alone chooses
     )
 
 
@@ -140,7 +141,7 @@ def status(name: str) -> int:
 def limited(kind: str, stage: int, folder: Path) -> dict[str, Any]:
     """What a process has found that has imported everything, and has no limit yet."""
     case, plan = CASES[stage], plan_of(stage, folder)
-    device, host = plan.expected_memory(), plan.expected_host_memory()
+    device, host = plan.expected_memory(peak=True), plan.expected_host_memory()
     disk = plan.expected_disk()
     train(kind, stage, folder, layers=2, width=WIDTH)  # threads and libraries are the process, not the run
     gc.collect()
