@@ -1,0 +1,119 @@
+"""Slots are given back between steps on the CPU, but for memory in which something of the user's lies."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.comm.native import SWITCH
+from lightning_zero.engine.units.sharded import ShardedUnit
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
+
+WIDTH = 64
+WIRES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "gloo"])
+
+
+class Net(pl.LightningModule):
+    """Three layers, the middle one of which runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.full((2, WIDTH), 0.1 * (1 + batch_idx), requires_grad=True)
+        for layer in (*self.layers, self.layers[1]):
+            x = x + checkpoint(layer, x, use_reentrant=True)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(net: Net, stage: Any) -> Any:
+    with quiet():
+        trainer = make_trainer(ZeroStrategy(stage=stage, units=["Sequential"]))
+        trainer.fit(net, DataLoader(range(4), batch_size=None))
+    return trainer.strategy.engine  # type: ignore[attr-defined]
+
+
+def slots_of(engine: Any) -> list[Any]:
+    homes = [unit.home for unit in engine.units if isinstance(unit, ShardedUnit) and unit.flats]
+    return [*homes, *(slot for slot in engine._reducer._slots if slot is not None)]
+
+
+@WIRES
+@pytest.mark.parametrize("stage", [2, 3])
+def test_slots_have_no_memory_between_steps(stage: int, shared: bool) -> None:
+    def run(rank: int) -> tuple[list[bool], int]:
+        slots = slots_of(fit(Net(), stage))
+        own = [slot.buffer.untyped_storage().nbytes() for slot in slots[: 3 if stage == 3 else 0]]
+        return [slot.vacant for slot in slots], sum(own)
+
+    for vacant, nbytes in run_world(2, run, environment={} if shared else {SWITCH: "0"}):
+        assert vacant == [True] * (1 if stage == 2 else 6)
+        assert nbytes == 0
+
+
+class KeepsGradients(Net):
+    """Looks in the next step at what a hook has seen of a gradient that came in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        weight = self.layers[1][0].weight  # type: ignore[index]
+        weight.register_post_accumulate_grad_hook(lambda p: self.kept.append((p.grad, p.grad.clone())))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += [torch.equal(gradient, then) and bool(then.abs().sum() > 0) for gradient, then in self.kept[1::2]]
+        self.kept.clear()
+        return super().training_step(batch, batch_idx)
+
+
+@WIRES
+def test_a_gradient_that_is_kept_keeps_its_memory(shared: bool) -> None:
+    def run(rank: int) -> list[bool]:
+        net = KeepsGradients()
+        fit(net, 2)
+        return net.seen
+
+    assert run_world(2, run, environment={} if shared else {SWITCH: "0"}) == [[True] * 3] * 2
+
+
+class KeepsWeights(Net):
+    """Looks in the next step at an alias of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_forward_hook(self.keep)
+        self.kept: list[Tensor] = []
+
+    def keep(self, layer: Any, args: Any, output: Any) -> None:
+        self.kept = [layer[0].weight.detach().t()]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += [bool(alias.isnan().all()) for alias in self.kept]
+        return super().training_step(batch, batch_idx)
+
+
+@WIRES
+def test_an_alias_of_a_weight_that_is_kept_keeps_its_memory(shared: bool) -> None:
+    def run(rank: int) -> list[bool]:
+        net = KeepsWeights()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="A tensor that shares memory with a weight")
+            fit(net, 3)
+        return net.seen
+
+    assert run_world(2, run, environment={} if shared else {SWITCH: "0"}) == [[True] * 3] * 2
