@@ -106,6 +106,10 @@ class _LookUp(torch.autograd.Function):
         return None, None, None, None
 
 
+_use: Any = _Use.apply
+_look_up: Any = _LookUp.apply
+
+
 class _Rows(Tensor):
     """What an embedding has in the place of its weight: it sees the look-up, and stands for an alias elsewhere."""
 
@@ -118,7 +122,7 @@ class _Rows(Tensor):
         named = kwargs or {}
         if func is F.embedding and isinstance(args[1], _Rows) and not isinstance(args[0], _Rows):
             layer = args[1]._layer
-            return _LookUp.apply(args[0], layer.weight, named.get("padding_idx"), layer.parts)  # type: ignore[no-untyped-call]
+            return _look_up(args[0], layer.weight, named.get("padding_idx"), layer.parts)
         with no_subclasses():
             return func(*(arg._layer.alias() if isinstance(arg, _Rows) else arg for arg in args), **named)
 
@@ -140,7 +144,7 @@ class TiedLayer:
 
     def alias(self) -> Tensor:
         """The weight, its gradient passing by."""
-        alias: Tensor = _Use.apply(self.weight, self.parts)  # type: ignore[no-untyped-call]
+        alias: Tensor = _use(self.weight, self.parts)
         return alias
 
     def begin(self, *called: Any) -> None:
