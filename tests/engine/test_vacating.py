@@ -104,7 +104,10 @@ class KeepsWeights(Net):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.seen += [bool(alias.isnan().all()) for alias in self.kept]
-        return super().training_step(batch, batch_idx)
+        x = torch.full((2, WIDTH), 0.1 * (1 + batch_idx))
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
 
 
 @WIRES

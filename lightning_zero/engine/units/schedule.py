@@ -258,8 +258,7 @@ class UnitSchedule:
                     return
                 self._part(unit.home)
             unit.poison(self._streams)
-        elif unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
-            self._left.append((WeakStorage(unit.storage.buffer), unit))  # the user may hold some of it
+        elif unit.storage is not unit.home and unit.storage is not unit.own:
             unit.release()
 
     def memory_of(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
