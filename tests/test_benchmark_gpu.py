@@ -21,21 +21,12 @@ BENCHMARKS = ROOT / "benchmarks"
 WAYS = ["plain", "zero1", "zero3", "fsdp2"]
 
 
-def gpu(rank: int, *arguments: str) -> str:
-    """What the benchmark prints. In a process of its own, which saves the imports of a script."""
-    sys.argv = ["gpu.py", *arguments]
+def printed_by(rank: int, script: str, *arguments: str) -> str:
+    """What a benchmark prints. In a process of its own, which saves the imports of a script."""
+    sys.argv = [script, *arguments]
     sys.path.insert(0, str(BENCHMARKS))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(BENCHMARKS / "gpu.py"), run_name="__main__")
-    return printed.getvalue()
-
-
-def largest(rank: int, *arguments: str) -> str:
-    """What ``largest.py`` prints."""
-    sys.argv = ["largest.py", *arguments]
-    sys.path.insert(0, str(BENCHMARKS))
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(BENCHMARKS / "largest.py"), run_name="__main__")
+        runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
     return printed.getvalue()
 
 
@@ -57,7 +48,7 @@ def numel_of(rank: int, width: int, layers: int) -> int:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    (printed,) = run_world(1, gpu, f"--output={tmp_path}", init_group=False)
+    (printed,) = run_world(1, printed_by, "gpu.py", f"--output={tmp_path}", init_group=False)
 
     assert "no GPU here" in printed
     assert not list(tmp_path.iterdir())
@@ -66,7 +57,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 def test_a_table_of_both_worlds_on_the_cpu(tmp_path: Path) -> None:
     size = ["--width=32", "--layers=2", "--tokens", "1", "8", "--rounds=1", "--steps=1", "--backend=eager"]
     arguments = [*size, "--device=cpu", f"--output={tmp_path}", "--ways", *WAYS, "--modes", "eager", "--peak-tflops=1"]
-    (printed,) = run_world(1, gpu, *arguments, init_group=False, timeout=120)
+    (printed,) = run_world(1, printed_by, "gpu.py", *arguments, init_group=False, timeout=120)
     found = json.loads((tmp_path / "gpu.json").read_text())
     (numel,) = run_world(1, numel_of, 32, 2, init_group=False)
     rows = {(row["world_size"], row["way"]): row for row in found["rows"]}
@@ -94,7 +85,7 @@ def test_a_table_of_both_worlds_on_the_cpu(tmp_path: Path) -> None:
 def test_compiled_blocks_on_the_cpu(tmp_path: Path) -> None:
     size = ["--width=32", "--layers=1", "--tokens", "1", "8", "--rounds=1", "--steps=1", "--backend=eager"]
     arguments = [*size, "--device=cpu", f"--output={tmp_path}", "--ways", "zero3", "--modes=compile", "--worlds=1"]
-    run_world(1, gpu, *arguments, init_group=False, timeout=120)
+    run_world(1, printed_by, "gpu.py", *arguments, init_group=False, timeout=120)
     plain, zero3 = json.loads((tmp_path / "gpu.json").read_text())["rows"]
 
     assert (plain["way"], plain["mode"]) == ("plain", "compile")
@@ -123,7 +114,9 @@ def test_the_largest_model_is_between_one_that_trains_and_one_that_does_not(tmp_
         "--precision=32-true",
         "--within=0.5",
     ]
-    (printed,) = run_world(1, largest, "--device=cpu", *size, f"--output={tmp_path}", init_group=False, timeout=250)
+    (printed,) = run_world(
+        1, printed_by, "largest.py", "--device=cpu", *size, f"--output={tmp_path}", init_group=False, timeout=250
+    )
     tries = json.loads((tmp_path / "largest.json").read_text())["tries"]
 
     trained = [tried for tried in tries if tried["trained"]]

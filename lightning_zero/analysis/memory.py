@@ -311,17 +311,16 @@ def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
     shards = [_passing_nbytes(plan, layout) for layout in layouts]
     sizes = [[(spec, spec.numel * layout.compute_dtype.itemsize) for spec in layout.parameters] for layout in layouts]
     missing, moments = sum(shards), [(0, 0)]
+    tied = sum(nbytes for own in sizes for spec, nbytes in own if spec.aliases)  # of which parts have come before
     for position, (shard, own) in enumerate(zip(shards, sizes, strict=True)):
-        # Parts of what is tied have come before; on the CPU an embedding's last one is not made.
-        raw = sum(nbytes for later in sizes[position:] for spec, nbytes in later if spec.aliases)
+        # On the CPU an embedding's last part is not made.
         parts = [(nbytes, max(spec.parts, 1 + accelerator) - 1 if spec.aliases else 1) for spec, nbytes in own]
-        raw += max(nbytes * more for nbytes, more in parts)
-        moments += [(missing, raw)]
+        moments += [(missing, tied + max(nbytes * more for nbytes, more in parts))]
         missing -= shard
+        tied -= sum(nbytes for spec, nbytes in own if spec.aliases)
         # The reduction begins while autograd still holds the last gradient of a bucket; not of the last bucket.
         if position + 1 < len(layouts):
-            held = sum(nbytes for later in sizes[position + 1 :] for spec, nbytes in later if spec.aliases)
-            moments += [(missing, held + own[0 if plan.placement.shards_parameters else -1][1])]
+            moments += [(missing, tied + own[0 if plan.placement.shards_parameters else -1][1])]
     return max(moments, key=lambda found: found[1] - found[0])
 
 

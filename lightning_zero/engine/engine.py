@@ -77,7 +77,7 @@ class ZeroEngine(Passes):
             self._hooks.watch_gradients(self._reducer.buckets)
             self.access.watch_gradients(self._reducer.buckets)
             named = {spec.name for spec in self.plan.parameters if spec.aliases and spec.trainable}
-            self._tied = list(tied_layers(self.module, {p: name for p, name in self.names.items() if name in named}))
+            self._tied = list(tied_layers(self.module, {p for p, name in self.names.items() if name in named}))
 
     def before_optimizer_step(
         self,

@@ -281,9 +281,7 @@ def _plan_settings(config: Namespace) -> dict[str, Any]:
     elif isinstance(strategy, Namespace) and strategy.class_path.rpartition(".")[2] == "ZeroStrategy":
         given = _arguments(strategy)
     names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers")
-    settings = {name: given[name] for name in names if name in given}
-    if settings.get("prefetch", 0) is None:  # it is chosen by the wire
-        del settings["prefetch"]
+    settings = {name: given[name] for name in names if given.get(name) is not None}
     for name in ("stage", "units", "bucket_mib", "prefetch"):
         if config[name] is not None:
             settings[name] = config[name]

@@ -56,9 +56,9 @@ class GradientBucket:
         self.index = index
         self.unit = unit
         self.flat = flat
-        self._lasting = shard
-        self._kept: Tensor | None = None  # the shard, in a backward
-        self._left: WeakStorage | None = None  # its memory, elsewhere
+        self._shard = shard  # if it comes and goes, only in a backward
+        self._lasts = shard is not None
+        self._left: WeakStorage | None = None  # its memory, as long as anybody has it
         self.resident = resident
         self.layout = layout = flat.layout
         self.nbytes = layout.numel * layout.reduce_dtype.itemsize
@@ -100,34 +100,31 @@ class GradientBucket:
     @property
     def shard(self) -> Tensor | None:
         """This rank's averages, if there are any."""
-        if self._lasting is not None or self._kept is not None:
-            return self._lasting if self._kept is None else self._kept
-        storage = None if self._left is None else self._left.lock()
+        if self._shard is not None or self._left is None:
+            return self._shard
+        storage = self._left.lock()
         return None if storage is None else bytes_of(storage).view(self.layout.dtype)
 
     def _memory(self, whole: bool = False) -> Tensor:
         """The shard, whose memory is taken if there is none. ``whole``: it is about to be overwritten as a whole."""
-        kept = self._lasting if self._kept is None else self._kept
-        if kept is None and self._left is not None:
-            kept = self.shard
-        if kept is None:
+        if self._shard is None:
+            self._shard = self.shard
+        if self._shard is None:
             make = torch.empty if whole else torch.zeros
-            kept = make(self.layout.shard_numel, dtype=self.layout.dtype, device=self.flat.master.device)
-            self._left = WeakStorage(kept)
-        self._kept = kept
-        return kept
-
-    def _shard_views(self) -> list[Tensor]:
-        return cut(self._kept if self._kept is not None else self._memory(), self.flat.slices)
+            self._shard = make(self.layout.shard_numel, dtype=self.layout.dtype, device=self.flat.master.device)
+            self._left = WeakStorage(self._shard)
+        return self._shard
 
     def replace(self, position: int, own: Tensor) -> None:
         """Let this rank's slice of a parameter's averaged gradient be ``own``: 1-D. Read once. Not in a backward."""
-        view, self._kept = self._shard_views()[position], None
+        view = cut(self._memory(), self.flat.slices)[position]
         view.copy_(own)
         self.numbers[position] += 1
         parameter = self._shard_parameters[position]
         if parameter is not None:
             parameter.grad = view
+        if not self._lasts:
+            self._shard = None
 
     @property
     def touched(self) -> bool:
@@ -168,7 +165,7 @@ class GradientBucket:
         """Collect where the averages are to be, if no other rank adds to them and nothing is there. Returns whether."""
         if not self.is_alone or self.launched or True in self._keeps():
             return False
-        self.give_buffer(self._lasting, lasting=True)
+        self.give_buffer(self._shard, lasting=True)
         return True
 
     def add(self, position: int, gradient: Tensor) -> None:
@@ -211,7 +208,7 @@ class GradientBucket:
         full, views = self.full, self.views
         if full is None or views is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
-        if full is self._lasting and self.plain and not self.missing:  # all is there, and nobody else's is to come
+        if full is self._shard and self.plain and not self.missing:  # all is there, and nobody else's is to come
             self._direct, self.launched, self.dirty, self.plain = True, True, False, False
             return
         if not self.dirty and self._in_place and True not in self.local:
@@ -226,7 +223,7 @@ class GradientBucket:
                 empty = [*(views[position] for position in missing), *empty]
             if empty:
                 foreach_zero(empty)
-            self._direct = full is self._lasting or (self._is_apart and True not in self._keeps())
+            self._direct = full is self._shard or (self._is_apart and True not in self._keeps())
             target = self._memory(whole=True) if self._direct else self._collectives.own_range(full)
             self.pending = self._collectives.reduce_scatter(full, target, self._what, patience)
         self.launched, self.dirty, self.plain = True, False, False
@@ -264,7 +261,7 @@ class GradientBucket:
         """
         if self._leaving is not None:
             self._leaving.wait()
-        shown = zip(self._shard_parameters, self._shard_views(), used, strict=True)
+        shown = zip(self._shard_parameters, cut(self._memory(), self.flat.slices), used, strict=True)
         for position, (parameter, view, had) in enumerate(shown):
             if not had or parameter is None:
                 continue
@@ -280,11 +277,11 @@ class GradientBucket:
         self.plain = False
         with untracked():
             own = cut(self._collectives.own_range(self.full), self.flat.slices)
+        views = cut(self._memory(), self.flat.slices)
         if self.transfers is not None:
-            views = self._shard_views()
             arrived = [Copy(part, view) for part, view, a in zip(own, views, self.arrived, strict=True) if a]
             self.transfers.out(arrived).wait()
-        for position, (shard, view) in enumerate(zip(self.flat.shards, self._shard_views(), strict=True)):
+        for position, (shard, view) in enumerate(zip(self.flat.shards, views, strict=True)):
             if self.arrived[position] and shard.parameter is not None:
                 if not self._in_place and self.transfers is None:
                     with untracked():
@@ -300,7 +297,9 @@ class GradientBucket:
         self.launched, self.dirty, self.plain = False, False, False
         self.missing = count
         self.merged.clear()
-        self.pending, self._carry, self._leaving, self._kept = None, None, None, None
+        self.pending, self._carry, self._leaving = None, None, None
+        if not self._lasts:  # it is left to those who have a gradient in it
+            self._shard = None
         if self.resident is None:
             self.full, self.views, self._gaps = None, None, []
 
@@ -324,7 +323,7 @@ class GradientBucket:
         if self._carry is None:
             return
         saved = cut(self._carry, self.flat.slices)
-        for view, before, kept in zip(self._shard_views(), saved, self._carried, strict=True):
+        for view, before, kept in zip(cut(self._memory(), self.flat.slices), saved, self._carried, strict=True):
             if kept:
                 view.add_(before)
         self._carry = None
@@ -341,5 +340,5 @@ class GradientBucket:
         keeps = self._keeps()
         if all(keeps) or not any(keeps):
             return [Copy(result, self._memory(whole=True), all(keeps))]
-        pieces = cut(result, self.flat.slices)
-        return [Copy(piece, view, kept) for kept, view, piece in zip(keeps, self._shard_views(), pieces, strict=True)]
+        pieces, views = cut(result, self.flat.slices), cut(self._memory(), self.flat.slices)
+        return [Copy(piece, view, kept) for kept, view, piece in zip(keeps, views, pieces, strict=True)]

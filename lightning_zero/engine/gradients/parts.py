@@ -14,7 +14,7 @@ let go of the first one. A part that finds it gone becomes a first one itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -173,7 +173,7 @@ class TiedLayer:
         self._shown = None
 
 
-def tied_layers(module: nn.Module, tied: Mapping[nn.Parameter, object]) -> Iterator[TiedLayer]:
+def tied_layers(module: nn.Module, tied: Collection[nn.Parameter]) -> Iterator[TiedLayer]:
     """Every layer below ``module`` with a ``tied`` weight whose parts of its gradient can be added to one another.
 
     None where something is compiled: it would meet the aliases.

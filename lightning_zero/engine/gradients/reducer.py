@@ -181,7 +181,7 @@ class GradientReducer:
 
     def vacate(self) -> None:
         """Give the memory of slots back until they are needed again. Between backwards."""
-        for slot in {id(slot): slot for slot in self._slots if slot is not None}.values():
+        for slot in {id(slot): slot for slot in self._slots if slot is not None and not slot.vacant}.values():
             there = [bucket for bucket, home in zip(self.buckets, self._slots, strict=True) if home is slot]
             carved = [part for unit in {b.unit.index for b in there} for part in self._carved.get(unit, ())]
             # What else lies there is the user's: `.grad` of a hook.
