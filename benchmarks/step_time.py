@@ -9,12 +9,13 @@
 Every engine trains the same GPT from the same weights on the same tokens, with ``AdamW(fused=True)`` and the norm
 clipped. Worlds of processes are started for as many engines as fit into memory, always with one of DDP among them. Then
 they take turns, round after round: some steps each, while the others wait. A turn's first step is not timed. libc keeps
-what was freed, under every engine alike. With ``--wire`` batches are so small that the exchange between the ranks takes
-most of the step. Shown are medians of the rounds:
+what was freed, under every engine alike, or with ``--malloc default`` does what it does for users. With ``--wire``
+batches are so small that the exchange between the ranks takes most of the step. Shown are medians of the rounds:
 
 ms, to DDP      milliseconds of a step, and its ratio to DDP's turn in the same round; min and max are of that ratio
 CPU ms, to DDP  what all ranks' processors computed for a step: on a machine that others use too, this repeats within
                 some percent, and the time that passes does not
+faults          thousands of pages that all ranks got from the system in a step
 loss            the largest relative difference to DDP's, of all steps and ranks; "same": every bit is
 
 What has no room beside DDP is measured alone, after the others, and compared with the median of DDP's turns.
@@ -42,7 +43,7 @@ from engines import ENGINES, SIZES, Task, earlier
 from offload_training import numel_of
 from worlds import Report, World, WorldFailed, restart_with
 
-KEY = ("numel", "precision", "ranks", "batch")
+KEY = ("numel", "precision", "ranks", "batch", "malloc")
 # glibc otherwise gives memory back to the system in one step and takes it again in the next, or does not, by chance:
 # that is up to a tenth of a step of any engine, from one run to the next.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -67,6 +68,7 @@ class Table:
         self._worlds: dict[str, World] = {}
         self._losses: dict[str, list[list[float]]] = {}
         self._cpu: dict[str, list[float]] = {}
+        self._faults: dict[str, list[float]] = {}
         self._ddp: list[float] = []  # of all groups
 
     def __enter__(self) -> Table:
@@ -87,10 +89,8 @@ class Table:
                 self._set_up(name)
             for number in range(rounds):
                 for name in [name for name in seconds if name in self._worlds]:
-                    reports = self._turn(name, steps)
-                    if reports:
-                        seconds[name].append(max(statistics.fmean(report.seconds) for report in reports))
-                        self._cpu[name].append(sum(statistics.fmean(report.cpu) for report in reports))
+                    if reports := self._turn(name, steps):
+                        seconds[name].append(self._timed(name, reports))
                         self._note(name, f"round {number + 1} of {rounds}", seconds[name], seconds["ddp"])
         finally:
             self._close(names)
@@ -103,8 +103,7 @@ class Table:
             self._set_up(name)
             while name in self._worlds and len(seconds) < rounds:
                 if reports := self._turn(name, steps):
-                    seconds.append(max(statistics.fmean(report.seconds) for report in reports))
-                    self._cpu[name].append(sum(statistics.fmean(report.cpu) for report in reports))
+                    seconds.append(self._timed(name, reports))
                     base = [statistics.median(self._ddp)] * len(seconds)
                     self._note(name, f"alone {len(seconds)} of {rounds}", seconds, base)
         finally:
@@ -117,7 +116,7 @@ class Table:
         engine = ENGINES[name]
         start = time.perf_counter()
         self._worlds[name] = World(self.ranks, partial(engine.train, self.task), dict(engine.environment))
-        self._losses[name], self._cpu[name] = [], []
+        self._losses[name], self._cpu[name], self._faults[name] = [], [], []
         if self._turn(name, 1):
             print(f"  set up          {engine.label:26}{time.perf_counter() - start:7.1f} s", flush=True)
 
@@ -133,6 +132,12 @@ class Table:
         self._losses[name] += [[*step] for step in zip(*(report.losses for report in reports), strict=True)]
         return reports
 
+    def _timed(self, name: str, reports: list[Report]) -> float:
+        """Seconds of a step, of the rank that took longest; the ranks' sums of the rest are kept."""
+        self._cpu[name].append(sum(statistics.fmean(report.cpu) for report in reports))
+        self._faults[name].append(sum(statistics.fmean(report.faults) for report in reports))
+        return max(statistics.fmean(report.seconds) for report in reports)
+
     def _note(self, name: str, turn: str, seconds: list[float], base: list[float]) -> None:
         """Print the turn, and bring the row up to date."""
         if name == "ddp":
@@ -143,6 +148,7 @@ class Table:
         self.rows[name] = summary(name, seconds, ratios, difference(self._losses[name], self._losses["ddp"]))
         self.rows[name]["cpu"] = statistics.median(self._cpu[name])
         self.rows[name]["cpu_ratio"] = self.rows[name]["cpu"] / statistics.median(self._cpu["ddp"])
+        self.rows[name]["faults"] = statistics.median(self._faults[name])
         self.rows[name]["alone"] = turn.startswith("alone")
         self._keep(dict(self.sorted_rows()))
 
@@ -153,13 +159,13 @@ class Table:
 
     def lines(self) -> list[str]:
         """For a person, with the differences that the goals are about."""
-        found = [f"{'':26}{'ms':>9}{'to DDP':>9}{'min':>8}{'max':>7}{'CPU ms':>9}{'to DDP':>9}{'loss':>10}"]
+        found = [f"{'':26}{'ms':>9}{'to DDP':>9}{'min':>8}{'max':>7}{'CPU ms':>9}{'to DDP':>9}{'faults':>8}{'loss':>8}"]
         for name, row in self.sorted_rows():
             loss = "same" if row["loss_difference"] == 0 else f"{row['loss_difference']:.0e}"
             found.append(
                 f"{ENGINES[name].label:26}{1000 * row['seconds']:9.1f}{row['ratio']:8.3f}x"
                 f"{min(row['ratios']):8.3f}{max(row['ratios']):7.3f}"
-                f"{1000 * row['cpu']:9.1f}{row['cpu_ratio']:8.3f}x{loss:>10}"
+                f"{1000 * row['cpu']:9.1f}{row['cpu_ratio']:8.3f}x{row['faults'] / 1000:8.1f}{loss:>8}"
             )
         for stage in (1, 2, 3):
             ours = self.rows.get(f"zero{stage}")
@@ -227,15 +233,14 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
     )
 
 
-def _weight(case: dict[str, Any]) -> tuple[bool, bool, bool, int]:
+def _weight(case: dict[str, Any]) -> tuple[bool, ...]:
     """Of several cases the one that tells most: the main model, and the batch that is nearest to a user's."""
-    sequences, length = map(int, case["batch"].split("x"))
-    return case["model"] == "50m", case["precision"] == "fp32", case["ranks"] == 2, sequences * length
+    main = {"model": "50m", "precision": "fp32", "ranks": 2, "batch": "x".join(map(str, MAIN)), "malloc": "kept"}
+    return tuple(case[name] == value for name, value in main.items())
 
 
 def main() -> None:
     """Measure all cases, print their tables, and write JSON and plot."""
-    restart_with(MALLOC)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=["10m", "50m", "125m"])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
@@ -247,6 +252,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs=2, default=MAIN, help="a rank's sequences and their length")
     parser.add_argument("--wire", action="store_true", help=f"short for --tokens {WIRE[0]} {WIRE[1]}")
     parser.add_argument(
+        "--malloc", choices=("kept", "default"), default="kept", help="whether libc keeps what was freed"
+    )
+    parser.add_argument(
         "--memory-gib", type=float, help="what worlds may take together (default: 90 %% of what is free)"
     )
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of JSON and plot")
@@ -254,6 +262,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.draw:
         return plot(results.load(options.results / "step_time.json"), options.results / "step_time.svg")
+    if options.malloc == "kept":
+        restart_with(MALLOC)
     torch.set_num_threads(1)  # what is forked must not have started more
     missing = {ENGINES[name].package for name in options.engines if not ENGINES[name].installed}
     names = [name for name in options.engines if name != "ddp" and ENGINES[name].installed]
@@ -276,6 +286,7 @@ def run_case(case: dict[str, Any], names: list[str], options: argparse.Namespace
     """Measure one case, print its table, and save it after every turn."""
     tokens = WIRE if options.wire else tuple(options.tokens)
     case["batch"] = batch = f"{tokens[0]}x{tokens[1]}"
+    case["malloc"] = options.malloc
     model, numel, precision, ranks = (case[name] for name in ("model", "numel", "precision", "ranks"))
     print(f"\n{model} ({numel / 1e6:.1f} million), {precision}, {ranks} ranks, {batch} tokens", flush=True)
     memory = 2**30 * options.memory_gib if options.memory_gib else 0.9 * results.available()

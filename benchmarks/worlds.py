@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -42,11 +43,12 @@ class Report:
     """One turn on one rank: seconds of each step but the first, and losses of all of them; ``extra`` for the asker.
 
     ``cpu`` are seconds that the process computed, in all of its threads, user and system together: on a machine that
-    others use too they repeat far better than the time that passes.
+    others use too they repeat far better than the time that passes. ``faults`` are pages that it got from the system.
     """
 
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    faults: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -69,7 +71,7 @@ class Turns:
 
     def __init__(self, commands: Connection) -> None:
         self._commands = commands
-        self._stamps: list[tuple[float, float]] = []  # of the clock, and of the process
+        self._stamps: list[tuple[float, ...]] = []  # of the clock, and of the process
         self._steps = 0
         self._losses: list[torch.Tensor] = []
         self.index = -1
@@ -80,14 +82,14 @@ class Turns:
         """Whether there is another step, whose number is ``index``. Waits when a turn is over. Collective."""
         if len(self._stamps) == self._steps:
             if self._steps:
-                self._stamps.append((time.perf_counter(), time.process_time()))
+                self._stamps.append(_stamp())
                 self._report()
             self._steps = self._commands.recv()
             self._stamps = []
             if not self._steps:
                 return False
             dist.barrier()
-        self._stamps.append((time.perf_counter(), time.process_time()))
+        self._stamps.append(_stamp())
         self.index += 1
         return True
 
@@ -96,14 +98,18 @@ class Turns:
         self._losses.append(loss.detach())
 
     def _report(self) -> None:
-        seconds, cpu = (
+        seconds, cpu, faults = (
             [after - before for before, after in pairwise(stamps)] for stamps in zip(*self._stamps, strict=True)
         )
         losses = [float(loss) for loss in self._losses]
         self._losses.clear()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)  # others compute now, and need what was freed; the next first step pays
-        self._commands.send(Report(seconds[1:] or seconds, cpu[1:] or cpu, losses, self.at_end()))
+        self._commands.send(Report(seconds[1:] or seconds, cpu[1:] or cpu, faults[1:] or faults, losses, self.at_end()))
+
+
+def _stamp() -> tuple[float, ...]:
+    return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class World:
