@@ -130,6 +130,14 @@ watched: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 """Whether a torch function mode sees what is done to tensors now."""
 
 
+def will_accumulate(node: Any) -> bool:
+    """Whether the running backward ends in a leaf's ``node``, and leaves its gradient there."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is handed out: autograd.grad
+        return False
+
+
 def asks_for_default_device(frame: FrameType) -> FrameType | None:
     """Who called ``torch.get_default_device``, if ``frame`` is where that makes a tensor to look at."""
     if frame.f_code.co_name != "_get_device_with_index" or frame.f_back is None:

@@ -11,8 +11,9 @@ a gradient in them any more. Two things come and go beside it:
 * In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once:
   one parameter's at a time. A parameter that is used in several places (tied weights, a shared module) gets its
   gradient in parts, and autograd holds their sum until the last of them. Where linear layers and embeddings give them,
-  they are added to the first one (an embedding's row by row, on the CPU). Elsewhere autograd adds them out of place,
-  and for a moment there are three: the sum so far, the last part, and both together.
+  they are added to the first one (an embedding's row by row, on the CPU), which lies where it is collected as soon as
+  it is made, if its unit has that memory for itself. Elsewhere autograd adds them out of place, and for a moment there
+  are three: the sum so far, the last part, and both together.
 * In a step, the optimizer computes with temporary tensors: see [Note: memory of a step].
 
 Not counted: activations and other tensors of the module's own, what libraries hold for themselves (cuBLAS, nccl), and
@@ -305,23 +306,36 @@ def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
     Of weights that are reached under several names; one that is used twice under one name cannot be told from one that
     is used once.
     """
-    layouts: Sequence[FlatLayout] = plan.trainable_layouts
-    if plan.placement.shards_parameters:
-        layouts = [layout for unit in reversed(plan.units) for layout in unit.trainable_layouts]
+    units = plan.units[::-1] if plan.placement.shards_parameters else plan.units
+    layouts = [layout for unit in units for layout in unit.trainable_layouts]
+    held = [plan.collects_apart(unit) for unit in units for _ in unit.trainable_layouts]
     shards = [_passing_nbytes(plan, layout) for layout in layouts]
-    sizes = [[(spec, spec.numel * layout.compute_dtype.itemsize) for spec in layout.parameters] for layout in layouts]
-    missing, moments = sum(shards), [(0, 0)]
-    tied = sum(nbytes for own in sizes for spec, nbytes in own if spec.aliases)  # of which parts have come before
+    sizes = [
+        [_parts(spec, la, own, accelerator) for spec in la.parameters] for la, own in zip(layouts, held, strict=True)
+    ]
+    missing, waiting = sum(shards), sum(kept for own in sizes for _, kept, _ in own)
+    # Where nothing waits for further parts, the first one is made apart.
+    moments = [(missing, waiting + max((first for own in sizes for first, kept, _ in own if not kept), default=0))]
     for position, (shard, own) in enumerate(zip(shards, sizes, strict=True)):
-        # On the CPU an embedding's last part is not made.
-        parts = [(nbytes, max(spec.parts, 1 + accelerator) - 1 if spec.aliases else 1) for spec, nbytes in own]
-        moments += [(missing, tied + max(nbytes * more for nbytes, more in parts))]
+        moments += [(missing, waiting + max(more for _, _, more in own))]
         missing -= shard
-        tied -= sum(nbytes for spec, nbytes in own if spec.aliases)
+        waiting -= sum(kept for _, kept, _ in own)
         # The reduction begins while autograd still holds the last gradient of a bucket; not of the last bucket.
         if position + 1 < len(layouts):
-            moments += [(missing, tied + own[0 if plan.placement.shards_parameters else -1][1])]
+            moments += [(missing, waiting + own[0 if plan.placement.shards_parameters else -1][0])]
     return max(moments, key=lambda found: found[1] - found[0])
+
+
+def _parts(spec: ParameterSpec, layout: FlatLayout, held: bool, accelerator: bool) -> tuple[int, int, int]:
+    """Bytes of a gradient, of what autograd keeps of it until its last part comes, and of what it has beside that then.
+
+    ``held``: whether the gradient is collected where the first part is.
+    """
+    nbytes = spec.numel * layout.compute_dtype.itemsize
+    if not spec.aliases:
+        return nbytes, 0, nbytes
+    held &= layout.compute_dtype == layout.reduce_dtype and spec.parts < 3
+    return nbytes, 0 if held else nbytes, nbytes * (max(spec.parts, 1 + accelerator) - 1)  # of an embedding's only rows
 
 
 def _slots(plan: Plan) -> int:

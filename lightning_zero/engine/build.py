@@ -248,7 +248,8 @@ def build_reducer(
             else:
                 shard = tiers.allocate(flat.rest.gradients, layout.shard_numel, layout.dtype, name)
             transfers = tiers.transfers if flat.rest.offloaded else None
-            buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers))
+            lasting = plan.collects_apart(unit.plan)
+            buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers, lasting))
             ring = unit.plan.gradient_slot
             slots.append(rings[ring] if ring is not None and resident is None else None)
     return GradientReducer(buckets, slots, collectives, control, spans, forwards=plan.placement.shards_parameters)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_zero.comm import ControlGroup, Totals
 from lightning_zero.config import Tier
@@ -22,6 +22,7 @@ from lightning_zero.engine.hooks import EngineHooks, keep_formats
 from lightning_zero.engine.passes import Passes, torn
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import OffloadError
+from lightning_zero.shards.binding import binding_of
 
 __all__ = ["ZeroEngine", "engine_of"]
 
@@ -77,7 +78,8 @@ class ZeroEngine(Passes):
             self._hooks.watch_gradients(self._reducer.buckets)
             self.access.watch_gradients(self._reducer.buckets)
             named = {spec.name for spec in self.plan.parameters if spec.aliases and spec.trainable}
-            self._tied = list(tied_layers(self.module, {p for p, name in self.names.items() if name in named}))
+            tied = {p for p, name in self.names.items() if name in named}
+            self._tied = list(tied_layers(self.module, tied, self._hold))
 
     def before_optimizer_step(
         self,
@@ -211,6 +213,16 @@ class ZeroEngine(Passes):
         self.access.release()
         for part in self.module.modules():
             _ENGINES.pop(part, None)
+
+    def _hold(self, weight: nn.Parameter, part: Tensor) -> Tensor:
+        """Put the first part of a weight's gradient where that is to be, if no hook of the user's gets to see it."""
+        binding, hooks = binding_of(weight), len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks)
+        if self._reducer is None or binding is None or binding.place is None or hooks != 1:  # that one is the engine's
+            return part
+        if not self.in_backward:
+            self.begin_backward()
+        bucket, position = binding.place
+        return self._reducer.hold(bucket, position, part)
 
     def _publish_stepped(self) -> None:
         unit, self._stepped = self._stepped, None

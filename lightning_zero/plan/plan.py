@@ -297,6 +297,11 @@ class Plan:
         """sha256 over ``summary_lines()``, as 64 hexadecimal digits."""
         return hashlib.sha256("\n".join(self.summary_lines()).encode()).hexdigest()
 
+    def collects_apart(self, unit: UnitPlan) -> bool:
+        """Whether a unit's gradients are collected in a slot that no other unit has."""
+        slots = [other.gradient_slot for other in self.units]
+        return unit.gradient_slot is not None and slots.count(unit.gradient_slot) == 1
+
     @classmethod
     def build(
         cls: type[AnyPlan],

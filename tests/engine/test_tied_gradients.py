@@ -31,6 +31,12 @@ KINDS = [
     "checkpointed",
     "autocast",
     "stopped",
+    "inside",
+    "inside reentrant",
+    "inside reentrant, by hand",
+    "kept by hook",
+    "kept whole",
+    "asked for",
 ]
 
 
@@ -53,6 +59,7 @@ class Tied(pl.LightningModule):
         super().__init__()
         torch.manual_seed(3)
         self.kind = kind
+        self.automatic_optimization = "by hand" not in kind
         self.embedding = nn.Embedding(vocabulary, WIDTH, padding_idx=3 if kind == "padding" else None)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)) for _ in range(3))
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
@@ -61,6 +68,12 @@ class Tied(pl.LightningModule):
         self.other = nn.Linear(WIDTH, vocabulary)
         if "hook" in kind:
             self.embedding.weight.register_hook(lambda gradient: gradient * 1.5)
+        self.kept: list[Tensor] = []
+        register: Any = Tensor.register_post_accumulate_grad_hook
+        if kind == "kept whole":
+            register(self.embedding.weight, lambda weight: self.kept.append(weight.grad))
+        elif kind == "kept by hook":
+            self.embedding.weight.register_hook(self.kept.append)
 
     def forward(self, tokens: Tensor) -> Tensor:
         kind, weight = self.kind, self.embedding.weight
@@ -79,7 +92,18 @@ class Tied(pl.LightningModule):
                 return (self.head(x) + self.head(x.square()) * 0.5).float()
         if kind == "stopped":
             return Stop.apply(self.head(x)) + self.other(x)  # type: ignore[no-any-return, no-untyped-call]
+        if "inside" in kind:  # their gradients of the weight arrive between the parts of the backward around theirs
+            parts = [
+                torch.utils.checkpoint.checkpoint(self.head, y, use_reentrant="reentrant" in kind) for y in (x, 2 * x)
+            ]
+            return parts[0] + parts[1] + self.head(x.square())
         scores: Tensor = self.head(x)
+        if kind == "asked for":
+            (gradient,) = torch.autograd.grad(scores.square().sum(), [weight], retain_graph=True)
+            self.kept.append(gradient)
+            scores = scores + sum(kept.mean() for kept in self.kept)  # every one as it was
+        if "kept" in kind:
+            scores = scores * sum((kept.abs().mean() for kept in self.kept), torch.ones(()))
         if kind == "mixed":
             scores = scores + F.linear(x.square(), weight)
         elif "three" in kind:
@@ -94,7 +118,13 @@ class Tied(pl.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         tokens = torch.randint(0, VOCABULARY, (2, 4), generator=torch.Generator().manual_seed(int(batch)))
         scores = self(tokens[:, :-1])
-        return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -102,7 +132,8 @@ class Tied(pl.LightningModule):
 
 def train(kind: str, stage: int, precision: Any) -> dict[str, Tensor]:
     module = Tied(kind)
-    strategy = ZeroStrategy(stage=stage) if stage else DDPStrategy(find_unused_parameters=True)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"static_graph" if "reentrant" in kind else "find_unused_parameters": True}
+    strategy = ZeroStrategy(stage=stage) if stage else DDPStrategy(**options)  # type: ignore[arg-type]
     with quiet():
         make_trainer(strategy, precision=precision).fit(module, DataLoader(range(8), batch_size=None))
     if not stage:
@@ -159,13 +190,16 @@ class Backward(pl.Callback):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_tensor_of_its_size_is_all_there_is(stage: Any) -> None:
-    def fit(rank: int) -> int:
+    def fit(rank: int) -> tuple[int, int]:
         backward = Backward()
         with quiet():
             trainer = make_trainer(ZeroStrategy(stage=stage), callbacks=[backward])
             trainer.fit(Tied("plain", vocabulary=20_000), DataLoader(range(3), batch_size=None))
-        return backward.allocations.most
+        totals = sorted(backward.allocations.totals())
+        return backward.allocations.most, totals[len(totals) // 2]
 
     nbytes = 20_000 * WIDTH * 4
-    for found in run_world(2, fit):
-        assert nbytes <= found < 2 * nbytes
+    for most, usual in run_world(2, fit):
+        assert nbytes <= most < 2 * nbytes
+        # zero3 collects it in memory of its own, from the first part on: that is a moment.
+        assert usual < nbytes / 2 if stage == 3 else usual > nbytes / 2

@@ -16,10 +16,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from lightning_zero._torch import WeakStorage, bytes_of, foreach_zero, untracked
 from lightning_zero.comm import Collectives, Pending
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.flat import FlatParameters, cut, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
@@ -36,6 +38,7 @@ class GradientBucket:
         shard: 1-D, of the master dtype; what the optimizer's ``.grad`` are views of. ``None``: memory that is there
             from a reduction on until nobody has a gradient in it any more.
         resident: the full buffer, where full gradients stay between micro-steps; ``None``: one is claimed per backward.
+        lasting: whether the buffer that is claimed is no other unit's for all of the backward.
         collectives: the wire.
         transfers: what brings reduced gradients to ``shard`` where that is on the host; ``None`` where it is not.
 
@@ -52,6 +55,7 @@ class GradientBucket:
         resident: Tensor | None,
         collectives: Collectives,
         transfers: Transfers | None = None,
+        lasting: bool = False,
     ) -> None:
         self.index = index
         self.unit = unit
@@ -71,6 +75,8 @@ class GradientBucket:
         self.numbers = [0] * count
         """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
         self.merged: set[int] = set()  # what arrives next is the sum already
+        self.lasting = lasting
+        self._held: dict[int, TensorWeakRef] = {}  # what autograd keeps of gradients whose other parts are to come
         self.arrived = [False] * count  # in the running round
         self.local = [False] * count  # holds unreduced gradients of earlier micro-steps
         self.used = [False] * count  # had a gradient in an earlier round of the running backward
@@ -180,15 +186,34 @@ class GradientBucket:
         with untracked():
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
+            view = self.views[position]
+            if position in self._held:
+                held = self._held.pop(position)()
+                if held is not None and gradient.data_ptr() != view.data_ptr():  # a backward's around this one
+                    set_data(held, held.clone())
             if again and position not in self.merged:
-                self.views[position].add_(gradient)
-            else:  # of itself, if it was merged and the hooks left it where it was
-                self.views[position].copy_(gradient)
+                view.add_(gradient)
+            elif gradient.data_ptr() != view.data_ptr():  # else it was held, or merged and the hooks left it there
+                view.copy_(gradient)
         self.merged.discard(position)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
-        self.plain = self._carry is None and True not in self.local and not torch.is_grad_enabled()
+        self.plain = not self._held and self._carry is None and True not in self.local and not torch.is_grad_enabled()
         self.missing = self.arrived.count(False)
+
+    def hold(self, position: int, part: Tensor) -> Tensor:
+        """Put the first part of a gradient where that is to be, full shape. Returns it: itself, if it cannot be there.
+
+        What is returned may be added to until it arrives.
+        """
+        had = self.arrived[position] or self.used[position] or self.local[position] or self.launched
+        if self.views is None or had or position in self._held or part.dtype != self.views[position].dtype:
+            return part
+        with untracked():
+            self.views[position].copy_(part)
+            held = self.views[position].detach()
+        self._held[position], self.plain = TensorWeakRef(held), False
+        return held
 
     def start_round(self) -> None:
         """Make room for gradients that arrive after this backward's reduction was launched."""
@@ -297,6 +322,7 @@ class GradientBucket:
         self.launched, self.dirty, self.plain = False, False, False
         self.missing = count
         self.merged.clear()
+        self._held.clear()
         self.pending, self._carry, self._leaving = None, None, None
         if not self._lasts:  # it is left to those who have a gradient in it
             self._shard = None

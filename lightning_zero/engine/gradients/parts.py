@@ -10,11 +10,16 @@ that were looked up. So there is one tensor of the weight's size, and every bit 
 
 Where the weight itself is used as well (``F.linear(x, self.embedding.weight)``), autograd adds that part, and has then
 let go of the first one. A part that finds it gone becomes a first one itself.
+
+Where memory for the whole gradient is there anyway and nobody else's, the first part is put there at once, and what
+autograd keeps is an alias of it: there is none but that memory. Only if autograd does nothing with it but keep it for
+the engine: a gradient that the user asked for, or has a hook on, is memory of the user's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +35,7 @@ from lightning_zero._torch import (
     is_tracing,
     make_subclass,
     no_subclasses,
+    will_accumulate,
 )
 from lightning_zero.plan import sums_in_place
 
@@ -39,14 +45,21 @@ _embedding_gradient: Any = torch.ops.aten.embedding_dense_backward
 
 
 class _Sum:
-    """The first part of a gradient that has come in the running backward."""
+    """The first part of a gradient that has come in the running backward.
 
-    def __init__(self) -> None:
+    Args:
+        hold: puts it where the gradient is to be, if that can be, and returns it.
+    """
+
+    def __init__(self, hold: Callable[[Tensor], Tensor]) -> None:
+        self._hold = hold
         self._first: TensorWeakRef | None = None
         self._backward = -1
 
-    def begin(self, part: Tensor) -> Tensor:
-        """Let the others be added to a part, as long as autograd has it. Returns it."""
+    def begin(self, part: Tensor, target: Any) -> Tensor:
+        """Let the others be added to a part on its way to ``target``, as long as autograd has it. Returns it."""
+        if will_accumulate(target):
+            part = self._hold(part)
         self._first, self._backward = TensorWeakRef(part), current_graph_task()
         return part
 
@@ -74,7 +87,7 @@ class _Use(torch.autograd.Function):
             return gradient, None
         first = ctx.parts.first
         if first is None:
-            return ctx.parts.begin(gradient), None
+            return ctx.parts.begin(gradient, ctx.next_functions[0][0]), None
         first.add_(gradient)
         return None, None
 
@@ -98,7 +111,9 @@ class _LookUp(torch.autograd.Function):
         first = None if torch.is_grad_enabled() else ctx.parts.first
         if first is None:
             whole = _embedding_gradient(gradient, indices, ctx.rows, ctx.padding, False)
-            return None, whole if torch.is_grad_enabled() else ctx.parts.begin(whole), None, None
+            if not torch.is_grad_enabled():
+                whole = ctx.parts.begin(whole, ctx.next_functions[1][0])
+            return None, whole, None, None
         rows, places = torch.unique(indices, return_inverse=True)
         part = _embedding_gradient(gradient, places, len(rows), -1, False)
         part[rows == ctx.padding] = 0
@@ -173,12 +188,15 @@ class TiedLayer:
         self._shown = None
 
 
-def tied_layers(module: nn.Module, tied: Collection[nn.Parameter]) -> Iterator[TiedLayer]:
+def tied_layers(
+    module: nn.Module, tied: Collection[nn.Parameter], hold: Callable[[nn.Parameter, Tensor], Tensor]
+) -> Iterator[TiedLayer]:
     """Every layer below ``module`` with a ``tied`` weight whose parts of its gradient can be added to one another.
 
-    None where something is compiled: it would meet the aliases.
+    ``hold`` puts a first part where the weight's gradient is to be, if that can be, and returns it. None where
+    something is compiled: it would meet the aliases.
     """
-    parts = {weight: _Sum() for weight in tied}
+    parts = {weight: _Sum(partial(hold, weight)) for weight in tied}
     if not tied or any(is_compiled_module(child) for child in module.modules()):
         return
     for child in module.modules():

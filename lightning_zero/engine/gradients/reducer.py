@@ -102,6 +102,12 @@ class GradientReducer:
         if reduce and not bucket.missing and bucket.unit.outstanding == 0:
             self.finish(bucket.unit.index)
 
+    def hold(self, bucket: GradientBucket, position: int, part: Tensor) -> Tensor:
+        """Put the first part of a gradient where that is to be, if that memory is its unit's alone, and return it."""
+        if bucket.lasting and bucket.full is None:
+            self._claim(bucket)
+        return bucket.hold(position, part) if bucket.lasting else part
+
     def finish(self, unit: int) -> None:
         """Note that a unit gets no more gradients in this backward, as far as can be told, and launch what may go."""
         for bucket in self._siblings.get(unit, ()):
