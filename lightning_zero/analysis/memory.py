@@ -4,9 +4,10 @@ with offloading in host memory and in files. Activations are not in it.
 [Note: the worst moment]
 
 What rests, rests all the time: buckets, masters and state have their memory from set-up to the end, and slots on an
-accelerator. On the CPU the pages of slots are given back before each optimizer step, but for slots of frozen units.
-Shards of gradients that are reduced on their way (stages 2 and 3) have memory from their reduction on, until nobody has
-a gradient in them any more. Two things come and go beside it:
+accelerator. On the CPU the pages of slots are given back before each optimizer step, but for slots of frozen units;
+those of parameters when the backward has come to its end, before the last gradients are reduced. Shards of gradients
+that are reduced on their way (stages 2 and 3) have memory from their reduction on, until nobody has a gradient in them
+any more. Two things come and go beside it:
 
 * In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once:
   one parameter's at a time. A parameter that is used in several places (tied weights, a shared module) gets its
@@ -229,7 +230,9 @@ def expected_memory(
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
     else:
         step = _step_nbytes(plan, stepped, rank, optimizer, accelerator)
-    return max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
+    # When the last shard of gradients comes, parameters have gone.
+    moments = backward, replace(rest, gradient_slots=gradient_slots), replace(rest, temporaries=step)
+    return max(moments, key=lambda memory: memory.total)
 
 
 def expected_host_memory(
@@ -334,7 +337,7 @@ def _parts(spec: ParameterSpec, layout: FlatLayout, held: bool, accelerator: boo
     nbytes = spec.numel * layout.compute_dtype.itemsize
     if not spec.aliases:
         return nbytes, 0, nbytes
-    held &= layout.compute_dtype == layout.reduce_dtype and spec.parts < 3
+    held &= layout.compute_dtype.itemsize <= layout.reduce_dtype.itemsize and spec.parts < 3
     return nbytes, 0 if held else nbytes, nbytes * (max(spec.parts, 1 + accelerator) - 1)  # of an embedding's only rows
 
 

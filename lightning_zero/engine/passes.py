@@ -345,14 +345,13 @@ class Passes:
         rows: list[list[int]] = [report]
         if self._sharded:
             rows = self._schedule.close(report)
+            if self.reduce_gradients and not self._depth:  # a step follows, and before it the last shard takes memory
+                self._schedule.vacate()
         elif self._reduces and self._reducer is not None:
             rows = self.agree(f"backward {self._backwards} (of {self._scope})", report)
             rows = [row[: len(report)] for row in rows]
         if self._reducer is not None:
-            if self._reduces:
-                self._reducer.close(rows)
-            else:
-                self._reducer.keep_local()
+            self._reducer.close(rows) if self._reduces else self._reducer.keep_local()
         self.in_backward = False
         self._segment += 1
         if self._depth > 0:

@@ -142,12 +142,12 @@ def train(kind: str, stage: int, precision: Any) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_bits_are_those_of_ddp(precision: str) -> None:
     def fit(rank: int) -> list[str]:
         different = []
-        for kind in KINDS:
-            expected = train(kind, 0, precision)
+        for kind in KINDS:  # in mixed precision DDP computes in another way, and stage 1 keeps a first part where it was
+            expected = train(kind, 1 if precision == "bf16-mixed" else 0, precision)
             for stage in (1, 2, 3):
                 found = train(kind, stage, precision)
                 different += [f"{kind}, {stage}: {k}" for k in expected if not torch.equal(expected[k], found[k])]

@@ -27,6 +27,8 @@ from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["GradientBucket"]
 
+_FEW = 64  # elements
+
 
 class GradientBucket:
     """Gradients of one trainable layout.
@@ -189,12 +191,12 @@ class GradientBucket:
             view = self.views[position]
             if position in self._held:
                 held = self._held.pop(position)()
-                if held is not None and gradient.data_ptr() != view.data_ptr():  # a backward's around this one
+                if held is not None and held.data_ptr() != gradient.data_ptr():  # a backward's around this one
                     set_data(held, held.clone())
             if again and position not in self.merged:
                 view.add_(gradient)
-            elif gradient.data_ptr() != view.data_ptr():  # else it was held, or merged and the hooks left it there
-                view.copy_(gradient)
+            else:
+                _settle(gradient, view)
         self.merged.discard(position)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
@@ -207,11 +209,14 @@ class GradientBucket:
         What is returned may be added to until it arrives.
         """
         had = self.arrived[position] or self.used[position] or self.local[position] or self.launched
-        if self.views is None or had or position in self._held or part.dtype != self.views[position].dtype:
+        if self.views is None or had or position in self._held:
+            return part
+        view = self.views[position].view(-1)
+        if part.dtype.itemsize > view.dtype.itemsize:
             return part
         with untracked():
-            self.views[position].copy_(part)
-            held = self.views[position].detach()
+            held = view.view(part.dtype)[-part.numel() or None :].view(part.shape)  # at its end, so that it can widen
+            held.copy_(part)
         self._held[position], self.plain = TensorWeakRef(held), False
         return held
 
@@ -368,3 +373,17 @@ class GradientBucket:
             return [Copy(result, self._memory(whole=True), all(keeps))]
         pieces, views = cut(result, self.flat.slices), cut(self._memory(), self.flat.slices)
         return [Copy(piece, view, kept) for kept, view, piece in zip(keeps, views, pieces, strict=True)]
+
+
+def _settle(gradient: Tensor, view: Tensor) -> None:
+    """Copy a gradient to its place. It may be there already, or wait at the end of it in a narrower dtype."""
+    offset, start, numel = gradient.data_ptr() - view.data_ptr(), 0, view.numel()
+    if not 0 <= offset < view.nbytes:
+        view.copy_(gradient)
+    elif offset:
+        source, target = gradient.view(-1), view.view(-1)
+        while numel - start > _FEW:
+            end = (start + numel) // 2  # what is written up to there is nothing that is still to be read
+            target[start:end].copy_(source[start:end])
+            start = end
+        target[start:].copy_(source[start:].clone())

@@ -113,13 +113,10 @@ class GradientReducer:
         for bucket in self._siblings.get(unit, ()):
             if bucket.dirty and not bucket.launched and bucket.index not in self._ready:
                 self._ready[bucket.index] = None
-        # In the hook of a gradient, which autograd holds until the hook is over, and its shard takes memory. The last
-        # one is an embedding's, often the largest of all, and there is nothing left to overlap with.
-        self._launch_ready(len(self._queue) - 1)
-
-    def _launch_ready(self, end: int) -> None:
         order = self._queue
-        while self._next < end and order[self._next] in self._ready:
+        # Not the last one: its shard takes memory, and at the end of the backward there is room. It is an embedding's,
+        # often the largest of all, with nothing left to overlap with.
+        while self._next < len(order) - 1 and order[self._next] in self._ready:
             bucket = self.buckets[order[self._next]]
             self._launch(bucket)
             self._next += 1
@@ -131,11 +128,7 @@ class GradientReducer:
                 self._reducing.remove(bucket)
 
     def report(self) -> list[int]:
-        """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits.
-
-        Launches the last of what may go.
-        """
-        self._launch_ready(len(self._queue))
+        """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits."""
         touched = [bucket.touched for bucket in self.buckets]
         complete = [False not in b.arrived or all(map(b.has_gradient, range(len(b.arrived)))) for b in self.buckets]
         late = [bucket.launched and bucket.dirty for bucket in self.buckets]

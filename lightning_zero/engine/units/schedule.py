@@ -296,6 +296,8 @@ class UnitSchedule:
 
         Units that are frozen stay where they are. The same call on every rank, between phases.
         """
+        if self._streams.beside or self._collectives.abandoned:
+            return
         for unit in self._trained:
             if unit.storage is unit.home and not unit.pins:
                 unit.release()
