@@ -92,28 +92,30 @@ def test_a_gradient_that_is_kept_keeps_its_memory(shared: bool) -> None:
 
 
 class KeepsWeights(Net):
-    """Looks in the next step at an alias of a weight."""
+    """Looks in the next step at an alias of a weight, of its forward or of what is computed again in the backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
-        self.layers[1].register_forward_hook(self.keep)
+        self.checkpointed = checkpointed
+        self.layers[1].register_forward_pre_hook(self.keep)
         self.kept: list[Tensor] = []
 
-    def keep(self, layer: Any, args: Any, output: Any) -> None:
+    def keep(self, layer: Any, args: Any) -> None:
         self.kept = [layer[0].weight.detach().t()]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.seen += [bool(alias.isnan().all()) for alias in self.kept]
-        x = torch.full((2, WIDTH), 0.1 * (1 + batch_idx))
+        x = torch.full((2, WIDTH), 0.1 * (1 + batch_idx), requires_grad=self.checkpointed)
         for layer in self.layers:
-            x = x + layer(x)
+            x = x + (checkpoint(layer, x, use_reentrant=True) if self.checkpointed else layer(x))
         return x.square().mean()
 
 
 @WIRES
-def test_an_alias_of_a_weight_that_is_kept_keeps_its_memory(shared: bool) -> None:
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_an_alias_of_a_weight_that_is_kept_keeps_its_memory(shared: bool, checkpointed: bool) -> None:
     def run(rank: int) -> list[bool]:
-        net = KeepsWeights()
+        net = KeepsWeights(checkpointed)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="A tensor that shares memory with a weight")
             fit(net, 3)

@@ -258,7 +258,9 @@ class UnitSchedule:
                     return
                 self._part(unit.home)
             unit.poison(self._streams)
-        elif unit.storage is not unit.home and unit.storage is not unit.own:
+        elif unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
+            if unit.storage.key not in self._permanent:  # the home of others by now, if it is
+                self._left.append((WeakStorage(unit.storage.buffer), unit))
             unit.release()
 
     def memory_of(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
