@@ -223,16 +223,14 @@ def expected_memory(
     if not (peak and training):
         return rest
     missing, raw = _backward_nbytes(plan, accelerator)
-    backward = replace(rest, gradients=rest.gradients - missing, raw_gradients=raw)
-    backward = replace(backward, slots=_slots(plan) + fetched, gradient_slots=gradient_slots)
+    last = replace(rest, gradient_slots=gradient_slots)  # when the last shard comes, parameters have gone
+    backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=_slots(plan) + fetched)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
     else:
         step = _step_nbytes(plan, stepped, rank, optimizer, accelerator)
-    # When the last shard of gradients comes, parameters have gone.
-    moments = backward, replace(rest, gradient_slots=gradient_slots), replace(rest, temporaries=step)
-    return max(moments, key=lambda memory: memory.total)
+    return max(backward, last, replace(rest, temporaries=step), key=lambda memory: memory.total)
 
 
 def expected_host_memory(
@@ -319,13 +317,15 @@ def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
     missing, waiting = sum(shards), sum(kept for own in sizes for _, kept, _ in own)
     # Where nothing waits for further parts, the first one is made apart.
     moments = [(missing, waiting + max((first for own in sizes for first, kept, _ in own if not kept), default=0))]
-    for position, (shard, own) in enumerate(zip(shards, sizes, strict=True)):
-        moments += [(missing, waiting + max(more for _, _, more in own))]
+    late = 0  # what is reduced in another dtype comes to its shard when the next bucket needs the memory
+    for position, (layout, shard, own) in enumerate(zip(layouts, shards, sizes, strict=True)):
+        moments += [(missing + late, waiting + max(more for _, _, more in own))]
         missing -= shard
+        late = shard if layout.reduce_dtype != layout.dtype else 0
         waiting -= sum(kept for _, kept, _ in own)
         # The reduction begins while autograd still holds the last gradient of a bucket; not of the last bucket.
         if position + 1 < len(layouts):
-            moments += [(missing, waiting + own[0 if plan.placement.shards_parameters else -1][0])]
+            moments += [(missing + late, waiting + own[0 if plan.placement.shards_parameters else -1][0])]
     return max(moments, key=lambda found: found[1] - found[0])
 
 

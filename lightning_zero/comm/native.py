@@ -128,7 +128,7 @@ class NativeCollectives(Collectives):
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         with self.streams.gathering():
-            dist.broadcast(tensor, source, group=self.groups.gather)
+            dist.broadcast(tensor, group=self.groups.gather, group_src=source)
             event = self.streams.mark()
         return Pending(what, self.rank, event=event, streams=self.streams, keep=(tensor,))
 
@@ -154,16 +154,17 @@ class GlooCollectives(NativeCollectives):
         if source is not None:
             mine.copy_(source)
         works: list[Any] = []
+        group = self.groups.gather
         # Every rank starts with its neighbour, so that no rank is asked for everything at once.
         try:
             for step in range(1, self.world_size):
                 peer = (self.rank - step) % self.world_size
-                works.append(dist.irecv(buffer.narrow(0, peer * size, size), peer, group=self.groups.gather))
+                works.append(dist.irecv(buffer.narrow(0, peer * size, size), group=group, group_src=peer))
             for step in range(1, self.world_size):
-                works.append(dist.isend(mine, (self.rank + step) % self.world_size, group=self.groups.gather))
+                works.append(dist.isend(mine, group=group, group_dst=(self.rank + step) % self.world_size))
         except RuntimeError as error:
             raise_failure(what, self.rank, error)
-        return Pending(what, self.rank, works=works, keep=(buffer,), group=self.groups.gather)
+        return Pending(what, self.rank, works=works, keep=(buffer,), group=group)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         received, lent = self._receive_buffer(bucket, patience)
@@ -193,7 +194,7 @@ class GlooCollectives(NativeCollectives):
         return Pending(what, self.rank, works=[work], keep=(output, input), group=self.groups.reduce)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        work = dist.broadcast(tensor, source, group=self.groups.gather, async_op=True)
+        work = dist.broadcast(tensor, group=self.groups.gather, async_op=True, group_src=source)
         return Pending(what, self.rank, works=[work], keep=(tensor,), group=self.groups.gather)
 
     def _receive_buffer(self, bucket: Tensor, patience: float) -> tuple[Tensor, bool]:

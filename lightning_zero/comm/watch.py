@@ -329,6 +329,10 @@ def _wait_in(frame: FrameType | None) -> Wait | None:
             group: Any = frame.f_locals["group"] or dist.group.WORLD
             text, ranks = _text(frame, f"in {name} of {_description(group)}"), dist.get_process_group_ranks(group)
             return Wait((id(frame),), group.group_name, name, -1, tuple(ranks), text)
+    elif file == _AGREEMENTS and name == "_all_rows":
+        group = frame.f_locals["group"]
+        text, ranks = _text(frame, f"in an exchange of {_description(group)}"), dist.get_process_group_ranks(group)
+        return Wait((id(frame), frame.f_locals["had"]), group.group_name, "exchange", -1, tuple(ranks), text)
     elif file == _TRANSFERS and name == "wait":
         pending = frame.f_locals["self"]
         if (group := pending.group) is not None:
@@ -388,8 +392,9 @@ def _text(frame: FrameType, waits: str) -> str:
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _COLLECTIVES = dist.distributed_c10d.__file__
 _TRANSFERS = str(Path(_OURS, "comm", "collectives.py"))
+_AGREEMENTS = str(Path(_OURS, "comm", "control.py"))
 _PIPES = str(Path(_OURS, "comm", "shared_memory", "links.py"))
-_WAITING = {_COLLECTIVES, _TRANSFERS, _PIPES}
+_WAITING = {_COLLECTIVES, _AGREEMENTS, _TRANSFERS, _PIPES}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 

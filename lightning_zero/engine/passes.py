@@ -332,7 +332,7 @@ class Passes:
     def bucket_filled(self, bucket: GradientBucket) -> None:
         """Reduce a bucket whose last gradient has arrived, if no forward of its unit waits for its backward."""
         if self._reduces and self._reducer is not None and bucket.unit.outstanding == 0:
-            self._reducer.finish(bucket.unit.index)
+            self._reducer.finish([bucket])
 
     def end_backward(self) -> None:
         """Reduce what is left, agree that the backward is over, and show gradients to optimizers. Collective."""
@@ -442,7 +442,7 @@ class Passes:
             self.spans.end(unit.span)
         self._schedule.reshard(unit)
         if self._reducer is not None and self._reduces and unit.outstanding == 0:
-            self._reducer.finish(unit.index)
+            self._reducer.finish_unit(unit.index)
 
     def _memory_for_backward(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
         self.begin_backward()

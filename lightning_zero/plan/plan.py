@@ -299,8 +299,7 @@ class Plan:
 
     def collects_apart(self, unit: UnitPlan) -> bool:
         """Whether a unit's gradients are collected in a slot that no other unit has."""
-        slots = [other.gradient_slot for other in self.units]
-        return unit.gradient_slot is not None and slots.count(unit.gradient_slot) == 1
+        return unit.gradient_slot is not None and [u.gradient_slot for u in self.units].count(unit.gradient_slot) == 1
 
     @classmethod
     def build(

@@ -80,7 +80,7 @@ def _new_group(groups: Groups) -> None:
 
 
 PAIRS: dict[str, tuple[Callable[[Groups], None], Callable[[Groups], None], str]] = {
-    "two groups": (_agreement, _of_checkpoints, "all_gather of the group 'agreements'"),
+    "two groups": (_agreement, _of_checkpoints, "exchange of the group 'agreements'"),
     "making a group": (_agreement, _new_group, "for a new process group"),
 }
 

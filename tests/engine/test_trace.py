@@ -77,7 +77,7 @@ def trace(rank: int, stage: Any) -> dict[str, Counter[str]]:
 # tensors in its forward; a gradient of every parameter arrives, and is cleared by zero_grad.
 LIMITS = {
     1: {"forward": (101, 19), "backward": (160, 17)},
-    3: {"forward": (320, 25), "backward": (470, 22)},
+    3: {"forward": (325, 25), "backward": (480, 22)},
 }
 
 
@@ -86,6 +86,7 @@ def test_a_step_takes_few_calls_in_few_files(stage: int) -> None:
     found = run_world(2, trace, stage, environment={"LIGHTNING_ZERO_SHARED_MEMORY": "0"})[0]
     for phase, (calls, files) in LIMITS[stage].items():
         counted = Counter(found[phase])
+        del counted["comm/collectives.py <genexpr>"]  # looks whether transfers are over, until the other rank comes
         assert sum(counted.values()) <= calls, f"{phase}: {sum(counted.values())} calls: {counted.most_common(20)}"
         names = sorted({place.split()[0] for place in counted})
         assert len(names) <= files, f"{phase}: {names}"

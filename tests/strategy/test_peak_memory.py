@@ -80,22 +80,33 @@ class Peak(pl.Callback):
     """What is given out in the second step, beyond what was there at its beginning: up to the optimizer, and there."""
 
     def __init__(self) -> None:
-        self.passes, self.update = Allocations(), Allocations()
+        self.forward, self.backward, self.update = Allocations(), Allocations(), Allocations()
 
     def most(self, strategy: Any) -> int:
-        """At the worst moment, with slots that ranks have in common: of their pages the allocator does not know."""
-        in_common = sum(vacant(strategy).values())
-        *_, left = [0, *self.passes.totals()]
-        return max(self.passes.most + in_common, left + self.update.most)
+        """At the worst moment, with slots that ranks have in common: of their pages the allocator does not know.
+
+        They collect gradients, and are there from the backward on. Gradients of the step before are, in the forward.
+        """
+        left, most = 0, 0
+        parts = (self.forward, 0), (self.backward, sum(vacant(strategy).values())), (self.update, 0)
+        for part, in_common in parts:
+            most = max(most, left + part.most + in_common)
+            left += [0, *part.totals()][-1]
+        return most
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             gc.collect()  # what an earlier step has left in a cycle would be counted as given back by this one
-            self.passes.__enter__()
+            self.forward.__enter__()
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            self.forward.__exit__()
+            self.backward.__enter__()
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_idx == 1:
-            self.passes.__exit__()
+            self.backward.__exit__()
             self.update.__enter__()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -256,6 +267,6 @@ def test_the_count_sees_what_is_made_in_a_step() -> None:
             micro_steps=2,
             callbacks=[watch],
         )
-        return watch.passes.most
+        return watch.forward.most
 
     assert run_world(1, run)[0] == pytest.approx(8_000_000, rel=0.01)

@@ -139,6 +139,11 @@ class GradientBucket:
         """Whether any gradient arrived in the running backward or is left from earlier micro-steps."""
         return True in self.arrived or True in self.used or True in self.local
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is a part of a gradient that other parts are to come to."""
+        return bool(self._held)
+
     def drainable(self, seconds: float) -> bool:
         """Whether ``drain`` would return within ``seconds``."""
         return self.pending is None or self.pending.ready_within(seconds)

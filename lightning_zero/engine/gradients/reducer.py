@@ -100,7 +100,7 @@ class GradientReducer:
             self._claim(bucket)
         bucket.add(position, gradient)
         if reduce and not bucket.missing and bucket.unit.outstanding == 0:
-            self.finish(bucket.unit.index)
+            self.finish([bucket])
 
     def hold(self, bucket: GradientBucket, position: int, part: Tensor) -> Tensor:
         """Put the first part of a gradient where that is to be, if that memory is its unit's alone, and return it."""
@@ -108,10 +108,14 @@ class GradientReducer:
             self._claim(bucket)
         return bucket.hold(position, part) if bucket.lasting else part
 
-    def finish(self, unit: int) -> None:
+    def finish_unit(self, unit: int) -> None:
         """Note that a unit gets no more gradients in this backward, as far as can be told, and launch what may go."""
-        for bucket in self._siblings.get(unit, ()):
-            if bucket.dirty and not bucket.launched and bucket.index not in self._ready:
+        self.finish(self._siblings.get(unit, ()))
+
+    def finish(self, buckets: Sequence[GradientBucket]) -> None:
+        """The same of buckets."""
+        for bucket in buckets:
+            if bucket.dirty and not (bucket.launched or bucket.holds) and bucket.index not in self._ready:
                 self._ready[bucket.index] = None
         order = self._queue
         # Not the last one: its shard takes memory, and at the end of the backward there is room. It is an embedding's,
