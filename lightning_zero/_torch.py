@@ -62,12 +62,14 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def new_group(backend: str | None, timeout: timedelta | None, description: str) -> dist.ProcessGroup:
-    """A group of all ranks. Since 2.15 annotated as if it could be no group, as it is for a rank that is left out.
+def new_group(
+    backend: str | None, timeout: timedelta | None, description: str, ranks: list[int] | None = None
+) -> dist.ProcessGroup:
+    """A group of all ranks, or of some. Since 2.15 annotated as if it could be no group, as it is for the others.
 
     Collective: every rank of the default group.
     """
-    made: Any = dist.new_group(backend=backend, timeout=timeout, group_desc=description)
+    made: Any = dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=description)
     group: dist.ProcessGroup = made
     return group
 

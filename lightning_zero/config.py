@@ -22,6 +22,7 @@ __all__ = [
     "Offload",
     "Placement",
     "Residence",
+    "ShardWithin",
     "Stage",
     "Tier",
     "check_whole",
@@ -32,10 +33,12 @@ __all__ = [
     "validate_loaders",
     "validate_offload",
     "validate_prefetch",
+    "validate_shard_within",
     "validate_units",
 ]
 
 Stage = Literal[1, 2, 3]
+ShardWithin = Literal["node"] | int | None
 
 
 class Residence(Enum):
@@ -55,7 +58,7 @@ class Placement:
             gradients until the last micro-step of a step.
         optimizer: ``SHARDED`` lets every rank update its own part only. Always sharded here: that is what ZeRO is.
         span: ranks that share what is sharded; each such group holds all of it, and gradients are averaged across the
-            groups. ``None``: all ranks. So far a plan computes with a smaller one, and the engine refuses it.
+            groups. ``None``: all ranks.
 
     Source: ZeRO, sections 5.1 to 5.3 (arXiv:1910.02054); MiCS, for the span (arXiv:2205.00119).
     """
@@ -379,6 +382,19 @@ def validate_checkpoint(checkpoint: CheckpointPolicy) -> CheckpointPolicy:
     if not isinstance(checkpoint, CheckpointPolicy):
         raise ValueError(f"checkpoint must be a CheckpointPolicy, got {checkpoint!r}.")
     return checkpoint
+
+
+def validate_shard_within(within: object, offload: Offload | None) -> ShardWithin:
+    """Return who shares what is sharded, if it can be that; else raise ValueError."""
+    if within is None or within == "node":
+        found: ShardWithin = within
+    elif isinstance(within, str):
+        raise ValueError(f"shard_within must be 'node', a number of ranks or None, got {within!r}.")
+    else:
+        found = check_whole("shard_within", within, least=2, unit="ranks")
+    if found is not None and offload is not None:
+        raise ValueError("shard_within and offload do not go together yet: leave one of them out.")
+    return found
 
 
 def validate_offload(offload: Offload | None, placement: Placement) -> Offload | None:

@@ -86,7 +86,7 @@ def expected_traffic(plan: Plan, *, micro_steps: int = 1) -> Traffic:
         pieces = make_pieces(plan.buffers)
         buffers = sum((CollectiveTraffic(1, piece.nbytes, piece.nbytes) for piece in pieces), buffers)
     if plan.world_size > plan.group_size:
-        across = _flat((layout.shard_numel, layout.reduce_dtype) for layout in trainable)
+        across = _flat((layout.shard_numel, layout.dtype) for layout in trainable)
     if plan.group_size > 1:
         reduced = _flat((layout.numel, layout.reduce_dtype) for layout in trainable)
         if plan.placement.shards_gradients:

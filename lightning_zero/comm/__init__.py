@@ -9,7 +9,7 @@ from lightning_zero.comm.collectives import (
     WrappedCollectives,
 )
 from lightning_zero.comm.control import ControlGroup, Totals
-from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ
+from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ, shard_span
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives, choose_collectives
 from lightning_zero.comm.streams import Streams
 
@@ -29,4 +29,5 @@ __all__ = [
     "WrappedCollectives",
     "choose_collectives",
     "orders_differ",
+    "shard_span",
 ]

@@ -39,7 +39,7 @@ __all__ = [
 class CollectiveCall:
     """One collective as an observer sees it."""
 
-    kind: str  # ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``
+    kind: str  # ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, or ``all_reduce`` of shards
     what: str  # it carried, for people
     numel: int  # of the whole (unsharded) buffer
     nbytes: int  # the same in bytes
@@ -143,6 +143,8 @@ class Collectives(ABC):
         self.observers: list[Callable[[CollectiveCall], None]] = []
         self.abandoned = [] if abandoned is None else abandoned
         self.device = torch.device("cpu")
+        self.across: Collectives | None = None
+        """The wire between the ranks that have the same place in other shard groups; ``None``: there is only one."""
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -226,9 +228,23 @@ class Collectives(ABC):
         return self._all_to_all(output, input, list(output_splits), list(input_splits), what)
 
     def broadcast(self, tensor: Tensor, source: int, what: str = "") -> Pending:
-        """Overwrite ``tensor`` on every rank with the one of rank ``source``."""
+        """Overwrite ``tensor`` on every rank, of all shard groups, with the one of rank ``source`` of the first."""
         self._observe("broadcast", what, tensor)
+        if self.across is not None and self.rank == source:
+            self.across._broadcast(tensor, 0, what).wait()
         return self._broadcast(tensor, source, what)
+
+    def average_across(self, shard: Tensor, what: str) -> None:
+        """Average a shard in place with those of the other shard groups. Collective: all ranks, in one order."""
+        self._observe("all_reduce", what, shard)
+        wire = self.across or self
+        with untracked():
+            rest = -shard.numel() % wire.world_size
+            whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
+            wire._reduce_scatter(whole, wire.own_range(whole), what, PATIENCE_SECONDS).wait()
+            wire._all_gather(whole, what, None, None, None).wait()
+            if rest:
+                shard.copy_(whole[: shard.numel()])
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what collectives read: 1-D, all zeros. Where it makes no difference, it is ordinary memory."""
@@ -354,7 +370,7 @@ class WrappedCollectives(Collectives):
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.rank, inner.world_size, inner.abandoned)
         self.inner = inner
-        self.observers, self.device = inner.observers, inner.device
+        self.observers, self.device, self.across = inner.observers, inner.device, inner.across
 
     @property
     def buffers(self) -> Sequence[Tensor]:

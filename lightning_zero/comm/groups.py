@@ -34,6 +34,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import socket
 import time
 import weakref
 from collections import Counter
@@ -51,11 +52,20 @@ from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.sockets import connections
 from lightning_zero.comm.watch import watch_ranks
+from lightning_zero.config import ShardWithin
 
 if TYPE_CHECKING:
     from lightning_zero.comm.shared_memory.transport import Transport
 
-__all__ = ["COMMUNICATORS", "Groups", "ShardGroup", "destroy_default_group_at_exit", "order_launches", "orders_differ"]
+__all__ = [
+    "COMMUNICATORS",
+    "Groups",
+    "ShardGroup",
+    "destroy_default_group_at_exit",
+    "order_launches",
+    "orders_differ",
+    "shard_span",
+]
 
 COMMUNICATORS = "LIGHTNING_ZERO_COMMUNICATORS"
 """Environment variable: ``1`` or ``2`` on a device, for all stages; two if any rank asks for two."""
@@ -75,6 +85,22 @@ def orders_differ(device: torch.device, sharded: bool) -> bool:
     if device.type == "cpu":
         return True
     return sharded if not asked else asked == "2"
+
+
+def shard_span(within: ShardWithin, on_node: int, world_size: int) -> int | None:
+    """How many ranks share what is sharded; ``None``: all. ``on_node``: ranks of a node.
+
+    Raises ``ValueError`` if the ranks cannot be split so.
+    """
+    span = on_node if within == "node" else within
+    if span is None or span == world_size:
+        return None
+    if span == 1 or world_size % span:
+        raise ValueError(
+            f"shard_within={within!r}: {world_size} ranks cannot be split into groups of {span} that share their "
+            "shards. Take a number of ranks, 2 or more, that divides theirs, or leave it out."
+        )
+    return span
 
 
 def order_launches(device: torch.device) -> None:
@@ -127,14 +153,22 @@ class Groups:
     # let go of.
     abandoned: list[Pending] = field(default_factory=list)
     timeout: timedelta | None = None  # of any of their calls; ``None``: torch's default
+    across: Groups | None = None
+    """The ranks that hold the same shards as this one, where several groups of ranks hold all of them."""
 
     @classmethod
-    def create(cls, backend: str | None = None, timeout: timedelta | None = None, apart: bool = True) -> Groups:
+    def create(
+        cls,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        apart: bool = True,
+        span: int | None = None,
+    ) -> Groups:
         """The groups over all ranks of the default group; none for a single process.
 
         Made once per default group, backend and timeout: a process that runs many Trainers, one after the other, must
         not pile up threads and sockets. ``apart``: gathers and reductions have groups of their own, if any rank says so
-        or there are two by now.
+        or there are two by now. ``span``: so many ranks, one after the other, share what is sharded; ``None``: all.
 
         Collective: every rank of the default group.
         """
@@ -146,16 +180,22 @@ class Groups:
         for groups in list(_LIVE):
             if groups._default() is not default:
                 groups.destroy()  # their default group has ended, and nobody told them
-            elif groups._asked == (backend, timeout):
+            elif groups._asked == (backend, timeout, span):
                 groups._part(apart)
                 return groups
         rank, world_size = dist.get_rank(), dist.get_world_size()
         watch_ranks()
-        gather = _made(backend, timeout, "parameters")
+        size = span or world_size
+        gather = _made(backend, timeout, "parameters", span)
         control = ControlGroup(_made("gloo", timeout, "agreements"), rank, world_size)
         checkpoint = ControlGroup(_made("gloo", timeout, "checkpoints"), rank, world_size)
-        groups = cls(gather, gather, control, checkpoint, ShardGroup(rank, world_size), world_size, timeout=timeout)
-        groups._default, groups._asked = weakref.ref(default), (backend, timeout)
+        groups = cls(gather, gather, control, checkpoint, ShardGroup(rank % size, size), size, timeout=timeout)
+        if size < world_size:
+            replicas, first = ShardGroup(rank // size, world_size // size), rank // size * size
+            control.counted = slice(first, first + size)
+            same = _made(backend, timeout, "replicas", span, across=True)
+            groups.across = cls(same, same, control, checkpoint, replicas, replicas.world_size, timeout=timeout)
+        groups._default, groups._asked = weakref.ref(default), (backend, timeout, span)
         groups._part(apart)
         atexit.register(groups._at_exit)
         _LIVE.append(groups)
@@ -167,9 +207,14 @@ class Groups:
         self.told = ""  # what the log says about it
         self._owner = os.getpid()
         self._default: Callable[[], dist.ProcessGroup | None] = lambda: None  # weak: it ends without them
-        self._asked: tuple[str | None, timedelta | None] | None = None
+        self._asked: tuple[str | None, timedelta | None, int | None] | None = None
         self._meetings: Counter[str] = Counter()
         self._number = next(_NUMBERS)  # the store outlives the groups, so that its keys must not begin anew
+
+    @property
+    def span(self) -> int | None:
+        """How many ranks share what is sharded; ``None``: all."""
+        return None if self.across is None else self.shard.world_size
 
     @property
     def one_order(self) -> bool:
@@ -179,7 +224,19 @@ class Groups:
     def _part(self, apart: bool) -> None:
         """Give reductions a group of their own, if they have none and any rank needs that. Collective: every rank."""
         if self.one_order and self._asked is not None and self.control.agree_any(apart):
-            self.reduce = _made(*self._asked, "gradients")
+            backend, timeout, span = self._asked
+            self.reduce = _made(backend, timeout, "gradients", span)
+
+    def check_hosts(self) -> None:
+        """Raise ValueError, on all ranks, if those of a shard group are not on one host. Collective: every rank."""
+        hosts, size = self.control.gather_objects(socket.gethostname()), self.shard.world_size
+        for first in range(0, len(hosts), size):
+            if len(set(hosts[first : first + size])) > 1:
+                names = ", ".join(sorted(set(hosts[first : first + size])))
+                raise ValueError(
+                    f"shard_within='node': ranks {first} to {first + size - 1} are on the hosts {names}. Have the "
+                    "launcher number the ranks node by node (Slurm: --distribution=block), or give a number of ranks."
+                )
 
     def rendezvous(self, occasion: str, note: str, seconds: float) -> dict[int, str]:
         """Say that this rank is here, and see who else comes to their next call for this occasion.
@@ -219,6 +276,8 @@ class Groups:
             _LIVE.remove(self)
         groups = [self.gather, self.control.process_group, self.checkpoint.process_group]
         groups += [] if self.one_order else [self.reduce]
+        groups += [] if self.across is None else [self.across.gather]
+        self.across = None
         self.abandoned.clear()
         if self.transport is not None:
             self.transport.close()
@@ -235,12 +294,21 @@ class Groups:
             self.destroy()
 
 
-def _made(backend: str | None, timeout: timedelta | None, description: str) -> dist.ProcessGroup:
-    """A group of all ranks, whose connections are known. Collective: every rank."""
-    with connections.opened() as opened:
-        group = new_group(backend, timeout, description)
-    connections[group.group_name] = opened
-    return group
+def _made(
+    backend: str | None, timeout: timedelta | None, description: str, span: int | None = None, across: bool = False
+) -> dist.ProcessGroup:
+    """A group of all ranks, whose connections are known; or of the ``span`` ranks around this one, or (``across``) of
+    those in its place of every span. Collective: every rank.
+    """
+    rank, every = dist.get_rank(), [*range(dist.get_world_size())]
+    spans = [every[first : first + (span or len(every))] for first in range(0, len(every), span or len(every))]
+    for ranks in zip(*spans, strict=True) if across else spans:
+        with connections.opened() as opened:
+            group = new_group(backend, timeout, description, None if span is None else [*ranks])
+        if rank in ranks:
+            connections[group.group_name] = opened
+            found = group
+    return found
 
 
 _LIVE: list[Groups] = []  # not destroyed yet

@@ -38,6 +38,11 @@ def choose_collectives(groups: Groups, streams: Streams, device: torch.device) -
     """The collectives for ranks that compute on ``device``, of the same type on every rank. Collective: every rank."""
     if groups.shard.world_size == 1:
         return LocalCollectives(streams)
+    if groups.across is not None:
+        kind = GlooCollectives if device.type == "cpu" else NativeCollectives
+        within = kind(groups, streams)
+        within.across = kind(groups.across, streams)
+        return within
     if device.type != "cpu":
         return NativeCollectives(groups, streams)
     problem = _without_shared_memory(groups)
@@ -53,8 +58,6 @@ def choose_collectives(groups: Groups, streams: Streams, device: torch.device) -
 
 def _without_shared_memory(groups: Groups) -> str:
     """Connect the ranks through shared memory, once per groups. Returns why that is not so; empty if it is."""
-    if groups.shard.world_size < groups.control.world_size:
-        return "flat buffers are shared by some of the ranks only"
     refusals = groups.control.exchange([int(os.environ.get(SWITCH, "1") == "0"), int(sys.platform != "linux")])
     for rank, (off, foreign) in enumerate(refusals):
         if off:

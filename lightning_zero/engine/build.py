@@ -52,10 +52,10 @@ class UnitBuilder:
         placeholders: Placeholders,
         record: InitRecord | None,
     ) -> None:
-        if plan.group_size != plan.world_size:
+        if (plan.group_size, plan.world_size) != (collectives.world_size, control.world_size):
             raise ValueError(
-                f"The plan has shard groups of {plan.group_size} of {plan.world_size} ranks (Placement.span), but the "
-                "engine shares every flat buffer among all ranks. Leave `span` out."
+                f"The plan has shard groups of {plan.group_size} of {plan.world_size} ranks (Placement.span), the wire "
+                f"has groups of {collectives.world_size} of {control.world_size}."
             )
         self._module = module
         self._parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))

@@ -351,7 +351,7 @@ class Passes:
             rows = self.agree(f"backward {self._backwards} (of {self._scope})", report)
             rows = [row[: len(report)] for row in rows]
         if self._reducer is not None:
-            self._reducer.close(rows) if self._reduces else self._reducer.keep_local()
+            self._reducer.close(rows, self.reduce_gradients) if self._reduces else self._reducer.keep_local()
         self.in_backward = False
         self._segment += 1
         if self._depth > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,12 +19,14 @@ from lightning_zero.config import (
     CheckpointPolicy,
     Offload,
     Placement,
+    ShardWithin,
     choose_prefetch,
     validate_activations,
     validate_bucket_mib,
     validate_checkpoint,
     validate_offload,
     validate_prefetch,
+    validate_shard_within,
     validate_units,
 )
 from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine, engine_of
@@ -56,6 +58,7 @@ class SessionSettings:
 
     placement: Placement
     units: Sequence[str] | None = None
+    shard_within: ShardWithin = None
     bucket_mib: float = 25.0
     prefetch: int | None = None
     offload: Offload | None = None
@@ -70,7 +73,8 @@ class SessionSettings:
         validate_offload(self.offload, self.placement)
         validate_activations(self.activations)
         validate_checkpoint(self.checkpoint)
-        if not isinstance(self.broadcast_buffers, bool):
+        validate_shard_within(self.shard_within, self.offload)
+        if self.broadcast_buffers not in (True, False):
             raise ValueError(f"broadcast_buffers must be True or False, got {self.broadcast_buffers!r}.")
 
 
@@ -131,12 +135,11 @@ class ZeroSession:
         local_ranks: int = 1,
         wire: Callable[[Groups, Streams, torch.device], Collectives] = choose_collectives,
     ) -> None:
-        self.settings = settings
-        self.groups = groups
-        self.device = device
-        self.local_rank = local_rank
-        self.local_ranks = local_ranks
-        self.wire = wire
+        self.settings, self.groups = settings, groups
+        if settings.shard_within == "node":
+            groups.check_hosts()
+        self.device, self.wire = device, wire
+        self.local_rank, self.local_ranks = local_rank, local_ranks
         self.checkpoints = Checkpoints(settings.checkpoint, groups)
         self._engine: ZeroEngine | None = None
         self._buffers: BufferBroadcast | None = None
@@ -226,8 +229,8 @@ class ZeroSession:
         settings = self.settings
         return build_plan(
             module,
-            placement=settings.placement,
-            world_size=self.groups.shard.world_size,
+            placement=replace(settings.placement, span=self.groups.span),
+            world_size=self.groups.control.world_size,
             units=settings.units,
             bucket_mib=settings.bucket_mib,
             prefetch=choose_prefetch(settings.prefetch, at_once=collectives.gathers_at_once),

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Groups, orders_differ
+from lightning_zero.comm import Groups, orders_differ, shard_span
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
@@ -25,6 +25,7 @@ from lightning_zero.config import (
     LoaderPolicy,
     NvmeOffload,
     Placement,
+    ShardWithin,
     validate_loaders,
 )
 from lightning_zero.debug import note_optimizers
@@ -80,6 +81,8 @@ class ZeroStrategy(Loading):
         stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
         units: class names of the modules whose parameters are gathered together (stage 3), for example
             ``["TransformerBlock"]``; ``None`` finds them automatically.
+        shard_within: who shares what is sharded, ``"node"`` or so many ranks in a row; ``None``: all ranks. Each group
+            holds all of it, and averages gradients with the others before a step: less traffic between, more memory.
         bucket_mib: gradients reduced together in stages 1 and 2, in MiB. A single larger parameter is a bucket of its
             own.
         prefetch: units gathered ahead of the one that computes (stage 3); ``None``: one, where a gather takes time.
@@ -88,9 +91,7 @@ class ZeroStrategy(Loading):
         checkpoint: what is saved and how, and where the first weights come from.
         loaders: what happens where data end on some ranks earlier than on others.
         broadcast_buffers: whether all ranks get rank 0's buffers (running statistics) whenever DDP would give them.
-        accelerator: as for every Lightning strategy.
-        parallel_devices: as for every Lightning strategy.
-        cluster_environment: as for every Lightning strategy.
+        accelerator, parallel_devices, cluster_environment: as for every Lightning strategy.
         precision_plugin: ``ZeroPrecision``, or one of Lightning's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
         timeout: how long a rank waits for the others before it raises; also for their part of a checkpoint.
@@ -109,6 +110,7 @@ class ZeroStrategy(Loading):
         stage: Literal[1, 2, 3] = 3,
         *,
         units: Sequence[str] | None = None,
+        shard_within: ShardWithin = None,
         bucket_mib: float = 25.0,
         prefetch: int | None = None,
         offload: HostOffload | NvmeOffload | None = None,
@@ -126,6 +128,7 @@ class ZeroStrategy(Loading):
         self.settings = SessionSettings(
             placement=Placement.from_stage(stage),
             units=units,
+            shard_within=shard_within,
             bucket_mib=bucket_mib,
             prefetch=prefetch,
             offload=offload,
@@ -189,10 +192,7 @@ class ZeroStrategy(Loading):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         if io is not None:
-            raise ValueError(
-                "ZeroStrategy writes sharded directories itself and takes no checkpoint plugin, got "
-                f"{type(io).__name__}."
-            )
+            raise ValueError(f"ZeroStrategy writes directories itself and takes no checkpoint plugin, got {io!r}.")
 
     def setup_environment(self) -> None:
         """Join the process group, and make callbacks ready for their own set-up. Collective: every rank."""
@@ -264,8 +264,9 @@ class ZeroStrategy(Loading):
     def _begin_session(self) -> ZeroSession:
         """What runs, from the first time that it is asked for. Collective then: every rank."""
         if self._session is None:
-            apart = orders_differ(self.root_device, self.settings.placement.shards_parameters)
-            groups = Groups.create(self.process_group_backend, self._timeout, apart)
+            span = shard_span(self.settings.shard_within, self.num_processes, self.world_size)
+            apart = orders_differ(self.root_device, self.placement.shards_parameters)
+            groups = Groups.create(self.process_group_backend, self._timeout, apart, span)
             self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
         return self._session
 

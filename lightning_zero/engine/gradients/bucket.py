@@ -77,6 +77,8 @@ class GradientBucket:
         self.numbers = [0] * count
         """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
         self.merged: set[int] = set()  # what arrives next is the sum already
+        self.grouped = False
+        """Whether the averages in the shard are those of one shard group of several."""
         self.lasting = lasting
         self._held: dict[int, TensorWeakRef] = {}  # what autograd keeps of gradients whose other parts are to come
         self.arrived = [False] * count  # in the running round
@@ -288,6 +290,11 @@ class GradientBucket:
                         target.add_(source)
                     else:
                         target.copy_(source)
+
+    def average_across(self) -> None:
+        """Make averages of a shard group those of all ranks. Collective: every rank."""
+        self._collectives.average_across(self._memory(), self._what)
+        self.grouped = False
 
     def publish(self, used: Sequence[bool]) -> None:
         """Show the reduced gradients to the optimizer, and forget the backward.

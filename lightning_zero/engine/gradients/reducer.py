@@ -73,7 +73,7 @@ class GradientReducer:
         self._carved: dict[int, list[Tensor]] = {}  # by unit: its part of its slot, which never changes
         self._reducing: list[GradientBucket] = []  # launched, and to be brought to the host as soon as they are reduced
         self.holds_local = False
-        """Whether there are gradients that were never reduced: some micro-step ended without a reduction."""
+        """Whether there are gradients that were never reduced over all ranks, because more micro-steps are to come."""
 
     def open(self, name: str, uniform: bool = True) -> None:
         """Begin a backward. Those of one ``name`` share an order of buckets.
@@ -138,8 +138,10 @@ class GradientReducer:
         late = [bucket.launched and bucket.dirty for bucket in self.buckets]
         return [word for flags in (touched, complete, late) for word in _pack(flags)]
 
-    def close(self, rows: Sequence[Sequence[int]]) -> None:
+    def close(self, rows: Sequence[Sequence[int]], last: bool = True) -> None:
         """Reduce what is left, and publish. ``rows`` holds every rank's report.
+
+        Averages are those of this rank's shard group until the ``last`` backward before a step.
 
         Collective: every rank.
         """
@@ -166,13 +168,17 @@ class GradientReducer:
                 self._drain(bucket)
         used = self._agree_used(touched, complete)
         self._remember_order(touched)
+        grouped = self._wire.across is not None
         for bucket in self.buckets:
+            bucket.grouped |= grouped and touched[bucket.index]
+            if bucket.grouped and last:
+                bucket.average_across()
             if touched[bucket.index]:
                 bucket.publish(used[bucket.index])
             else:
                 bucket.reset()
         self._release_slots()
-        self.holds_local = False
+        self.holds_local = any(bucket.grouped for bucket in self.buckets)
 
     def keep_local(self) -> None:
         """End a backward without reducing; gradients stay where they are."""
