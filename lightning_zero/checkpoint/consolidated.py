@@ -23,16 +23,13 @@ from lightning_zero.checkpoint.format.items import Leaf, put_together
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.pieces import Pieces, write_bytes
-from lightning_zero.checkpoint.save import Divided, divide
+from lightning_zero.checkpoint.save import SUMMARY_KEY, Divided, divide
 from lightning_zero.checkpoint.storage.files import local_output
 from lightning_zero.checkpoint.storage.publish import StagedFile
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 
 __all__ = ["RANDOM_KEY", "SUMMARY_KEY", "by_parameter_index", "save_consolidated_file"]
-
-SUMMARY_KEY = "lightning_zero"
-"""Top-level key of what only this package wants to know of a checkpoint."""
 
 RANDOM_KEY = "random_state"
 """Under it: the state of every rank's random number generators, in sharded directories only."""

@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.format.dcp import (
     to_metadata,
     write_leaves,
 )
-from lightning_zero.checkpoint.format.flat_shard import FlatShard, linear
+from lightning_zero.checkpoint.format.flat_shard import FlatShard, linear, memory_identity
 from lightning_zero.checkpoint.format.items import Leaf, changed, check_savable, describe, digest, disagreement, split
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
@@ -52,7 +52,10 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["Divided", "divide", "new_file", "no_garbage_collection", "save_checkpoint_directory"]
+__all__ = ["SUMMARY_KEY", "Divided", "divide", "new_file", "no_garbage_collection", "save_checkpoint_directory"]
+
+SUMMARY_KEY = "lightning_zero"
+"""Top-level key of what only this package wants to know of a checkpoint."""
 
 
 def save_checkpoint_directory(
@@ -159,7 +162,7 @@ def divide(
         found, others = split(checkpoint)
         for leaf in found.values():
             check_savable(leaf)
-        leaves.update(found)
+        leaves.update(_once(found, control))
         rest.update(others)
         return digest(leaves), look(leaves)
 
@@ -172,6 +175,22 @@ def divide(
             raise CheckpointError(f"Could not {what}: the ranks hold different checkpoints: {conflict}.")
         known = {key for description in descriptions[: control.rank] for key in description}
     return Divided(leaves, rest, set(leaves) - known, [seen for _, seen in told])
+
+
+def _once(leaves: Mapping[str, Leaf], control: ControlGroup) -> Iterator[tuple[str, Leaf]]:
+    """Leave each shard to one of the groups of ranks that have the same: in the others nobody has any of it.
+
+    Names of one memory go to one group. Under ``SUMMARY_KEY`` there are rows of the ranks, of which no two are one.
+    """
+    size = len(range(control.world_size)[control.counted])
+    groups, mine = control.world_size // size, control.rank // size
+    first: dict[Any, str] = {}
+    for key, leaf in leaves.items():
+        if groups > 1 and isinstance(shard := leaf.value, FlatShard) and shard.local.numel():
+            name = first.setdefault(memory_identity(shard.local), key)
+            if leaf.path[0] != SUMMARY_KEY and zlib.crc32(name.encode()) % groups != mine:
+                leaf = leaf._replace(value=FlatShard(shard.local[:0], shard.shape, 0))
+        yield key, leaf
 
 
 @contextmanager

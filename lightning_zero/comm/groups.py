@@ -192,7 +192,7 @@ class Groups:
         groups = cls(gather, gather, control, checkpoint, ShardGroup(rank % size, size), size, timeout=timeout)
         if size < world_size:
             replicas, first = ShardGroup(rank // size, world_size // size), rank // size * size
-            control.counted = slice(first, first + size)
+            control.counted = checkpoint.counted = slice(first, first + size)
             same = _made(backend, timeout, "replicas", span, across=True)
             groups.across = cls(same, same, control, checkpoint, replicas, replicas.world_size, timeout=timeout)
         groups._default, groups._asked = weakref.ref(default), (backend, timeout, span)

@@ -1,0 +1,272 @@
+"""Shards within groups of ranks (``shard_within``): two groups of two, beside one of four and plain DDP."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import (
+    CheckpointPolicy,
+    HostOffload,
+    ZeroPrecision,
+    ZeroStrategy,
+    full_gradients,
+    full_parameters,
+    grad_norm,
+)
+from lightning_zero.analysis.traffic import expected_traffic
+from lightning_zero.comm import CollectiveCall, Groups
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import WorldError, run_world
+
+WIDTH = 24
+STEPS = 4
+
+
+class Net(pl.LightningModule):
+    """Blocks, a tied weight, a batch norm; and a block that only the ranks of the second group use, if ``uneven``."""
+
+    def __init__(self, seed: int = 0, uneven: bool = False, optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.uneven, self.kind = uneven, optimizer
+        self.embedding = nn.Embedding(37, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 33), nn.Linear(33, WIDTH)) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 37, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * int(batch) + self.global_rank)
+        tokens, targets = torch.randint(0, 37, (2, 8), generator=generator)
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            if not (self.uneven and index == 1 and self.global_rank < 2):
+                x = x + block(x)
+        return F.cross_entropy(self.head(self.norm(x)), targets)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if isinstance(self.trainer.strategy, ZeroStrategy):
+            self.norms.append(float(grad_norm(self)))
+        else:
+            self.norms.append(
+                float(torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None]).norm())
+            )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.kind == "adafactor":
+            return torch.optim.Adafactor(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def whole(module: Net) -> dict[str, Tensor]:
+    there = isinstance(module.trainer.strategy, ZeroStrategy)
+    with full_parameters(module) if there else nullcontext():
+        return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def fit(stage: int, within: Any, module: Net, steps: int = STEPS, **options: Any) -> Net:
+    if stage:
+        strategy: Any = ZeroStrategy(stage=stage, shard_within=within, units=["Sequential"])  # type: ignore[arg-type]
+    else:
+        strategy = DDPStrategy(find_unused_parameters=True)
+    with quiet():
+        make_trainer(strategy, **options).fit(module, DataLoader(range(steps), batch_size=None))
+    return module
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor], buffers: bool = True) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first if buffers or "norm" not in name)
+
+
+def near(first: dict[str, Tensor], second: dict[str, Tensor], tolerance: float = 2e-6) -> bool:
+    return all(torch.allclose(first[name], second[name], rtol=tolerance, atol=tolerance) for name in first)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}],
+    ids=["plain", "accumulated", "clipped"],
+)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_numbers_are_those_of_ddp(options: dict[str, Any], uneven: bool) -> None:
+    """All ranks have one model, whatever their seeds; stages agree bit for bit, and with DDP but for rounding."""
+
+    def run(rank: int) -> list[Any]:
+        expected = fit(0, None, Net(uneven=uneven), **options)
+        found = [fit(stage, 2, Net(seed=rank, uneven=uneven), **options) for stage in (1, 2, 3)]
+        assert all(near(whole(module), whole(expected)) for module in found)
+        assert same(whole(found[1]), whole(found[2]))
+        if "accumulate_grad_batches" not in options:  # stage 1 adds micro-steps up before it averages
+            assert same(whole(found[0]), whole(found[1]))
+        for module in found:
+            assert module.norms == pytest.approx(expected.norms, rel=1e-5)
+        return [whole(module) for module in found]
+
+    for others in zip(*run_world(4, run, timeout=180), strict=True):
+        assert all(same(other, others[0], buffers=False) for other in others)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_other_precisions(precision: str) -> None:
+    def run(rank: int) -> list[dict[str, Tensor]]:
+        flat, *found = (
+            whole(fit(stage, within, Net(), plugins=ZeroPrecision(precision)))
+            for stage, within in ((3, None), (1, 2), (2, 2), (3, 2))
+        )
+        assert same(found[0], found[1])
+        assert same(found[1], found[2])
+        assert near(found[2], flat, 5e-2)
+        return found
+
+    for others in zip(*run_world(4, run, timeout=120), strict=True):
+        assert all(same(other, others[0], buffers=False) for other in others)
+
+
+def test_an_optimizer_of_whole_parameters_and_writes() -> None:
+    def run(rank: int) -> None:
+        flat, grouped = (fit(3, within, Net(optimizer="adafactor")) for within in (None, 2))
+        # Not biases: their gradients are 0 but for rounding, and an optimizer that divides by their size steps on that.
+        expected = {name: value for name, value in whole(flat).items() if "blocks" in name and "bias" not in name}
+        assert near(expected, whole(grouped), 1e-4)
+        with full_parameters(grouped), torch.no_grad():
+            for parameter in grouped.parameters():
+                parameter.fill_(float(rank))  # rank 0's counts
+        assert all(bool((value == 0).all()) for name, value in whole(grouped).items() if "norm" not in name)
+
+    run_world(4, run, timeout=120)
+
+
+class Looks(Net):
+    """Has the whole gradients before a step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if isinstance(self.trainer.strategy, ZeroStrategy):
+            with full_gradients(self):
+                self.seen = {name: p.grad.detach().clone() for name, p in self.named_parameters() if p.grad is not None}
+        else:
+            self.seen = {name: p.grad.detach().clone() for name, p in self.named_parameters() if p.grad is not None}
+
+
+def test_gradients_are_averages_of_all_ranks() -> None:
+    def run(rank: int) -> None:
+        expected = fit(0, None, Looks(), steps=2).seen
+        for stage in (1, 2, 3):
+            assert near(fit(stage, 2, Looks(), steps=2).seen, expected)
+
+    run_world(4, run, timeout=120)
+
+
+@pytest.mark.parametrize("stages", [(3, 2, 3, None), (3, None, 3, 2), (2, 2, 3, None), (1, None, 2, 2)], ids=str)
+def test_checkpoints_go_in_and_out(tmp_path: Path, stages: tuple[int, Any, int, Any]) -> None:
+    """A run that is resumed with other groups and another stage is the uninterrupted one."""
+    before, within, after, then = stages
+
+    def run(rank: int) -> None:
+        net = fit(before, within, Net(), steps=2)
+        left, path = whole(net), tmp_path / "last.ckpt"
+        net.trainer.save_checkpoint(path)
+        resumed = Net(seed=5)
+        strategy = ZeroStrategy(stage=after, shard_within=then, units=["Sequential"])  # type: ignore[arg-type]
+        with quiet():
+            trainer = make_trainer(strategy, max_epochs=2)
+            trainer.fit(resumed, DataLoader(range(2), batch_size=None), ckpt_path=path)
+        unbroken = fit(before, within, Net(), steps=2, max_epochs=2)
+        assert near(whole(resumed), whole(unbroken))
+        loaded = Net(seed=6)
+        policy = CheckpointPolicy(initial_weights=str(path))
+        strategy = ZeroStrategy(stage=after, shard_within=then, units=["Sequential"], checkpoint=policy)  # type: ignore[arg-type]
+        with quiet():
+            make_trainer(strategy, max_steps=0).fit(loaded, DataLoader(range(1), batch_size=None))
+        assert same({k: v for k, v in whole(loaded).items() if "norm" not in k}, left)
+
+    run_world(4, run, timeout=180)
+
+
+class Counts(pl.Callback):
+    """Collectives of the last step, by kind: calls and bytes."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[int]] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *called: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == STEPS - 2:
+            trainer.strategy.engine.collectives.observers.append(self.count)  # type: ignore[attr-defined]
+
+    def count(self, call: CollectiveCall) -> None:
+        calls = self.found.setdefault(call.kind, [0, 0])
+        calls[0] += 1
+        calls[1] += call.nbytes
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_are_averaged_over_groups_once_in_a_step(stage: int) -> None:
+    def run(rank: int) -> tuple[Any, Any]:
+        counts = Counts()
+        module = fit(stage, 2, Net(), callbacks=[counts], accumulate_grad_batches=2)
+        expected = expected_traffic(module.trainer.strategy.engine.plan, micro_steps=2)  # type: ignore[attr-defined]
+        return counts.found, expected
+
+    for found, expected in run_world(4, run, timeout=120):
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            plan = getattr(expected, kind)
+            assert found[kind] == [plan.calls, plan.nbytes], kind
+
+
+class Steps(Net):
+    """Steps by hand on gradients that were averaged in this rank's group only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
+            self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+        return loss
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_before_groups_have_averaged_is_an_error(stage: int) -> None:
+    with pytest.raises(WorldError, match="never reduced over the ranks"):
+        run_world(4, lambda rank: fit(stage, 2, Steps(), steps=1), timeout=60)
+
+
+def test_what_cannot_be() -> None:
+    for wrong in ("host", 0, 1, 2.5, True):
+        with pytest.raises(ValueError, match="shard_within"):
+            ZeroStrategy(shard_within=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="do not go together"):
+        ZeroStrategy(shard_within="node", offload=HostOffload())
+    with pytest.raises(WorldError, match="3 ranks cannot be split into groups of 2"):
+        run_world(3, lambda rank: fit(3, 2, Net(), steps=1), timeout=60)
+
+    def elsewhere(rank: int) -> None:
+        socket.gethostname = lambda: f"node{rank % 2}"
+        Groups.create(span=2).check_hosts()
+
+    with pytest.raises(WorldError, match="ranks 0 to 1 are on the hosts node0, node1"):
+        run_world(4, elsewhere, timeout=60)
+
+
+def test_one_node_is_one_group() -> None:
+    def run(rank: int) -> Any:
+        module = fit(3, "node", Net())
+        assert same(whole(module), whole(fit(3, None, copy.deepcopy(Net()))))
+        return module.trainer.strategy.engine.collectives.across  # type: ignore[attr-defined]
+
+    assert run_world(2, run, timeout=60) == [None, None]
