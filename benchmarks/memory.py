@@ -6,10 +6,10 @@
 
 The engines of ``step_time.py`` train a batch of eight tokens, so that activations weigh next to nothing, with
 ``AdamW(fused=True)``. Each of them runs twice, alone. In one run torch's allocator counts what it gives out and takes
-back; memory that ranks share is added as the kernel counts it, each page divided by those who map it. In the other it
-is the process that is looked at, a thousand times a second: what it has in memory, less what it had before the model
-was built. At rest is after a step and its ``zero_grad``, the peak is that of a step in the steady state. Numbers are
-saved after every engine; earlier runs' cases and engines stay in the JSON until they are measured again.
+back; memory that ranks share is added as the kernel counts it at that moment, each page divided by those who map it. In
+the other it is the process that is looked at, a thousand times a second: what it has in memory, less what it had before
+the model was built. At rest is after a step and its ``zero_grad``, the peak is that of a step in the steady state.
+Numbers are saved after every engine; earlier runs' cases and engines stay in the JSON until they are measured again.
 
 ``narrow`` has 100 thin layers, in ``giant`` and ``untied`` most parameters are those of embedding and head. With
 ``--gate`` the command fails if ``zero3`` takes more than FSDP2, at rest or at the peak, or ``zero2`` more at the peak
@@ -19,9 +19,11 @@ than FSDP2 that gathers once. (At rest ``zero2`` has all weights, by definition,
 from __future__ import annotations
 
 import argparse
+import bisect
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,7 +58,7 @@ def watched(engine: Engine, task: Task, turns: Turns) -> None:
 
 
 def counted(engine: Engine, task: Task, turns: Turns) -> None:
-    """Train; the second report says what torch's allocator has given out, and the most of it since the first."""
+    """Train; the second report says what torch's allocator has given out, when, since the first."""
     count_all_threads()
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     ends: list[int] = []
@@ -68,7 +70,7 @@ def counted(engine: Engine, task: Task, turns: Turns) -> None:
             return {}
         recording.stop()
         totals = list(allocated(recording.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
-        return {"rest": totals[-1], "peak": max(totals)}
+        return {"rest": totals[-1][1], "totals": totals}
 
     turns.at_end = at_end
     engine.train(task, turns)
@@ -80,12 +82,22 @@ def count_all_threads() -> None:
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
-def allocated(nodes: Sequence[Any]) -> Iterator[int]:
-    """The allocator's count after each of its calls, in the order of time."""
+def allocated(nodes: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """The time (ns) and the allocator's count after each of its calls, in the order of time."""
     for node in sorted(nodes, key=lambda node: node.start_time_ns):
         if type(node.extra_fields).__name__ == "_ExtraFields_Allocation":
-            yield node.extra_fields.total_allocated
+            yield node.start_time_ns, node.extra_fields.total_allocated
         yield from allocated(node.children)
+
+
+def most_together(totals: Sequence[tuple[int, int]], common: Sequence[tuple[int, int]]) -> int:
+    """The most of two counts over time together; between two looks at the second one, the larger counts."""
+    times = [moment for moment, _ in common]
+    found = 0
+    for moment, total in totals:
+        after = bisect.bisect(times, moment)
+        found = max(found, total + max((nbytes for _, nbytes in common[max(0, after - 1) : after + 1]), default=0))
+    return found
 
 
 def expected(trainer: Any) -> dict[str, int]:
@@ -132,22 +144,22 @@ class Sampler(threading.Thread):
         pids: the processes.
 
     Attributes:
-        anonymous: bytes of each alone.
-        shared: bytes in common.
-        both: the most of the sum.
+        both: of each, the most that it had alone and in common together.
+        history: of each, times (ns), and what it had in common with others then.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self._pids, self._over = pids, threading.Event()
-        self.shared, self.both = [0] * len(pids), [0] * len(pids)
+        self.both = [0] * len(pids)
+        self.history: list[list[tuple[int, int]]] = [[] for _ in pids]
 
     def run(self) -> None:
         """Look again and again."""
         while not self._over.wait(0.001):
             for rank, pid in enumerate(self._pids):
                 in_common = shared(pid)
-                self.shared[rank] = max(self.shared[rank], in_common)
+                self.history[rank].append((time.time_ns(), in_common))
                 self.both[rank] = max(self.both[rank], in_common + anonymous(pid))
 
     def __enter__(self) -> Sampler:
@@ -178,12 +190,13 @@ def measure(engine: Engine, task: Task, ranks: int) -> dict[str, float]:
     world = World(ranks, partial(counted, engine, task), environment)
     try:
         world.turn(1)
-        counts = [report.extra for report in world.turn(1)]
+        with Sampler(world.pids) as looks:
+            counts = [report.extra for report in world.turn(1)]
     finally:
         world.close()
     found = {
         "rest": max(count["rest"] + common for count, common in zip(counts, in_common, strict=True)),
-        "peak": max(count["peak"] + common for count, common in zip(counts, most.shared, strict=True)),
+        "peak": max(most_together(count["totals"], seen) for count, seen in zip(counts, looks.history, strict=True)),
         "process_rest": max(a + b - e["before"] for a, b, e in zip(alone, in_common, extras, strict=True)),
         "process_peak": max(both - e["before"] for both, e in zip(most.both, extras, strict=True)),
     }
