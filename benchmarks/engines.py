@@ -23,6 +23,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from offload_training import GPT, VOCABULARY
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -110,15 +111,15 @@ def zero_redundancy(task: Task, turns: Turns) -> None:
     loop(task, turns, model, optimizer)
 
 
-def fsdp2(task: Task, turns: Turns, *, reshard: bool = True) -> None:
-    """``fully_shard`` of each block and of the rest."""
+def fsdp2(task: Task, turns: Turns, *, reshard: bool = True, mesh: DeviceMesh | None = None) -> None:
+    """``fully_shard`` of each block and of the rest; with a ``mesh`` of two dimensions, within its second one."""
     model = task.model()
     policy = MixedPrecisionPolicy()
     if task.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     loop(task, turns, model, make_optimizer(model.parameters()), cast=False)
 
 

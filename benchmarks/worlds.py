@@ -122,6 +122,7 @@ class World:
         fake_size: the default group is a fake one of so many ranks, of which this world is the first.
         threads: that each of them computes with; as many as there are cores for it, if it is not given.
         timeout: seconds that a turn may take, the first with its set-up included.
+        enter: called with the rank in its process, before anything connects.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class World:
         fake_size: int | None = None,
         threads: int | None = None,
         timeout: float = 600.0,
+        enter: Callable[[int], None] | None = None,
     ) -> None:
         self._timeout = timeout
         self._folder = tempfile.TemporaryDirectory()
@@ -142,7 +144,18 @@ class World:
         threads = threads or max(1, (os.cpu_count() or 1) // size)
         for rank in range(size):
             here, there = context.Pipe()
-            arguments = (rank, size, port, self._folder.name, environment or {}, fake_size, threads, train, there)
+            arguments = (
+                rank,
+                size,
+                port,
+                self._folder.name,
+                environment or {},
+                fake_size,
+                threads,
+                train,
+                there,
+                enter,
+            )
             process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -214,6 +227,7 @@ def _run_rank(
     threads: int,
     train: Callable[[Turns], None],
     pipe: Connection,
+    enter: Callable[[int], None] | None,
 ) -> None:
     os.environ.update({**launched(rank, size, port), **environment})
     if sys.platform == "linux":
@@ -225,6 +239,8 @@ def _run_rank(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     try:
+        if enter is not None:
+            enter(rank)
         if fake_size is not None:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=fake_size)
         else:

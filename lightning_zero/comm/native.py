@@ -90,12 +90,13 @@ class NativeCollectives(Collectives):
         super().__init__(groups.shard.rank, groups.shard.world_size, groups.abandoned)
         self.groups = groups
         self.streams, self.device = streams, streams.device
+        self._told = groups.control.rank  # the rank as errors name it
 
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         operation = dist.ReduceOp.SUM
         if largest:  # nccl's drops NaN; as integers, floats without a sign have the same order, and NaN is above all
             numbers, operation = numbers.view(torch.int64).bitwise_and_(2**63 - 1), dist.ReduceOp.MAX
-        with naming_failures(ABOUT_GRADIENTS, self.rank):
+        with naming_failures(ABOUT_GRADIENTS, self._told):
             dist.all_reduce(numbers, operation, group=self.groups.reduce, async_op=True).wait()
         return numbers.view(torch.float64)
 
@@ -109,7 +110,7 @@ class NativeCollectives(Collectives):
                 source = None
             all_gather_single(buffer, own if source is None else source, group=self.groups.gather)
             event = self.streams.mark()
-        return Pending(what, self.rank, event=event, streams=self.streams, keep=(buffer,))
+        return Pending(what, self._told, event=event, streams=self.streams, keep=(buffer,))
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         with self.streams.reducing():
@@ -119,7 +120,7 @@ class NativeCollectives(Collectives):
             if bucket.dtype != torch.float16:
                 shard.div_(self.groups.divisor)
             event = self.streams.mark()
-        return Pending(what, self.rank, event=event, streams=self.streams, keep=(bucket, shard))
+        return Pending(what, self._told, event=event, streams=self.streams, keep=(bucket, shard))
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
@@ -127,13 +128,13 @@ class NativeCollectives(Collectives):
         with self.streams.reducing():
             dist.all_to_all_single(output, input, output_splits, input_splits, group=self.groups.reduce)
             event = self.streams.mark()
-        return Pending(what, self.rank, event=event, streams=self.streams, keep=(output, input))
+        return Pending(what, self._told, event=event, streams=self.streams, keep=(output, input))
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         with self.streams.gathering():
             dist.broadcast(tensor, group=self.groups.gather, group_src=source)
             event = self.streams.mark()
-        return Pending(what, self.rank, event=event, streams=self.streams, keep=(tensor,))
+        return Pending(what, self._told, event=event, streams=self.streams, keep=(tensor,))
 
 
 class GlooCollectives(NativeCollectives):
@@ -166,8 +167,8 @@ class GlooCollectives(NativeCollectives):
             for step in range(1, self.world_size):
                 works.append(dist.isend(mine, group=group, group_dst=(self.rank + step) % self.world_size))
         except RuntimeError as error:
-            raise_failure(what, self.rank, error)
-        return Pending(what, self.rank, works=works, keep=(buffer,), group=group)
+            raise_failure(what, self._told, error)
+        return Pending(what, self._told, works=works, keep=(buffer,), group=group)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         received, lent = self._receive_buffer(bucket, patience)
@@ -176,14 +177,14 @@ class GlooCollectives(NativeCollectives):
         try:
             work = dist.all_to_all_single(received, bucket, group=self.groups.reduce, async_op=True)
         except RuntimeError as error:
-            raise_failure(what, self.rank, error)
+            raise_failure(what, self._told, error)
 
         def sum_in_rank_order() -> None:
             pieces = received.view(self.world_size, -1).unbind(0)
             self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.groups.divisor)
 
         keep, group = (bucket, shard), self.groups.reduce
-        pending = Pending(what, self.rank, works=[work], keep=keep, finish=sum_in_rank_order, group=group)
+        pending = Pending(what, self._told, works=[work], keep=keep, finish=sum_in_rank_order, group=group)
         if lent:
             self._receiving = pending
         return pending
@@ -194,11 +195,11 @@ class GlooCollectives(NativeCollectives):
         work = dist.all_to_all_single(
             output, input, output_splits, input_splits, group=self.groups.reduce, async_op=True
         )
-        return Pending(what, self.rank, works=[work], keep=(output, input), group=self.groups.reduce)
+        return Pending(what, self._told, works=[work], keep=(output, input), group=self.groups.reduce)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         work = dist.broadcast(tensor, group=self.groups.gather, async_op=True, group_src=source)
-        return Pending(what, self.rank, works=[work], keep=(tensor,), group=self.groups.gather)
+        return Pending(what, self._told, works=[work], keep=(tensor,), group=self.groups.gather)
 
     def _receive_buffer(self, bucket: Tensor, patience: float) -> tuple[Tensor, bool]:
         """The one receive buffer, once the reduction before has left it; fresh memory if that takes too long."""

@@ -246,6 +246,24 @@ def test_a_step_before_groups_have_averaged_is_an_error(stage: int) -> None:
         run_world(4, lambda rank: fit(stage, 2, Steps(), steps=1), timeout=60)
 
 
+class Fails(Net):
+    """One rank of the second group fails."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 3:
+            raise KeyError("mine")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_of_one_rank_ends_all_of_all_groups() -> None:
+    with pytest.raises(WorldError) as raised:
+        run_world(4, lambda rank: fit(3, 2, Fails()), timeout=60)
+    failures = raised.value.failures
+    assert failures.keys() == {0, 1, 2, 3}
+    assert failures[3].type == "KeyError"
+    assert all(failures[rank].message.startswith(f"Rank {rank}: ") for rank in range(3))
+
+
 def test_what_cannot_be() -> None:
     for wrong in ("host", 0, 1, 2.5, True):
         with pytest.raises(ValueError, match="shard_within"):
