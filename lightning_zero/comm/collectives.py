@@ -143,8 +143,7 @@ class Collectives(ABC):
         self.observers: list[Callable[[CollectiveCall], None]] = []
         self.abandoned = [] if abandoned is None else abandoned
         self.device = torch.device("cpu")
-        self.across: Collectives | None = None
-        """The wire between the ranks that have the same place in other shard groups; ``None``: there is only one."""
+        self.across: Collectives | None = None  # between the ranks of one place in several shard groups
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -237,7 +236,9 @@ class Collectives(ABC):
     def average_across(self, shard: Tensor, what: str) -> None:
         """Average a shard in place with those of the other shard groups. Collective: all ranks, in one order."""
         self._observe("all_reduce", what, shard)
-        wire = self.across or self
+        wire = self.across
+        if wire is None:
+            raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
         with untracked():
             rest = -shard.numel() % wire.world_size
             whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard

@@ -93,7 +93,7 @@ def shard_span(within: ShardWithin, on_node: int, world_size: int) -> int | None
     Raises ``ValueError`` if the ranks cannot be split so.
     """
     span = on_node if within == "node" else within
-    if span is None or span == world_size:
+    if span is None or world_size in (1, span):
         return None
     if span == 1 or world_size % span:
         raise ValueError(

@@ -332,7 +332,7 @@ def _wait_in(frame: FrameType | None) -> Wait | None:
     elif file == _AGREEMENTS and name == "_all_rows":
         group = frame.f_locals["group"]
         text, ranks = _text(frame, f"in an exchange of {_description(group)}"), dist.get_process_group_ranks(group)
-        return Wait((id(frame), frame.f_locals["had"]), group.group_name, "exchange", -1, tuple(ranks), text)
+        return Wait((id(frame), frame.f_locals.get("had", 0)), group.group_name, "exchange", -1, tuple(ranks), text)
     elif file == _TRANSFERS and name == "wait":
         pending = frame.f_locals["self"]
         if (group := pending.group) is not None:

@@ -74,7 +74,7 @@ class SessionSettings:
         validate_activations(self.activations)
         validate_checkpoint(self.checkpoint)
         validate_shard_within(self.shard_within, self.offload)
-        if self.broadcast_buffers not in (True, False):
+        if not isinstance(self.broadcast_buffers, bool):
             raise ValueError(f"broadcast_buffers must be True or False, got {self.broadcast_buffers!r}.")
 
 
@@ -138,8 +138,7 @@ class ZeroSession:
         self.settings, self.groups = settings, groups
         if settings.shard_within == "node":
             groups.check_hosts()
-        self.device, self.wire = device, wire
-        self.local_rank, self.local_ranks = local_rank, local_ranks
+        self.device, self.wire, self.local_rank, self.local_ranks = device, wire, local_rank, local_ranks
         self.checkpoints = Checkpoints(settings.checkpoint, groups)
         self._engine: ZeroEngine | None = None
         self._buffers: BufferBroadcast | None = None

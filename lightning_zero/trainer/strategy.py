@@ -140,11 +140,9 @@ class ZeroStrategy(Loading):
         self.placement, self.offload = self.settings.placement, offload
         self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
-        self.process_group_backend = process_group_backend
-        self._timeout = timeout
+        self.process_group_backend, self._timeout = process_group_backend, timeout
         self._session: ZeroSession | None = None
-        self._recorder = InitRecorder()
-        self._replaced = ReplacedMethods()
+        self._recorder, self._replaced = InitRecorder(), ReplacedMethods()
         self._laid_out = False  # in the running fit, validation, ...
         self._held = HeldSchedulers()
         self._averages: Averages | None = None
@@ -192,7 +190,8 @@ class ZeroStrategy(Loading):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         if io is not None:
-            raise ValueError(f"ZeroStrategy writes directories itself and takes no checkpoint plugin, got {io!r}.")
+            what = "writes sharded directories itself and takes no checkpoint plugin"
+            raise ValueError(f"ZeroStrategy {what}, got {type(io).__name__}.")
 
     def setup_environment(self) -> None:
         """Join the process group, and make callbacks ready for their own set-up. Collective: every rank."""

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy, full_parameters
+from lightning_zero import ZeroPrecision, ZeroStrategy, full_parameters
 from tests.helpers.allocator import Allocations
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
@@ -209,3 +209,22 @@ def test_one_tensor_of_its_size_is_all_there_is(stage: Any) -> None:
         assert nbytes <= most < 2 * nbytes
         # zero3 collects it in memory of its own, from the first part on: that is a moment.
         assert usual < nbytes / 2 if stage == 3 else usual > nbytes / 2
+
+
+@pytest.mark.parametrize("precisions", [("bf16-mixed", "float16"), ("16-mixed", "bfloat16")])
+def test_a_part_in_another_dtype_of_the_same_size_is_converted(precisions: tuple[str, str]) -> None:
+    def fit(rank: int) -> list[dict[str, Tensor]]:
+        found = []
+        for stage in (1, 2, 3):
+            module = Tied("plain")
+            plugin = ZeroPrecision(precisions[0], reduce_dtype=precisions[1])
+            with quiet():
+                make_trainer(ZeroStrategy(stage=stage), plugins=plugin).fit(  # type: ignore[arg-type]
+                    module, DataLoader(range(4), batch_size=None)
+                )
+            with full_parameters(module):
+                found.append({name: parameter.detach().clone() for name, parameter in module.named_parameters()})
+        return found
+
+    for first, *others in run_world(2, fit, timeout=60):
+        assert all(torch.equal(first[name], other[name]) for other in others for name in first)

@@ -219,7 +219,7 @@ class GradientBucket:
         if self.views is None or had or position in self._held:
             return part
         view = self.views[position].view(-1)
-        if part.dtype.itemsize > view.dtype.itemsize:
+        if part.dtype != view.dtype and part.dtype.itemsize >= view.dtype.itemsize:
             return part
         with untracked():
             held = view.view(part.dtype)[-part.numel() or None :].view(part.shape)  # at its end, so that it can widen
@@ -388,11 +388,17 @@ class GradientBucket:
 
 
 def _settle(gradient: Tensor, view: Tensor) -> None:
-    """Copy a gradient to its place. It may be there already, or wait at the end of it in a narrower dtype."""
+    """Copy a gradient to its place. It may be there already, or wait at the end of it in a narrower dtype.
+
+    What else lies there is some view of it that user code has made.
+    """
     offset, start, numel = gradient.data_ptr() - view.data_ptr(), 0, view.numel()
     if not 0 <= offset < view.nbytes:
         view.copy_(gradient)
-    elif offset:
+    elif gradient.dtype == view.dtype or not gradient.is_contiguous():
+        if offset or gradient.stride() != view.stride():
+            view.copy_(gradient.clone())
+    else:
         source, target = gradient.view(-1), view.view(-1)
         while numel - start > _FEW:
             end = (start + numel) // 2  # what is written up to there is nothing that is still to be read

@@ -205,6 +205,7 @@ class GradientReducer:
         orphans = [bucket.pending for bucket in self.buckets if bucket.pending is not None]
         for bucket in self.buckets:
             bucket.reset()
+            bucket.grouped = False
             for shard in bucket.flat.shards:
                 if shard.parameter is not None:
                     shard.parameter.grad = None
