@@ -5,8 +5,8 @@
 
 A host is a network namespace of Linux with a link of its own to a bridge, which ``tc tbf`` makes as thin as is asked
 for; its ranks are processes in it. They exchange everything over gloo, also within a host: shared memory would see that
-they are on one machine. The GPT of ``step_time.py`` is trained, and engines take turns. It takes root, ``ip`` and
-``tc``; without them nothing is measured. Shown are, for the host that sends most:
+they are on one machine. The GPT of ``step_time.py`` is trained by one engine after the other. It takes root, ``ip``
+and ``tc``; without them nothing is measured. Shown are, for the host that sends most:
 
 bytes/parameter  that left it in a step, as the link counts them, headers included
 ms               of a step, the median of the rounds
@@ -22,7 +22,7 @@ import os
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,6 @@ from lightning_zero import ZeroStrategy
 _NEWNET = 0x40000000
 _BRIDGE, _NAME, _LINK = "lzbr", "lz", "lzv"
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-GLOO = (("LIGHTNING_ZERO_SHARED_MEMORY", "0"),)
 
 
 @contextlib.contextmanager
@@ -99,19 +98,16 @@ def engines_for(ranks: int) -> dict[str, Engine]:
     found = {name: ENGINES[name] for name in ("ddp", "fsdp2")}
     found["fsdp2-node"] = replace(found["fsdp2"], label="FSDP2, sharded within a host", train=partial(hsdp, ranks))
     for stage in (1, 2, 3):
-        for within in (None, ranks):
-            name = f"zero{stage}" + ("" if within is None else "-node")
-            label = f"zero{stage}" + ("" if within is None else ", within a host")
-            strategy = partial(ZeroStrategy, stage, units=["Block"], shard_within=within)
-            train: Callable[..., None] = partial(lightning, strategy=strategy)
-            found[name] = replace(ENGINES[f"zero{stage}"], label=label, train=train, environment=GLOO)
+        found[f"zero{stage}"] = flat = replace(ENGINES[f"zero{stage}-gloo"], label=f"zero{stage}")
+        within = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"], shard_within=ranks))
+        found[f"zero{stage}-node"] = replace(flat, label=f"{flat.label}, within a host", train=within)
     return found
 
 
 def measure(engine: Engine, task: Task, count: int, ranks: int, rounds: int) -> tuple[float, float]:
     """Seconds of a step, and bytes that leave the host that sends most. Raises ``WorldFailed``."""
-    train = partial(engine.train, task)
-    world = World(count * ranks, train, dict(engine.environment), enter=partial(enter, ranks))
+    environment = dict(engine.environment)
+    world = World(count * ranks, partial(engine.train, task), environment, enter=partial(enter, ranks))
     seconds, moved = [], []
     try:
         world.turn(1)

@@ -384,17 +384,14 @@ def validate_checkpoint(checkpoint: CheckpointPolicy) -> CheckpointPolicy:
     return checkpoint
 
 
-def validate_shard_within(within: object, offload: Offload | None) -> ShardWithin:
-    """Return who shares what is sharded, if it can be that; else raise ValueError."""
-    if within is None or within == "node":
-        found: ShardWithin = within
-    elif isinstance(within, str):
-        raise ValueError(f"shard_within must be 'node', a number of ranks or None, got {within!r}.")
-    else:
-        found = check_whole("shard_within", within, least=2, unit="ranks")
-    if found is not None and offload is not None:
+def validate_shard_within(within: ShardWithin, offload: Offload | None) -> None:
+    """Who shares what is sharded is nobody in particular, a node, or two ranks or more; not with offload."""
+    if within is None:
+        return
+    if within != "node":
+        check_whole("shard_within, where it is not 'node',", within, least=2, unit="ranks")
+    if offload is not None:
         raise ValueError("shard_within and offload do not go together yet: leave one of them out.")
-    return found
 
 
 def validate_offload(offload: Offload | None, placement: Placement) -> Offload | None:

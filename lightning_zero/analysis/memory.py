@@ -308,12 +308,10 @@ def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
     is used once.
     """
     units = plan.units[::-1] if plan.placement.shards_parameters else plan.units
-    layouts = [layout for unit in units for layout in unit.trainable_layouts]
-    held = [plan.collects_apart(unit) for unit in units for _ in unit.trainable_layouts]
+    held, owned = plan.collecting_apart(), [(unit.index, la) for unit in units for la in unit.trainable_layouts]
+    layouts = [layout for _, layout in owned]
     shards = [_passing_nbytes(plan, layout) for layout in layouts]
-    sizes = [
-        [_parts(spec, la, own, accelerator) for spec in la.parameters] for la, own in zip(layouts, held, strict=True)
-    ]
+    sizes = [[_parts(spec, la, unit in held, accelerator) for spec in la.parameters] for unit, la in owned]
     missing, waiting = sum(shards), sum(kept for own in sizes for _, kept, _ in own)
     # Where nothing waits for further parts, the first one is made apart.
     moments = [(missing, waiting + max((first for own in sizes for first, kept, _ in own if not kept), default=0))]

@@ -178,7 +178,7 @@ def divide(
 
 
 def _once(leaves: Mapping[str, Leaf], control: ControlGroup) -> Iterator[tuple[str, Leaf]]:
-    """Leave each shard to one of the groups of ranks that have the same: in the others nobody has any of it.
+    """The leaves, each shard left to one of the groups of ranks that have the same: in others nobody has any of it.
 
     Names of one memory go to one group. Under ``SUMMARY_KEY`` there are rows of the ranks, of which no two are one.
     """

@@ -230,7 +230,7 @@ class Collectives(ABC):
         """Overwrite ``tensor`` on every rank, of all shard groups, with the one of rank ``source`` of the first."""
         self._observe("broadcast", what, tensor)
         if self.across is not None and self.rank == source:
-            self.across._broadcast(tensor, 0, what).wait()
+            self.across.broadcast(tensor, 0, what).wait()
         return self._broadcast(tensor, source, what)
 
     def average_across(self, shard: Tensor, what: str) -> None:
@@ -242,8 +242,8 @@ class Collectives(ABC):
         with untracked():
             rest = -shard.numel() % wire.world_size
             whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
-            wire._reduce_scatter(whole, wire.own_range(whole), what, PATIENCE_SECONDS).wait()
-            wire._all_gather(whole, what, None, None, None).wait()
+            wire.reduce_scatter(whole, wire.own_range(whole), what).wait()
+            wire.all_gather(whole, what).wait()
             if rest:
                 shard.copy_(whole[: shard.numel()])
 

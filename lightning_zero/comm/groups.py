@@ -300,8 +300,9 @@ def _made(
     """A group of all ranks, whose connections are known; or of the ``span`` ranks around this one, or (``across``) of
     those in its place of every span. Collective: every rank.
     """
-    rank, every = dist.get_rank(), [*range(dist.get_world_size())]
-    spans = [every[first : first + (span or len(every))] for first in range(0, len(every), span or len(every))]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    size = span or world_size
+    spans = [range(first, first + size) for first in range(0, world_size, size)]
     for ranks in zip(*spans, strict=True) if across else spans:
         with connections.opened() as opened:
             group = new_group(backend, timeout, description, None if span is None else [*ranks])

@@ -326,13 +326,9 @@ def _wait_in(frame: FrameType | None) -> Wait | None:
                 (id(frame),), _STORE, "new_group", groups_made(), _everyone(), _text(frame, "for a new process group")
             )
         if "group" in frame.f_locals:
-            group: Any = frame.f_locals["group"] or dist.group.WORLD
-            text, ranks = _text(frame, f"in {name} of {_description(group)}"), dist.get_process_group_ranks(group)
-            return Wait((id(frame),), group.group_name, name, -1, tuple(ranks), text)
-    elif file == _AGREEMENTS and name == "_all_rows":
-        group = frame.f_locals["group"]
-        text, ranks = _text(frame, f"in an exchange of {_description(group)}"), dist.get_process_group_ranks(group)
-        return Wait((id(frame), frame.f_locals.get("had", 0)), group.group_name, "exchange", -1, tuple(ranks), text)
+            return _last_of_group(frame, name)
+    elif file == _AGREEMENTS and name == "_all_rows" and "had" in frame.f_locals:
+        return _last_of_group(frame, "exchange", frame.f_locals["had"])
     elif file == _TRANSFERS and name == "wait":
         pending = frame.f_locals["self"]
         if (group := pending.group) is not None:
@@ -347,6 +343,13 @@ def _wait_in(frame: FrameType | None) -> Wait | None:
             key = (id(outer), outer.f_locals["self"].turns)
             return Wait(key, "", "", 0, _everyone(), _text(outer, "for other ranks"))
     return None
+
+
+def _last_of_group(frame: FrameType, operation: str, *moment: int) -> Wait:
+    """The wait in the last operation of the group that a frame knows; ``moment`` tells its stretches apart."""
+    group: Any = frame.f_locals["group"] or dist.group.WORLD
+    text, ranks = _text(frame, f"in {operation} of {_description(group)}"), dist.get_process_group_ranks(group)
+    return Wait((id(frame), *moment), group.group_name, operation, -1, tuple(ranks), text)
 
 
 def _everyone() -> tuple[int, ...]:

@@ -230,6 +230,7 @@ def build_reducer(
     device = tiers.device
     tiers.transfers.reserve(STAGING_BUFFERS, *plan.staging_nbytes)
     rings = [Slot(collectives.allocate(slot.nbytes, torch.uint8, device)) for slot in plan.gradient_slots]
+    collecting_apart = plan.collecting_apart()
     buckets: list[GradientBucket] = []
     slots: list[Slot | None] = []
     for unit in units:
@@ -248,8 +249,8 @@ def build_reducer(
             else:
                 shard = tiers.allocate(flat.rest.gradients, layout.shard_numel, layout.dtype, name)
             transfers = tiers.transfers if flat.rest.offloaded else None
-            lasting = plan.collects_apart(unit.plan)
-            buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers, lasting))
+            apart = unit.index in collecting_apart
+            buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers, apart))
             ring = unit.plan.gradient_slot
             slots.append(rings[ring] if ring is not None and resident is None else None)
     return GradientReducer(buckets, slots, collectives, control, spans, forwards=plan.placement.shards_parameters)

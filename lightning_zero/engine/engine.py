@@ -121,8 +121,7 @@ class ZeroEngine(Passes):
         self.access.writes.compare([row[0] for row in rows], self.control)
         if differ is not None and any(row != rows[0] for row in rows):
             differ(self.control)
-        self._schedule.vacate()
-        if self._reducer is not None and not (self.tiers.streams.beside or self.collectives.abandoned):
+        if self._schedule.vacate() and self._reducer is not None:
             self._reducer.vacate()
         self.updating, self.access.stepping = True, running
         self._running["step"] = self.spans.begin(Phase.STEP, label)

@@ -297,9 +297,10 @@ class Plan:
         """sha256 over ``summary_lines()``, as 64 hexadecimal digits."""
         return hashlib.sha256("\n".join(self.summary_lines()).encode()).hexdigest()
 
-    def collects_apart(self, unit: UnitPlan) -> bool:
-        """Whether a unit's gradients are collected in a slot that no other unit has."""
-        return unit.gradient_slot is not None and [u.gradient_slot for u in self.units].count(unit.gradient_slot) == 1
+    def collecting_apart(self) -> frozenset[int]:
+        """Indices of the units whose gradients are collected in a slot that no other unit has."""
+        users = Counter(unit.gradient_slot for unit in self.units)
+        return frozenset(u.index for u in self.units if u.gradient_slot is not None and users[u.gradient_slot] == 1)
 
     @classmethod
     def build(
@@ -442,9 +443,8 @@ def assign_slots(
                 slots.append(slot := {})
             slot[place] = level[place]
         sharing += [sorted(slot.values()) for slot in slots]
-    assigned: list[int | None] = [None] * len(nbytes)
-    for index, users in enumerate(sorted(sharing)):
-        for unit in users:
-            assigned[unit] = index
-    largest = (max(nbytes[unit] or 0 for unit in users) for users in sorted(sharing))
-    return tuple(assigned), tuple(SlotPlan(index, size) for index, size in enumerate(largest))
+    sharing.sort()
+    assigned = {unit: index for index, users in enumerate(sharing) for unit in users}
+    largest = (max(nbytes[unit] or 0 for unit in users) for users in sharing)
+    slots_of = tuple(map(assigned.get, range(len(nbytes))))
+    return slots_of, tuple(SlotPlan(index, size) for index, size in enumerate(largest))

@@ -153,10 +153,7 @@ class Looks(Net):
     """Has the whole gradients before a step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if isinstance(self.trainer.strategy, ZeroStrategy):
-            with full_gradients(self):
-                self.seen = {name: p.grad.detach().clone() for name, p in self.named_parameters() if p.grad is not None}
-        else:
+        with full_gradients(self) if isinstance(self.trainer.strategy, ZeroStrategy) else nullcontext():
             self.seen = {name: p.grad.detach().clone() for name, p in self.named_parameters() if p.grad is not None}
 
 

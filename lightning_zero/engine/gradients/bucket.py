@@ -40,7 +40,7 @@ class GradientBucket:
         shard: 1-D, of the master dtype; what the optimizer's ``.grad`` are views of. ``None``: memory that is there
             from a reduction on until nobody has a gradient in it any more.
         resident: the full buffer, where full gradients stay between micro-steps; ``None``: one is claimed per backward.
-        lasting: whether the buffer that is claimed is no other unit's for all of the backward.
+        apart: whether the buffer that is claimed is no other unit's for all of the backward.
         collectives: the wire.
         transfers: what brings reduced gradients to ``shard`` where that is on the host; ``None`` where it is not.
 
@@ -57,7 +57,7 @@ class GradientBucket:
         resident: Tensor | None,
         collectives: Collectives,
         transfers: Transfers | None = None,
-        lasting: bool = False,
+        apart: bool = False,
     ) -> None:
         self.index = index
         self.unit = unit
@@ -79,7 +79,7 @@ class GradientBucket:
         self.merged: set[int] = set()  # what arrives next is the sum already
         self.grouped = False
         """Whether the averages in the shard are those of one shard group of several."""
-        self.lasting = lasting
+        self.apart = apart
         self._held: dict[int, TensorWeakRef] = {}  # what autograd keeps of gradients whose other parts are to come
         self.arrived = [False] * count  # in the running round
         self.local = [False] * count  # holds unreduced gradients of earlier micro-steps
@@ -215,7 +215,7 @@ class GradientBucket:
 
         What is returned may be added to until it arrives.
         """
-        had = self.arrived[position] or self.used[position] or self.local[position] or self.launched
+        had = self.has_gradient(position) or self.launched
         if self.views is None or had or position in self._held:
             return part
         view = self.views[position].view(-1)

@@ -104,16 +104,18 @@ class GradientReducer:
 
     def hold(self, bucket: GradientBucket, position: int, part: Tensor) -> Tensor:
         """Put the first part of a gradient where that is to be, if that memory is its unit's alone, and return it."""
-        if bucket.lasting and bucket.full is None:
+        if not bucket.apart:
+            return part
+        if bucket.full is None:
             self._claim(bucket)
-        return bucket.hold(position, part) if bucket.lasting else part
+        return bucket.hold(position, part)
 
     def finish_unit(self, unit: int) -> None:
         """Note that a unit gets no more gradients in this backward, as far as can be told, and launch what may go."""
         self.finish(self._siblings.get(unit, ()))
 
     def finish(self, buckets: Sequence[GradientBucket]) -> None:
-        """The same of buckets."""
+        """Note that these get no more gradients in this backward, as far as can be told, and launch what may go."""
         for bucket in buckets:
             if bucket.dirty and not (bucket.launched or bucket.holds) and bucket.index not in self._ready:
                 self._ready[bucket.index] = None

@@ -293,19 +293,21 @@ class UnitSchedule:
             self._fetcher.forget()
         self._order.forget(units)
 
-    def vacate(self) -> None:
+    def vacate(self) -> bool:
         """Give the memory of slots back until they are needed again, where there is no device with memory of its own.
 
-        Units that are frozen stay where they are. The same call on every rank, between phases.
+        Units that are frozen stay where they are. The same call on every rank, between phases. Returns whether memory
+        is given back now.
         """
         if self._streams.beside or self._collectives.abandoned:
-            return
+            return False
         for unit in self._trained:
             if unit.storage is unit.home and not unit.pins:
                 unit.release()
         self._order.forget([unit.index for unit in self._trained])
         for slot in {id(unit.home): unit.home for unit in self.sharded}.values():
             slot.vacate(self._collectives)
+        return True
 
     def abandon(self) -> None:
         """Forget every claim after an error in the middle of a step."""
