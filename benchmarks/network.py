@@ -35,9 +35,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from worlds import Turns, World, WorldFailed
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.comm.hosts import RANKS_PER_HOST
 
 _NEWNET = 0x40000000
-_BRIDGE, _NAME, _LINK = "lzbr", "lz", "lzv"
+_BRIDGE, _NAME, _LINK = (f"{kind}{os.getpid():x}" for kind in ("lzb", "lz", "lzv"))  # before ranks are forked
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -48,20 +49,20 @@ def hosts(count: int, rate: str) -> Iterator[None]:
         _call("ip", "link", "add", _BRIDGE, "type", "bridge")
         _call("ip", "link", "set", _BRIDGE, "up")
         for host in range(count):
-            inside = ("ip", "-n", f"{_NAME}{host}")
-            _call("ip", "netns", "add", f"{_NAME}{host}")
-            _call("ip", "link", "add", f"{_LINK}{host}", "type", "veth", "peer", "name", f"{_LINK}p{host}")
-            _call("ip", "link", "set", f"{_LINK}{host}", "netns", f"{_NAME}{host}")
+            inside = ("ip", "-n", f"{_NAME}-{host}")
+            _call("ip", "netns", "add", f"{_NAME}-{host}")
+            _call("ip", "link", "add", f"{_LINK}-{host}", "type", "veth", "peer", "name", f"{_LINK}p{host}")
+            _call("ip", "link", "set", f"{_LINK}-{host}", "netns", f"{_NAME}-{host}")
             _call("ip", "link", "set", f"{_LINK}p{host}", "master", _BRIDGE, "up")
-            _call(*inside, "address", "add", f"10.77.0.{host + 1}/24", "dev", f"{_LINK}{host}")
-            _call(*inside, "link", "set", f"{_LINK}{host}", "up")
+            _call(*inside, "address", "add", f"10.77.0.{host + 1}/24", "dev", f"{_LINK}-{host}")
+            _call(*inside, "link", "set", f"{_LINK}-{host}", "up")
             _call(*inside, "link", "set", "lo", "up")
             shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
-            _call("ip", "netns", "exec", f"{_NAME}{host}", "tc", "qdisc", "add", "dev", f"{_LINK}{host}", *shape)
+            _call("ip", "netns", "exec", f"{_NAME}-{host}", "tc", "qdisc", "add", "dev", f"{_LINK}-{host}", *shape)
         yield
     finally:
         for host in range(count):
-            subprocess.run(["ip", "netns", "del", f"{_NAME}{host}"], capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "del", f"{_NAME}-{host}"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", _BRIDGE], capture_output=True, check=False)
 
 
@@ -74,11 +75,11 @@ def _call(*command: str) -> None:
 def enter(ranks: int, rank: int) -> None:
     """Move this rank's process to its host."""
     host = rank // ranks
-    namespace = os.open(f"/var/run/netns/{_NAME}{host}", os.O_RDONLY)
+    namespace = os.open(f"/var/run/netns/{_NAME}-{host}", os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(namespace, _NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
     os.close(namespace)
-    os.environ["GLOO_SOCKET_IFNAME"] = f"{_LINK}{host}"
+    os.environ["GLOO_SOCKET_IFNAME"] = f"{_LINK}-{host}"
 
 
 def sent(count: int) -> list[int]:
@@ -98,9 +99,12 @@ def engines_for(ranks: int) -> dict[str, Engine]:
     found = {name: ENGINES[name] for name in ("ddp", "fsdp2")}
     found["fsdp2-node"] = replace(found["fsdp2"], label="FSDP2, sharded within a host", train=partial(hsdp, ranks))
     for stage in (1, 2, 3):
-        found[f"zero{stage}"] = flat = replace(ENGINES[f"zero{stage}-gloo"], label=f"zero{stage}")
+        flat = replace(ENGINES[f"zero{stage}-gloo"], label=f"zero{stage}, flat")
+        by_host = (*flat.environment, (RANKS_PER_HOST, str(ranks)))  # as they are on one machine
+        found[f"zero{stage}"] = replace(flat, label=f"zero{stage}", environment=by_host)
+        found[f"zero{stage}-flat"] = flat
         within = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"], shard_within=ranks))
-        found[f"zero{stage}-node"] = replace(flat, label=f"{flat.label}, within a host", train=within)
+        found[f"zero{stage}-node"] = replace(flat, label=f"zero{stage}, within a host", train=within)
     return found
 
 
@@ -126,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="10m")
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="on each host, 2 or more (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="on each host (default: %(default)s)")
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="of a link: 10gbit, 200mbit, ...")
     parser.add_argument("--tokens", type=int, nargs=2, default=(2, 64), help="a rank's sequences and their length")
     parser.add_argument("--engines", nargs="+", choices=engines_for(2), default=list(engines_for(2)))

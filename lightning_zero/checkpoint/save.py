@@ -182,7 +182,7 @@ def _once(leaves: Mapping[str, Leaf], control: ControlGroup) -> Iterator[tuple[s
 
     Names of one memory go to one group. Under ``SUMMARY_KEY`` there are rows of the ranks, of which no two are one.
     """
-    size = len(range(control.world_size)[control.counted])
+    size = len(control.counted)
     groups, mine = control.world_size // size, control.rank // size
     first: dict[Any, str] = {}
     for key, leaf in leaves.items():

@@ -22,7 +22,6 @@ from lightning_zero.comm.streams import Event, Streams
 PATIENCE_SECONDS = 2.0
 _SHORTEST_PAUSE_SECONDS = 0.0001
 _LONGEST_PAUSE_SECONDS = 0.002
-_CHUNK_NBYTES = 2**19  # summed apart and written over this rank's own: few calls, and still in a core's cache
 
 __all__ = [
     "PATIENCE_SECONDS",
@@ -30,7 +29,6 @@ __all__ = [
     "Collectives",
     "LocalCollectives",
     "Pending",
-    "RankOrderSum",
     "WrappedCollectives",
 ]
 
@@ -407,44 +405,3 @@ class WrappedCollectives(Collectives):
 
     def _broadcast(self, *arguments: Any, **named: Any) -> Pending:
         return self.inner.broadcast(*arguments, **named)
-
-
-class RankOrderSum:
-    """Averages one tensor per rank: ``((first + second) + third + ...) / divisor``, each step rounded to the dtype."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._scratch: dict[torch.dtype, Tensor] = {}
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """Memory that is kept: of each dtype one chunk, on ranks above 1 that sum in place."""
-        return tuple(self._scratch.values())
-
-    def into(self, result: Tensor, pieces: Sequence[Tensor], divisor: int) -> None:
-        """Write the average of at least two 1-D tensors in rank order; a divisor of 1 where they were divided before.
-
-        ``result`` may be the memory of this rank's piece, and of no other one.
-        """
-        # What is there has not been added yet, so that the first ones must not be written over it.
-        apart = self._rank > 1 and pieces[self._rank].data_ptr() == result.data_ptr()
-        size = _CHUNK_NBYTES // result.itemsize if apart else max(1, result.numel())
-        for total, first, second, *others in zip(result.split(size), *(p.split(size) for p in pieces), strict=True):
-            target = self._chunk(result.dtype, min(size, result.numel()), total.numel()) if apart else total
-            torch.add(first, second, out=target)
-            for rank, other in enumerate(others, 2):
-                if apart and rank == self._rank:
-                    target = torch.add(target, other, out=total)
-                else:
-                    target.add_(other)
-            if divisor & (divisor - 1):
-                total.div_(divisor)
-            elif divisor != 1:
-                total.mul_(1 / divisor)  # exact for a power of two, hence the same bits, and faster
-
-    def _chunk(self, dtype: torch.dtype, most: int, numel: int) -> Tensor:
-        scratch = self._scratch.get(dtype)
-        if scratch is None or scratch.numel() < most:
-            with torch.inference_mode(False):
-                scratch = self._scratch[dtype] = torch.empty(most, dtype=dtype)
-        return scratch.narrow(0, 0, numel)

@@ -82,17 +82,17 @@ class ControlGroup:
         self.world_size = world_size
         self.shortcut: Callable[[bytes, str], list[bytes] | None] | None = None
         """A faster way for few bytes, where all ranks are on one host; its answer is ``None`` where they are many."""
-        self.counted = slice(None)
-        """The ranks whose parts make up a whole: where several groups of ranks have the same, those of this one's."""
+        self.counted: Sequence[int] = range(world_size)
+        """The ranks whose parts make up a whole, in its order: where several groups have the same, this one's."""
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's 64-bit integers in rank order, equally many on each. Collective: every rank."""
         return self._exchange("q", values, ANY_AGREEMENT)
 
     def total(self, numbers: torch.Tensor, largest: bool = False) -> torch.Tensor:
-        """As ``Totals`` has it: summed in rank order. Collective: every rank."""
-        rows = self._exchange("d", numbers.tolist(), ABOUT_GRADIENTS)[self.counted]
-        values = torch.tensor(rows, dtype=torch.float64, device="cpu")
+        """As ``Totals`` has it: summed in the order of the parts. Collective: every rank."""
+        rows = self._exchange("d", numbers.tolist(), ABOUT_GRADIENTS)
+        values = torch.tensor([rows[rank] for rank in self.counted], dtype=torch.float64, device="cpu")
         return values.amax(0) if largest else sum(values[1:], values[0])
 
     def _exchange(self, code: str, values: Sequence[Any], what: str) -> list[list[Any]]:

@@ -38,7 +38,7 @@ import socket
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -50,6 +50,8 @@ import torch.distributed as dist
 from lightning_zero._torch import default_store, new_group
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup
+from lightning_zero.comm.hosts import find_hosts, places_by_host
+from lightning_zero.comm.relay import Relay
 from lightning_zero.comm.sockets import connections
 from lightning_zero.comm.watch import watch_ranks
 from lightning_zero.config import ShardWithin
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COMMUNICATORS",
     "Groups",
+    "Hops",
     "ShardGroup",
     "destroy_default_group_at_exit",
     "order_launches",
@@ -186,14 +189,15 @@ class Groups:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         watch_ranks()
         size = span or world_size
-        gather = _made(backend, timeout, "parameters", span)
+        spans = _spans(size)
+        gather = _made(backend, timeout, "parameters", spans)
         control = ControlGroup(_made("gloo", timeout, "agreements"), rank, world_size)
         checkpoint = ControlGroup(_made("gloo", timeout, "checkpoints"), rank, world_size)
         groups = cls(gather, gather, control, checkpoint, ShardGroup(rank % size, size), size, timeout=timeout)
         if size < world_size:
             replicas, first = ShardGroup(rank // size, world_size // size), rank // size * size
-            control.counted = checkpoint.counted = slice(first, first + size)
-            same = _made(backend, timeout, "replicas", span, across=True)
+            control.counted = checkpoint.counted = range(first, first + size)
+            same = _made(backend, timeout, "replicas", [*zip(*spans, strict=True)])
             groups.across = cls(same, same, control, checkpoint, replicas, replicas.world_size, timeout=timeout)
         groups._default, groups._asked = weakref.ref(default), (backend, timeout, span)
         groups._part(apart)
@@ -202,6 +206,8 @@ class Groups:
         return groups
 
     def __post_init__(self) -> None:
+        self.hosts: list[list[int]] = []  # the ranks of each, once they have been asked
+        self.hops: Hops | None = None  # within hosts and between them, once the ranks take these
         self.transport: Transport | None = None  # to each other's memory, once the ranks are connected
         self.problem = ""  # why they could not be connected
         self.told = ""  # what the log says about it
@@ -209,7 +215,7 @@ class Groups:
         self._default: Callable[[], dist.ProcessGroup | None] = lambda: None  # weak: it ends without them
         self._asked: tuple[str | None, timedelta | None, int | None] | None = None
         self._meetings: Counter[str] = Counter()
-        self._number = next(_NUMBERS)  # the store outlives the groups, so that its keys must not begin anew
+        self.number = next(_NUMBERS)  # the store outlives the groups, so that its keys must not begin anew
 
     @property
     def span(self) -> int | None:
@@ -224,8 +230,20 @@ class Groups:
     def _part(self, apart: bool) -> None:
         """Give reductions a group of their own, if they have none and any rank needs that. Collective: every rank."""
         if self.one_order and self._asked is not None and self.control.agree_any(apart):
-            backend, timeout, span = self._asked
-            self.reduce = _made(backend, timeout, "gradients", span)
+            backend, timeout, _ = self._asked
+            self.reduce = _made(backend, timeout, "gradients", _spans(self.shard.world_size))
+
+    def split_by_host(self) -> Hops | None:
+        """The two hops that collectives of tensors on the CPU take; ``None`` if they go directly. Made once.
+
+        Collective: every rank.
+        """
+        self.hosts = self.hosts or find_hosts(self.control)
+        places = places_by_host(self.hosts)
+        if self.hops is None and places is not None:
+            self.hops = Hops(self, self.hosts, places)
+            self.control.counted = self.checkpoint.counted = self.hops.order
+        return self.hops
 
     def check_hosts(self) -> None:
         """Raise ValueError, on all ranks, if those of a shard group are not on one host. Collective: every rank."""
@@ -249,7 +267,7 @@ class Groups:
             not complete, this rank counts as not here for those who look later.
         """
         self._meetings[occasion] += 1
-        key = f"lightning_zero/{self._number}/{occasion}/{self._meetings[occasion]}"
+        key = f"lightning_zero/{self.number}/{occasion}/{self._meetings[occasion]}"
         rank, world_size = self.control.rank, self.control.world_size
         notes = {rank: note}
         if world_size == 1:
@@ -277,7 +295,9 @@ class Groups:
         groups = [self.gather, self.control.process_group, self.checkpoint.process_group]
         groups += [] if self.one_order else [self.reduce]
         groups += [] if self.across is None else [self.across.gather]
-        self.across = None
+        if self.hops is not None:
+            groups += self.hops.end()
+        self.across = self.hops = None
         self.abandoned.clear()
         if self.transport is not None:
             self.transport.close()
@@ -294,19 +314,57 @@ class Groups:
             self.destroy()
 
 
-def _made(
-    backend: str | None, timeout: timedelta | None, description: str, span: int | None = None, across: bool = False
-) -> dist.ProcessGroup:
-    """A group of all ranks, whose connections are known; or of the ``span`` ranks around this one, or (``across``) of
-    those in its place of every span. Collective: every rank.
+class Hops:
+    """The process groups of two hops, and what takes transfers through them. Collective: every rank.
+
+    Args:
+        groups: of all ranks.
+        hosts: the ranks of each host.
+        places: those in one place of every host.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    size = span or world_size
-    spans = [range(first, first + size) for first in range(0, world_size, size)]
-    for ranks in zip(*spans, strict=True) if across else spans:
+
+    def __init__(self, groups: Groups, hosts: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> None:
+        rank, timeout, control = groups.control.rank, groups.timeout, groups.control
+        self.order = [rank for ranks in places for rank in ranks]
+        """Which rank has the first shard of a flat buffer, the second one, and so on."""
+
+        def hop(sets: Sequence[Sequence[int]], name: str) -> Groups:
+            gather = _made("gloo", timeout, f"parameters {name}", sets)
+            reduce = _made("gloo", timeout, f"gradients {name}", sets)
+            ranks = next(ranks for ranks in sets if rank in ranks)
+            member = ShardGroup(ranks.index(rank), len(ranks))
+            return Groups(gather, reduce, control, groups.checkpoint, member, divisor=1, timeout=timeout)
+
+        self.within, self.between = hop(hosts, "within a host"), hop(places, "between hosts")
+        carriers = ((self.within.gather, self.between.gather), (self.within.reduce, self.between.reduce))
+        names = (f"the gathers {groups.number}", f"the reductions {groups.number}")
+        self.gathers, self.reductions = (Relay(name, pair) for name, pair in zip(names, carriers, strict=True))
+
+    def end(self) -> list[dist.ProcessGroup | None]:
+        """End the threads. Returns the process groups, which are now the caller's alone. Collective: every rank."""
+        self.gathers.end()
+        self.reductions.end()
+        found = [group for hop in (self.within, self.between) for group in (hop.gather, hop.reduce)]
+        for hop in (self.within, self.between):
+            hop.gather = hop.reduce = None
+        return found
+
+
+def _spans(size: int) -> list[range]:
+    return [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+
+
+def _made(
+    backend: str | None, timeout: timedelta | None, description: str, sets: Sequence[Sequence[int]] = ()
+) -> dist.ProcessGroup:
+    """A group whose connections are known: of all ranks, or of that set of ranks which this one is of.
+
+    Every rank is of one of ``sets``. Collective: every rank.
+    """
+    for ranks in sets or [range(dist.get_world_size())]:
         with connections.opened() as opened:
-            group = new_group(backend, timeout, description, None if span is None else [*ranks])
-        if rank in ranks:
+            group = new_group(backend, timeout, description, [*ranks] if len(sets) > 1 else None)
+        if dist.get_rank() in ranks:
             connections[group.group_name] = opened
             found = group
     return found

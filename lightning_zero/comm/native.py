@@ -1,18 +1,15 @@
-"""Which wire a world takes; and collectives through a process group: the backend's own, better ones on gloo.
+"""Collectives through a process group: the backend's own, and better ones on gloo.
 
 ``GlooCollectives`` does not use gloo's own reduce-scatter (emulated by a clone and an all-reduce: twice the bytes) nor
 its all-gather (2.7 times slower than the same bytes sent point to point). Its reduce-scatter is an all-to-all followed
-by a sum *in rank order*, so the bits of the result depend on nothing but the world size: not on how gradients are cut
-into buckets or units. That is what makes the three stages bit-identical to one another at every world size.
+by a sum *in the order of a tree over the ranks*, so the bits of the result depend on nothing but the world size: not on
+how gradients are cut into buckets or units. That is what makes the three stages bit-identical to one another at every
+world size.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,62 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import all_gather_single, reduce_scatter_single
-from lightning_zero.comm.collectives import Collectives, LocalCollectives, Pending, RankOrderSum
+from lightning_zero.comm.collectives import Collectives, Pending
 from lightning_zero.comm.control import ABOUT_GRADIENTS, naming_failures, raise_failure
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.streams import Event, Streams
+from lightning_zero.comm.sums import PairwiseSum
 
-__all__ = ["SWITCH", "GlooCollectives", "NativeCollectives", "choose_collectives"]
-
-SWITCH = "LIGHTNING_ZERO_SHARED_MEMORY"
-"""Environment variable: ``0`` on any rank keeps all of them from reading one another's memory."""
-
-_TIMEOUT = timedelta(minutes=30)  # what torch gives a process group that nobody gave one
-_log = logging.getLogger(__name__)
-
-
-def choose_collectives(groups: Groups, streams: Streams, device: torch.device) -> Collectives:
-    """The collectives for ranks that compute on ``device``, of the same type on every rank. Collective: every rank."""
-    if groups.shard.world_size == 1:
-        return LocalCollectives(streams)
-    if groups.across is not None:
-        kind = GlooCollectives if device.type == "cpu" else NativeCollectives
-        within = kind(groups, streams)
-        within.across = kind(groups.across, streams)
-        return within
-    if device.type != "cpu":
-        return NativeCollectives(groups, streams)
-    problem = _without_shared_memory(groups)
-    if groups.transport is None or problem:
-        if groups.control.rank == 0 and problem != groups.told:
-            _log.info("Ranks exchange weights and gradients over gloo: %s.", problem)
-            groups.told = problem
-        return GlooCollectives(groups, streams)
-    from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
-
-    return SharedMemoryCollectives(groups, groups.transport)
-
-
-def _without_shared_memory(groups: Groups) -> str:
-    """Connect the ranks through shared memory, once per groups. Returns why that is not so; empty if it is."""
-    refusals = groups.control.exchange([int(os.environ.get(SWITCH, "1") == "0"), int(sys.platform != "linux")])
-    for rank, (off, foreign) in enumerate(refusals):
-        if off:
-            return f"{SWITCH}=0 on rank {rank}"
-        if foreign:
-            return f"rank {rank} does not run on Linux"
-    if groups.transport is None and not groups.problem:
-        from lightning_zero.comm.shared_memory.links import connect
-        from lightning_zero.comm.shared_memory.transport import Transport
-
-        timeout = (groups.timeout or _TIMEOUT).total_seconds()
-        connected = connect(groups.control, timeout)
-        if isinstance(connected, str):
-            groups.problem = connected
-        else:
-            groups.transport = Transport(*connected, groups.control.rank, timeout)
-            groups.control.shortcut = groups.transport.exchange
-    return groups.problem
+__all__ = ["GlooCollectives", "NativeCollectives"]
 
 
 class NativeCollectives(Collectives):
@@ -138,11 +86,11 @@ class NativeCollectives(Collectives):
 
 
 class GlooCollectives(NativeCollectives):
-    """Collectives for CPU tensors over gloo: point-to-point gathers, and reductions summed in rank order."""
+    """Collectives for CPU tensors over gloo: point-to-point gathers, and reductions summed in an order of ours."""
 
     def __init__(self, groups: Groups, streams: Streams) -> None:
         super().__init__(groups, streams)
-        self._sum = RankOrderSum(self.rank)
+        self._sum = PairwiseSum()
         self._received: dict[torch.dtype, Tensor] = {}
         self._receiving: Pending | None = None  # the reduction that holds the receive buffer
         self._late = False
@@ -172,22 +120,27 @@ class GlooCollectives(NativeCollectives):
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         received, lent = self._receive_buffer(bucket, patience)
-        if bucket.dtype == torch.float16:
+        pending = self.reduce_through(received, bucket, shard, what)
+        if lent:
+            self._receiving = pending
+        return pending
+
+    def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str) -> Pending:
+        """``reduce_scatter`` with memory of the caller's for what the others send: like ``bucket``, and no part of
+        ``shard``. Collective: the ranks of the shard group."""
+        if bucket.dtype == torch.float16 and self.groups.divisor > 1:
             bucket.div_(self.groups.divisor)
         try:
             work = dist.all_to_all_single(received, bucket, group=self.groups.reduce, async_op=True)
         except RuntimeError as error:
             raise_failure(what, self._told, error)
 
-        def sum_in_rank_order() -> None:
+        def add_up() -> None:
             pieces = received.view(self.world_size, -1).unbind(0)
-            self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.groups.divisor)
+            self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.groups.divisor, spare=True)
 
         keep, group = (bucket, shard), self.groups.reduce
-        pending = Pending(what, self._told, works=[work], keep=keep, finish=sum_in_rank_order, group=group)
-        if lent:
-            self._receiving = pending
-        return pending
+        return Pending(what, self._told, works=[work], keep=keep, finish=add_up, group=group)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str

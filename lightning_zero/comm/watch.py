@@ -39,11 +39,13 @@ import torch.distributed as dist
 from lightning_zero._torch import abort_group, default_store, entered_collectives, groups_made
 from lightning_zero.comm.sockets import clients_of, connections
 
-__all__ = ["ANY_AGREEMENT", "Watch", "current_watch", "watch_ranks"]
+__all__ = ["ANY_AGREEMENT", "Watch", "current_watch", "passed_on", "this_host", "watch_ranks"]
 
 ANY_AGREEMENT = "the agreement with the other ranks"
 """What is waited for, where nobody knows more."""
 
+passed_on: dict[str, int] = {}
+"""How many transfers of a kind this rank has left to threads that need all other ranks', by the kind's name."""
 _TICK_SECONDS = 0.5
 _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
@@ -167,7 +169,10 @@ class Watch:
         with self._lock:
             if self._failure:
                 state |= {"state": "over", "text": f"has failed with {self._failure}"}
-            state |= {"entered": {_STORE: groups_made(), **entered_collectives()}, "process": _process(os.getpid())}
+            state |= {
+                "entered": {_STORE: groups_made(), **entered_collectives(), **passed_on},
+                "process": _process(os.getpid()),
+            }
             self._store.set(self._key(self._rank), json.dumps(state))
 
     def _states(self, rank: int | None = None) -> list[dict[str, Any]]:
@@ -335,6 +340,10 @@ def _wait_in(frame: FrameType | None) -> Wait | None:
             text = _text(frame, f"for the {pending.what} through {_description(group)}")
             members = tuple(dist.get_process_group_ranks(group))
             return Wait((id(frame), pending.place), group.group_name, "transfer", pending.place, members, text)
+    elif file == _RELAYS and name == "wait":
+        passage = frame.f_locals["self"]
+        text = _text(frame, f"for the {passage.what} through {passage.kind}")
+        return Wait((id(frame), passage.number), passage.kind, "transfer", passage.number, _everyone(), text)
     elif file == _PIPES and name == "_read":
         outer: FrameType | None = frame
         while outer is not None and outer.f_code.co_name != "_until":
@@ -397,7 +406,8 @@ _COLLECTIVES = dist.distributed_c10d.__file__
 _TRANSFERS = str(Path(_OURS, "comm", "collectives.py"))
 _AGREEMENTS = str(Path(_OURS, "comm", "control.py"))
 _PIPES = str(Path(_OURS, "comm", "shared_memory", "links.py"))
-_WAITING = {_COLLECTIVES, _AGREEMENTS, _TRANSFERS, _PIPES}
+_RELAYS = str(Path(_OURS, "comm", "relay.py"))
+_WAITING = {_COLLECTIVES, _AGREEMENTS, _TRANSFERS, _PIPES, _RELAYS}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
@@ -409,19 +419,20 @@ def _process(pid: int) -> list[Any]:
     """Which process of which host that is, while it lives; empty when it does not, or the system does not tell."""
     with contextlib.suppress(OSError):
         state, *_, started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
-        return [] if state in "ZX" or not _host() else [_host(), pid, started]
+        return [] if state in "ZX" or not this_host() else [this_host(), pid, started]
     return []
 
 
 def _is_gone(process: list[Any]) -> bool:
-    return bool(process) and process[0] == _host() and _process(process[1]) != process
+    return bool(process) and process[0] == this_host() and _process(process[1]) != process
 
 
 @functools.cache
-def _host() -> str:
+def this_host() -> str:
     """What processes that can see one another have in common; empty where the system does not tell."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+        spaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user"))
+        return " ".join((Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces))
     return ""
 
 

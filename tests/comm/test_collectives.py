@@ -1,7 +1,8 @@
-"""Both wires of CPU ranks next to plain arithmetic: every rank's buffer is known to every rank here."""
+"""All wires of CPU ranks next to plain arithmetic: every rank's buffer is known to every rank here."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Streams, choose_collectives
+from lightning_zero.comm.hierarchical import HierarchicalCollectives
+from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 from lightning_zero.errors import CommunicationError
+from tests.helpers.probe import pairwise_sum
 from tests.helpers.world import run_world
 
 CPU = torch.device("cpu")
@@ -19,11 +23,29 @@ OTHERS = (torch.int64, torch.int32, torch.uint8)
 SIZE = 192  # elements per rank
 
 
-WIRES = ("gloo", "shared memory", "shared memory, allocated")
+WIRES = ("gloo", "shared memory", "two hops", "shared memory, allocated")
+RANKS_OF_A_HOST = 2
+
+
+def ranks_of(name: str, world_size: int) -> int:
+    """As many ranks, or as many hosts."""
+    return world_size * RANKS_OF_A_HOST if name == "two hops" else world_size
+
+
+def order_of(name: str, world_size: int) -> list[int]:
+    """Who has the first shard, the second one, and so on: what a host has sums up to lies side by side."""
+    if name != "two hops":
+        return list(range(world_size))
+    return [host + place for place in range(RANKS_OF_A_HOST) for host in range(0, world_size, RANKS_OF_A_HOST)]
 
 
 def wire(name: str = "gloo") -> Any:
     groups = Groups.create("gloo")
+    if name == "two hops":
+        os.environ[RANKS_PER_HOST] = str(RANKS_OF_A_HOST)
+        comm = choose_collectives(groups, Streams(CPU), CPU)
+        assert isinstance(comm, HierarchicalCollectives)
+        return comm
     if name == "gloo":
         return GlooCollectives(groups, Streams(CPU))
     comm = choose_collectives(groups, Streams(CPU), CPU)
@@ -45,30 +67,31 @@ def buffer_of(rank: int, world_size: int, dtype: torch.dtype, salt: int = 0) -> 
 
 
 def average(world_size: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
-    """Summed in rank order in ``dtype`` itself; fp16 is divided before the sum, so that it cannot overflow."""
+    """Summed by pairs in ``dtype`` itself; fp16 is divided before the sum, so that it cannot overflow."""
     rows = [buffer_of(rank, world_size, dtype, salt) for rank in range(world_size)]
     if dtype == torch.float16:
         rows = [row / world_size for row in rows]
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
+    total = pairwise_sum(rows)
     return total if dtype == torch.float16 else total / world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", WIRES)
 def test_against_the_reference_bit_for_bit(name: str, world_size: int) -> None:
+    world_size = ranks_of(name, world_size)
+    order = order_of(name, world_size)
+
     def run(rank: int) -> None:
         comm = wire(name)
         for dtype in (*FLOATING, *OTHERS):
             full = placed(comm, name, torch.zeros(world_size * SIZE, dtype=dtype))
             comm.own_range(full).copy_(comm.own_range(buffer_of(rank, world_size, dtype)))
             comm.all_gather(full, "gather").wait()
-            rows = [buffer_of(source, world_size, dtype).chunk(world_size)[source] for source in range(world_size)]
+            rows = [buffer_of(rank, world_size, dtype).chunk(world_size)[place] for place, rank in enumerate(order)]
             assert torch.equal(full, torch.cat(rows)), dtype
-            for source in range(world_size):
+            for place, source in enumerate(order):
                 value = placed(comm, name, buffer_of(rank, world_size, dtype))
-                comm.broadcast(value, source).wait()
+                comm.broadcast(value, place).wait()
                 assert torch.equal(value, buffer_of(source, world_size, dtype)), dtype
         for dtype in FLOATING:
             expected = comm.own_range(average(world_size, dtype))
@@ -86,21 +109,23 @@ def test_against_the_reference_bit_for_bit(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", WIRES)
 def test_uneven_pieces(name: str) -> None:
     def run(rank: int) -> None:
-        splits = [[0, 2, 1], [3, 0, 0], [1, 1, 4]]  # from row to column
+        splits = [[0, 2, 1, 5], [3, 0, 0, 1], [1, 1, 4, 0], [0, 2, 0, 3]]  # from row to column
         comm = wire(name)
+        rank = comm.rank
         mine = placed(comm, name, torch.arange(sum(splits[rank])) + 10 * rank)
         received = torch.full((sum(row[rank] for row in splits),), -1)
         comm.all_to_all(received, mine, [row[rank] for row in splits], splits[rank]).wait()
         rows = [(torch.arange(sum(row)) + 10 * source).split(row)[rank] for source, row in enumerate(splits)]
         assert torch.equal(received, torch.cat(rows))
 
-    run_world(3, run)
+    run_world(4, run)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", WIRES)
 def test_many_at_once_never_share_a_buffer(name: str, world_size: int) -> None:
     """Also of two dtypes and sizes, waited for in another order than begun, with gathers in between."""
+    world_size = ranks_of(name, world_size)
 
     def run(rank: int) -> None:
         comm = wire(name)
@@ -112,7 +137,7 @@ def test_many_at_once_never_share_a_buffer(name: str, world_size: int) -> None:
             pending = comm.reduce_scatter(bucket, shard, f"bucket {salt}")
             flying.append((pending, shard, comm.own_range(average(world_size, dtype, salt))))
             full = placed(comm, name, torch.zeros(world_size * SIZE))
-            comm.own_range(full).fill_(rank + salt)
+            comm.own_range(full).fill_(comm.rank + salt)
             gathered = comm.all_gather(full, f"unit {salt}")
             flying.append((gathered, full, torch.arange(world_size).repeat_interleave(SIZE).float() + salt))
         for pending, result, expected in reversed(flying):
@@ -130,16 +155,16 @@ def test_a_gather_from_a_source(name: str) -> None:
 
     def run(rank: int) -> None:
         comm = wire(name)
-        source = placed(comm, name, torch.full((SIZE,), 1.0 + rank))
+        source = placed(comm, name, torch.full((SIZE,), 1.0 + comm.rank))
         for change in range(3):
             for dtype in (torch.float32, torch.bfloat16):
-                full = torch.full((3 * SIZE,), 7, dtype=dtype)
+                full = torch.full((4 * SIZE,), 7, dtype=dtype)
                 comm.all_gather(full, "unit", source=source, version=1 + change).wait()
-                assert torch.equal(full, torch.arange(1 + change, 4 + change).repeat_interleave(SIZE).to(dtype))
+                assert torch.equal(full, torch.arange(1 + change, 5 + change).repeat_interleave(SIZE).to(dtype))
             comm.groups.control.barrier()  # nobody writes before all have read
             source.add_(1)
 
-    run_world(3, run)
+    run_world(4, run)
 
 
 def test_without_patience_a_late_reduction_gets_memory_of_its_own() -> None:

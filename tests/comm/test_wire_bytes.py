@@ -7,7 +7,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero import estimate_memory
 from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
-from lightning_zero.comm.native import SWITCH
+from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.sockets import connections
 from tests.helpers.cases import Block, Stack, case, features
 from tests.helpers.probe import Probe, fit
 from tests.helpers.world import run_world
@@ -28,10 +31,10 @@ NUMEL = 12 * 2**16  # 3 MiB in float32, a multiple of 2, 3 and 4
 _RECEIVED, _SENT, _AGAIN = 128, 200, 208  # in tcp_info: bytes, and how many of those sent were sent again
 
 
-def traffic() -> tuple[int, int]:
-    """Bytes sent and received by all TCP sockets of this process since they were opened, without headers."""
+def traffic(files: Sequence[int] | None = None) -> tuple[int, int]:
+    """Bytes sent and received by TCP sockets of this process since they were opened, without headers; ``None``: all."""
     sent = received = 0
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd") if files is None else map(str, files):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
@@ -46,13 +49,13 @@ def traffic() -> tuple[int, int]:
     return sent, received
 
 
-def during(comm: Any, action: Callable[[], Any]) -> tuple[int, int]:
+def during(comm: Any, action: Callable[[], Any], files: Sequence[int] | None = None) -> tuple[int, int]:
     """What an action sends and receives on this rank, once all ranks are through."""
     comm.groups.control.barrier()
-    before = traffic()
+    before = traffic(files)
     action()
     comm.groups.control.barrier()
-    after = traffic()
+    after = traffic(files)
     return after[0] - before[0], after[1] - before[1]
 
 
@@ -83,6 +86,42 @@ def test_a_collective_over_gloo_moves_each_byte_once(world_size: int) -> None:
             assert all(0.99 * nbytes < count < 1.02 * nbytes for count in counted), f"{name}: {counted} of {nbytes}"
 
 
+def between_hosts(groups: Groups) -> list[int]:
+    """The sockets of the hop between hosts."""
+    assert groups.hops is not None
+    hop = groups.hops.between
+    names = {group.group_name for group in (hop.gather, hop.reduce) if group is not None}
+    assert len(names) == 2
+    return [file for name in names for file, _ in connections[name]]
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (3, 2), (2, 4)])
+def test_hosts_send_what_they_have_summed_up(hosts: int, ranks: int) -> None:
+    """(H - 1) / H of the whole leaves each, however many ranks it has; and a rank sends no more than directly."""
+    world_size = hosts * ranks
+
+    def run(rank: int) -> dict[str, tuple[int, int]]:
+        comm: Any = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU)
+        actions, files = collectives(world_size), between_hosts(comm.groups)
+        for action in actions.values():
+            action(comm)  # connect
+        out = {name: during(comm, lambda action=action: action(comm), files)[0] for name, action in actions.items()}
+        return {
+            name: (out[name], during(comm, lambda action=action: action(comm))[0]) for name, action in actions.items()
+        }
+
+    found = run_world(world_size, run, environment={RANKS_PER_HOST: str(ranks)})
+    for first in range(0, world_size, ranks):
+        for name in ("all_gather", "reduce_scatter"):
+            nbytes = 4 * NUMEL * (hosts - 1) // hosts
+            leaves = sum(rank[name][0] for rank in found[first : first + ranks])
+            assert 0.99 * nbytes < leaves < 1.02 * nbytes, f"{name}: {leaves} of {nbytes}"
+    nbytes = 4 * NUMEL * (world_size - 1) // world_size
+    for rank in found:
+        for name, (_, sent) in rank.items():
+            assert 0.99 * nbytes < sent < 1.03 * nbytes, f"{name}: {sent} of {nbytes}"
+
+
 def test_ranks_that_read_one_another_send_nothing() -> None:
     def run(rank: int) -> dict[str, tuple[tuple[int, int], int]]:
         comm: Any = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU)
@@ -103,16 +142,17 @@ WIDTH, HIDDEN = 64, 2048
 
 
 class WireBytes(pl.Callback):
-    """What every step sends and receives."""
+    """What every step sends and receives, or what of it is between hosts."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: bool = False) -> None:
+        self.hosts = hosts
         self.steps: list[tuple[int, int]] = []
         self.moved: list[int] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         transport = getattr(trainer.strategy.engine.collectives, "transport", None)
         trainer.strategy.engine.control.barrier()
-        self.steps.append(traffic())
+        self.steps.append(traffic(between_hosts(trainer.strategy.engine.collectives.groups) if self.hosts else None))
         self.moved.append(0 if transport is None else transport.moved)
 
 
@@ -148,3 +188,28 @@ def test_a_step_moves_what_the_plan_says(wire: str) -> None:
             else:
                 assert all(count < 1000 for step in sent for count in step), (stage, sent)
                 assert moved == [must] * len(moved), stage
+
+
+def test_a_step_between_hosts_moves_what_the_plan_says() -> None:
+    """And the estimate. Agreements take the direct way, as would what rank 0 sends of buffers."""
+
+    def run(rank: int) -> dict[int, tuple[list[int], int, int]]:
+        model = case("wide", wide, batch=features(8))
+        found = {}
+        for stage in (1, 2, 3):
+            counter = WireBytes(hosts=True)
+            trainer = fit(Probe(model), stage=stage, micro_steps=4, callbacks=[counter], bucket_mib=0.5)
+            plan = trainer.strategy.engine.plan
+            estimate = estimate_memory(plan, hosts=2).leaving_nbytes(f"zero{stage}")
+            sent = [b[0] - a[0] for a, b in zip(counter.steps[2:], counter.steps[3:], strict=False)]
+            found[stage] = sent, plan.expected_traffic().total.nbytes // 2, estimate
+        return found
+
+    ranks = run_world(4, run, timeout=90, environment={RANKS_PER_HOST: "2"})
+    for stage in (1, 2, 3):
+        for first in (0, 2):
+            must, estimate = ranks[first][stage][1:]
+            assert must > 2e6
+            assert estimate == pytest.approx(must, abs=4)
+            for leaves in map(sum, zip(*(found[stage][0] for found in ranks[first : first + 2]), strict=True)):
+                assert 0.99 * must < leaves < 1.02 * must, (stage, leaves, must)

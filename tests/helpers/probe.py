@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.cases import Case
 from tests.helpers.training import build, make_trainer, quiet
 
-__all__ = ["Probe", "fit", "masters", "rank_order_mean"]
+__all__ = ["Probe", "fit", "masters", "pairwise_mean", "pairwise_sum"]
 
 MakeOptimizer = Callable[[pl.LightningModule], Any]
 
@@ -90,11 +90,16 @@ def masters(module: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def rank_order_mean(tensor: Tensor) -> Tensor:
-    """The average over all ranks, summed in rank order as the package does. Collective."""
+def pairwise_sum(pieces: Sequence[Tensor]) -> Tensor:
+    """The sum of one tensor per rank: neighbours, then pairs of neighbours, and so on."""
+    while len(pieces) > 1:
+        pairs = [a + b for a, b in zip(pieces[::2], pieces[1::2], strict=False)]
+        pieces = pairs + list(pieces[2 * len(pairs) :])
+    return pieces[0]
+
+
+def pairwise_mean(tensor: Tensor) -> Tensor:
+    """The average over all ranks, summed in the order in which the package does. Collective."""
     pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(pieces, tensor.contiguous())
-    total = pieces[0]
-    for piece in pieces[1:]:
-        total = total + piece
-    return total / len(pieces) if len(pieces) > 1 else total
+    return pairwise_sum(pieces) / len(pieces) if len(pieces) > 1 else pieces[0]

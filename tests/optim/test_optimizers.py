@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_zero.errors import UnsupportedOptimizerError
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
 from tests.helpers.models import Gain, OddSizes
-from tests.helpers.probe import Probe, fit, masters, rank_order_mean
+from tests.helpers.probe import Probe, fit, masters, pairwise_mean
 from tests.helpers.training import build, make_trainer, quiet
 from tests.helpers.world import run_world
 
@@ -103,7 +103,7 @@ def reference(model: Case, make: Callable[[nn.Module], Any], steps: int = STEPS)
         model.loss(module.model, model.batch(dist.get_rank(), step)).backward()
         for parameter in module.parameters():
             if parameter.grad is not None:
-                parameter.grad = rank_order_mean(parameter.grad)
+                parameter.grad = pairwise_mean(parameter.grad)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -322,7 +322,7 @@ def test_schedulers_options_and_added_groups() -> None:
             ODD.loss(module.model, ODD.batch(dist.get_rank(), step)).backward()
             for parameter in module.parameters():
                 if parameter.grad is not None:
-                    parameter.grad = rank_order_mean(parameter.grad)
+                    parameter.grad = pairwise_mean(parameter.grad)
             optimizer.step()
         return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
@@ -448,7 +448,7 @@ def test_unused_parameters_are_skipped_and_half_used_ones_count_zeros() -> None:
             for name, parameter in module.named_parameters():
                 if "layers.2" not in name:
                     gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                    parameter.grad = rank_order_mean(gradient)
+                    parameter.grad = pairwise_mean(gradient)
             optimizer.step()
         return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
@@ -502,7 +502,7 @@ def test_manual_zero_grad_and_a_loader_of_one_s_own() -> None:
             ODD.loss(module.model, ODD.batch(dist.get_rank(), step)).backward()
             for name, parameter in module.named_parameters():
                 if parameter.grad is not None:
-                    mean = rank_order_mean(parameter.grad)
+                    mean = pairwise_mean(parameter.grad)
                     total[name] = total[name] + mean if name in total else mean
             if step % 3 == 1:
                 for name, parameter in module.named_parameters():

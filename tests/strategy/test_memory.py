@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero import HostOffload, NvmeOffload
 from lightning_zero.comm import GlooCollectives
-from lightning_zero.comm.native import SWITCH
+from lightning_zero.comm.choice import SWITCH
 from lightning_zero.config import Tier
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.storage import FileTensor

@@ -23,7 +23,7 @@ from lightning_zero.optim.gradients import LossScaler
 from lightning_zero.shards.binding import is_absent
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case, features, mse
 from tests.helpers.models import ZOO
-from tests.helpers.probe import Probe, fit, masters, rank_order_mean
+from tests.helpers.probe import Probe, fit, masters, pairwise_mean
 from tests.helpers.training import build
 from tests.helpers.world import run_world
 from tests.strategy import runs
@@ -322,7 +322,7 @@ def by_hand(model: Case, reduce_dtype: torch.dtype | None, steps: int) -> dict[s
         loss.backward()
         for master, parameter in zip(module.parameters(), half.parameters(), strict=True):
             gradient = parameter.grad.to(reduce_dtype or torch.float32)
-            master.grad = rank_order_mean(gradient).float()
+            master.grad = pairwise_mean(gradient).float()
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(module.parameters(), half.parameters(), strict=True):

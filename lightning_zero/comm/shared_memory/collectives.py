@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.collectives import Collectives, Pending, RankOrderSum
+from lightning_zero.comm.collectives import Collectives, Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.shared_memory.transport import Channel, Transfer, Transport
 from lightning_zero.comm.streams import Event
+from lightning_zero.comm.sums import PairwiseSum
 
 __all__ = ["SharedMemoryCollectives"]
 
@@ -39,7 +40,7 @@ class SharedMemoryCollectives(Collectives):
         self._told = itertools.count()
         self._places: dict[int, dict[int, int] | None] = {}
         self._version = 0
-        self._sum = RankOrderSum(self.rank)
+        self._sum = PairwiseSum()
 
     @property
     def buffers(self) -> Sequence[Tensor]:

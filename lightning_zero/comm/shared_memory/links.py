@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
+from lightning_zero.comm.watch import this_host
 
 __all__ = ["LARGEST_PAYLOAD", "Links", "Message", "connect"]
 
@@ -244,7 +245,7 @@ class _Attempt:
 
     def offered(self, problem: str) -> _Offer:
         memory = self.heaps[0].file if self.heaps else -1
-        return _Offer(_host(), os.getpid(), memory, self._label, self.given, problem)
+        return _Offer(this_host() or os.uname().nodename, os.getpid(), memory, self._label, self.given, problem)
 
     def accept(self) -> None:
         for peer in self._others:
@@ -256,14 +257,3 @@ class _Attempt:
                 os.close(memory)
             pipe = f"/proc/{other.process}/fd/{other.pipes[self._rank]}"
             self.readers[peer] = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _host() -> str:
-    """Alike for processes that see each other in ``/proc``: the running system, its process and user spaces."""
-    parts = []
-    for kind in ("pid", "user"):
-        with contextlib.suppress(OSError):
-            parts.append(os.readlink(f"/proc/self/ns/{kind}"))
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        parts.append(file.read().strip())
-    return " ".join(parts) or os.uname().nodename

@@ -1,0 +1,95 @@
+"""Collectives between CPU ranks of several hosts in two hops: within each host, and between those in one place of all.
+
+[Note: shards by host]
+With S ranks on each of H hosts, flat collectives send S times what has to leave a host. In two hops a host sends what
+it has summed up, once: a reduction goes to the host's ranks first, each of which then sums its part with the ranks in
+its place on the other hosts; a gather takes the way back. The flat buffer is cut for that by place and then by host:
+rank ``r`` of host ``h`` has shard ``r * H + h``, so that both hops find their ranges side by side.
+
+Sums are those of the tree over all ranks (``sums``) where S is a power of two and the hosts' ranks follow one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.collectives import Pending
+from lightning_zero.comm.control import raise_failure
+from lightning_zero.comm.groups import Groups, Hops
+from lightning_zero.comm.native import GlooCollectives
+from lightning_zero.comm.relay import Relay
+from lightning_zero.comm.streams import Event, Streams
+from lightning_zero.comm.sums import divide
+
+__all__ = ["HierarchicalCollectives"]
+
+
+class HierarchicalCollectives(GlooCollectives):
+    """Collectives for CPU tensors over gloo, within hosts and then between them: see [Note: shards by host].
+
+    All-to-alls and broadcasts, of which no more leaves a host, take the direct way.
+    """
+
+    def __init__(self, groups: Groups, hops: Hops, streams: Streams) -> None:
+        super().__init__(groups, streams)
+        self.rank = hops.order.index(groups.control.rank)
+        self._hops = hops
+        self._within, self._between = GlooCollectives(hops.within, streams), GlooCollectives(hops.between, streams)
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return self._within.buffers
+
+    def _all_gather(
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+    ) -> Pending:
+        if source is not None:
+            self.own_range(buffer).copy_(source)
+        part = self._within.own_range(buffer)
+        hops = (
+            lambda: self._between.all_gather(part, what).wait(),
+            lambda: self._within.all_gather(buffer, what).wait(),
+        )
+        return self._carried(self._hops.gathers, what, hops, (buffer,))
+
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+        divisor, early = self.groups.divisor, bucket.dtype == torch.float16  # as its sum may be infinite
+        part = self._within.own_range(bucket)
+        free = bucket.narrow(0, 0 if self._within.rank else part.numel(), part.numel())  # once the host has its sum
+
+        def within() -> None:
+            if early:
+                divide(bucket, divisor)
+            self._within.reduce_scatter(bucket, part, what).wait()
+
+        def between() -> None:
+            self._between.reduce_through(free, part, shard, what).wait()
+            divide(shard, 1 if early else divisor)
+
+        return self._carried(self._hops.reductions, what, (within, between), (bucket, shard))
+
+    def _carried(self, relay: Relay, what: str, hops: Sequence[Callable[[], None]], keep: Sequence[Tensor]) -> Pending:
+        return Pending(what, self._told, works=[relay.carry(what, hops)], keep=keep)
+
+    def _all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
+    ) -> Pending:
+        works: list[Any] = []
+        group, order = self.groups.reduce, self._hops.order
+        received, sent = output.split(output_splits), input.split(input_splits)
+        received[self.rank].copy_(sent[self.rank])
+        places = [place for place in range(self.world_size) if place != self.rank]
+        try:
+            works += [dist.irecv(received[at], group=group, group_src=order[at]) for at in places if output_splits[at]]
+            works += [dist.isend(sent[at], group=group, group_dst=order[at]) for at in places if input_splits[at]]
+        except RuntimeError as error:
+            raise_failure(what, self._told, error)
+        return Pending(what, self._told, works=works, keep=(output, input), group=group)
+
+    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        return super()._broadcast(tensor, self._hops.order[source], what)

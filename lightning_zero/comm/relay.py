@@ -1,0 +1,120 @@
+"""Transfers that take several hops, each of which begins when the one before has ended.
+
+[Note: two hops and one order]
+The second hop begins when the first one has ended, while the rank computes, or waits for something else: if it had to
+come back for that, ranks could wait for one another. So each hop of each kind has a thread, which takes transfers
+through one after the other, in the order in which the rank has issued them, which is the same on all ranks. One may be
+in its second hop while the next one is in its first. After one that failed none is sent any more: another rank would
+take it for the one that did not come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+import torch.distributed as dist
+
+from lightning_zero._torch import untracked
+from lightning_zero.comm.sockets import connections
+from lightning_zero.comm.watch import passed_on
+
+__all__ = ["Passage", "Relay"]
+
+_GRACE_SECONDS = 5.0  # for transfers under way, before their connections are shut
+
+
+class Relay:
+    """Takes transfers of one kind through hops: see [Note: two hops and one order].
+
+    Args:
+        name: of all transfers of the kind, alike on all ranks.
+        groups: which carry the hops.
+    """
+
+    def __init__(self, name: str, groups: Sequence[dist.ProcessGroup | None]) -> None:
+        self.name = name
+        connections[name] = [place for group in groups if group is not None for place in connections[group.group_name]]
+        passed_on[name] = 0
+        self._failure: BaseException | None = None
+        self._lanes = [_Lane(f"lightning_zero: {name}, hop {hop}") for hop, _ in enumerate(groups, 1)]
+
+    def carry(self, what: str, hops: Sequence[Callable[[], None]]) -> Passage:
+        """Run one after the other, each in the thread of its hop."""
+        passed_on[self.name] += 1
+        passage = Passage(what, self.name, passed_on[self.name])
+        self._lanes[0].do(partial(self._take, passage, hops, 0))
+        return passage
+
+    def end(self) -> None:
+        """End the threads, when what is under way has come through, or has had some seconds for it."""
+        for lane in self._lanes:
+            if not lane.ends_within(_GRACE_SECONDS):
+                connections.shut(self.name)
+                lane.ends_within(None)
+        connections.pop(self.name, None)
+        passed_on.pop(self.name, None)
+
+    def _take(self, passage: Passage, hops: Sequence[Callable[[], None]], hop: int) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            with untracked():
+                hops[hop]()
+        except BaseException as error:
+            self._failure = error.with_traceback(None)
+            passage.end(self._failure)
+        else:
+            if hop + 1 < len(hops):
+                self._lanes[hop + 1].do(partial(self._take, passage, hops, hop + 1))
+            else:
+                passage.end()
+
+
+class _Lane:
+    """A thread that does one thing after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def ends_within(self, seconds: float | None) -> bool:
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # and the tensors with it
+
+
+class Passage:
+    """A transfer on its way, as a ``Pending`` waits for it."""
+
+    def __init__(self, what: str, kind: str, number: int) -> None:
+        self.what, self.kind, self.number = what, kind, number
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+        self._failure: BaseException | None = None
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """It has come through, or has failed. Once."""
+        self._failure = failure
+        self._under_way.release()
+
+    def is_completed(self) -> bool:
+        return not self._under_way.locked()
+
+    def wait(self) -> None:
+        """Raises what made it fail."""
+        with self._under_way:  # it is this line that the watch knows
+            failure = self._failure
+        if failure is not None:
+            raise failure

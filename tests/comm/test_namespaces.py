@@ -1,0 +1,40 @@
+"""Bytes that leave a host, by the counters of its link: hosts are network namespaces here, which takes root."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.script import ROOT, run_script
+
+
+def missing() -> str:
+    """Why there can be no namespaces here; empty if there can."""
+    if sys.platform != "linux" or os.geteuid():
+        return "takes Linux, and root"
+    if not (shutil.which("ip") and shutil.which("tc")):
+        return "takes `ip` and `tc`"
+    name = f"lztest{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return made.stderr.strip()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_host_sends_what_it_has_summed_up(tmp_path: Path, ranks: int) -> None:
+    """Four bytes per parameter in `zero1` and `zero2`, by two hosts, and within 3 %, headers included."""
+    if reason := missing():
+        pytest.skip(reason)
+    program = [str(ROOT / "benchmarks" / "network.py"), "--model", "1m", "--rates", "10gbit", "--rounds", "1"]
+    engines = ["zero1", "zero2", "zero3"]
+    printed = run_script([*program, "--ranks", str(ranks), "--engines", *engines], cwd=tmp_path).stdout
+    found = dict(re.findall(r"^(zero\d) +([\d.]+)", printed, re.MULTILINE))
+    assert found.keys() == set(engines), printed
+    assert all(float(found[name]) == pytest.approx(4.0, rel=0.03) for name in ("zero1", "zero2"))
+    assert 4.0 < float(found["zero3"]) < 6.0 * 1.03
