@@ -39,6 +39,15 @@ def test_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed == plan_cli(*SMALL, "--world-size=4").describe() + "\n"
 
 
+@pytest.mark.parametrize("model", [MODEL, "--parameters=7.5B"])
+def test_plan_says_what_leaves_a_machine(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*([model] if isinstance(model, str) else model), "--trainer.devices=4", "--trainer.strategy=zero2"]
+    main(["plan", *arguments, "--trainer.num_nodes=3"])
+    assert "leaves a host in a step" in capsys.readouterr().out
+    main(["plan", *arguments, "--trainer.num_nodes=1"])
+    assert "leaves a host" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "stage", "world_size"),
     [

@@ -78,6 +78,7 @@ class MemoryEstimate:
         stages: by name, from what changes least to what takes most time.
         counted: whether the model's parts are known. If not, slots, buckets and what autograd and a step make for
             single parameters are not in it.
+        hosts: that the ranks are on, equally many on each.
     """
 
     numel: int
@@ -85,6 +86,17 @@ class MemoryEstimate:
     optimizer: OptimizerCost
     stages: Mapping[str, StageMemory]
     counted: bool
+    hosts: int = 1
+
+    def leaving_nbytes(self, name: str) -> int:
+        """Bytes that leave a host in a step. A stage's collectives sum up and hand on within hosts, and what leaves is
+        the hosts' share; DDP's ring passes every host once with all that a rank sends."""
+        if self.hosts == 1:
+            return 0
+        sent = self.stages[name].sent_nbytes
+        if name == NONE:
+            return sent
+        return sent * self.world_size // (self.world_size - 1) * (self.hosts - 1) // self.hosts
 
     def recommend(
         self, device_nbytes: int, *, host_nbytes: int | None = None, activations_nbytes: int = 0
@@ -132,7 +144,7 @@ class MemoryEstimate:
         stages = [stage for stage in self.stages.values() if offload or not stage.name.endswith("_offload")]
         if not stages[1:]:
             stages = list(self.stages.values())
-        columns = [_rows(stage) for stage in stages]
+        columns = [{**_rows(stage), "leaves a host in a step": self.leaving_nbytes(stage.name)} for stage in stages]
         rows = [("bytes of one process", *(stage.name for stage in stages))]
         for word in columns[0]:
             sizes = [column[word] for column in columns]
@@ -181,6 +193,7 @@ def estimate_memory(
     reduce_dtype: torch.dtype | None = None,
     accelerator: bool = False,
     receive_buffer: bool = False,
+    hosts: int = 1,
     **settings: Any,
 ) -> MemoryEstimate:
     """Bytes of one rank for no stage and for each stage, at rest and at peak, before anything runs.
@@ -203,10 +216,11 @@ def estimate_memory(
         reduce_dtype: that gradients are averaged in; likewise.
         accelerator: whether it runs on one, where torch's optimizers take more memory for a step unless they are fused.
         receive_buffer: whether the transport keeps one: gloo does between hosts.
+        hosts: that the ranks are on, equally many on each.
         settings: of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``, ``broadcast_buffers``.
 
     Raises:
-        ValueError: if the world size is missing or not one, a count is no count, or the model cannot be laid out.
+        ValueError: if the world size is none, or not of so many hosts, a count is none, or a model cannot be laid out.
 
     Source: ZeRO, section 5, table 1 and figure 1 (arXiv:1910.02054).
     """
@@ -214,9 +228,7 @@ def estimate_memory(
     if isinstance(model, Plan):
         if world_size not in (None, model.world_size) or settings or param_dtype or reduce_dtype:
             raise ValueError("A plan has its own world size and settings: build another one instead.")
-        number = 1 + model.placement.shards_gradients + model.placement.shards_parameters
-        plans = {f"zero{number}" + ("" if model.offload is None else "_offload"): model}
-        return _of_plans(plans, cost, accelerator, receive_buffer)
+        return _of_plans({_name_of(model): model}, cost, accelerator, receive_buffer, hosts)
     world_size = check_whole("world_size", world_size, least=1, unit="ranks")
     # Optimizers of whole parameters are not offloaded from an accelerator: see optim/rules.py.
     kinds = {name: kind for name, kind in _STAGES.items() if not (kind[1] and cost.whole and accelerator)}
@@ -224,12 +236,17 @@ def estimate_memory(
         if settings:
             raise ValueError(f"A number of parameters has no {', '.join(sorted(settings))}: give the module.")
         dtypes = dtype, param_dtype or dtype, reduce_dtype or dtype
-        return _of_count(parse_count(model), world_size, kinds, dtypes, cost, accelerator)
+        return _of_count(parse_count(model), world_size, kinds, dtypes, cost, accelerator, hosts)
     if settings.keys() & {"stage", "placement", "offload"}:
         raise ValueError("All stages are estimated, with and without offload; for a single one, build its plan.")
     settings |= {"world_size": world_size, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     plans = {name: Plan.build(model, placement=where, offload=on, **settings) for name, (where, on) in kinds.items()}
-    return _of_plans(plans, cost, accelerator, receive_buffer)
+    return _of_plans(plans, cost, accelerator, receive_buffer, hosts)
+
+
+def _name_of(plan: Plan) -> str:
+    number = 1 + plan.placement.shards_gradients + plan.placement.shards_parameters
+    return f"zero{number}" + ("" if plan.offload is None else "_offload")
 
 
 def parse_count(text: float | str) -> int:
@@ -256,14 +273,14 @@ def parse_count(text: float | str) -> int:
 
 
 def _of_plans(
-    plans: Mapping[str, Plan], cost: OptimizerCost, accelerator: bool, receive_buffer: bool
+    plans: Mapping[str, Plan], cost: OptimizerCost, accelerator: bool, receive_buffer: bool, hosts: int
 ) -> MemoryEstimate:
     first = next(iter(plans.values()))
     stages = [_without(first, cost, accelerator)]
     for name, plan in plans.items():
         rank = fullest_rank(plan, whole=cost.whole)
         stages.append(stage_memory(plan, name, rank, cost, receive_buffer=receive_buffer, accelerator=accelerator))
-    return _side_by_side(first.numel, first.world_size, cost, stages, counted=True)
+    return _side_by_side(first.numel, first.world_size, cost, stages, hosts, counted=True)
 
 
 def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
@@ -294,6 +311,7 @@ def _of_count(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     cost: OptimizerCost,
     accelerator: bool,
+    hosts: int,
 ) -> MemoryEstimate:
     """``dtypes``: of the parameters, of compute, and that gradients are averaged in."""
     way = cost.way_on(accelerator)
@@ -301,14 +319,18 @@ def _of_count(
         _stage_of_count(name, placement, offload is not None, numel, world_size, dtypes, cost, way)
         for name, (placement, offload) in {NONE: (None, None), **kinds}.items()
     ]
-    return _side_by_side(numel, world_size, cost, stages, counted=False)
+    return _side_by_side(numel, world_size, cost, stages, hosts, counted=False)
 
 
 def _side_by_side(
-    numel: int, world_size: int, cost: OptimizerCost, stages: list[StageMemory], *, counted: bool
+    numel: int, world_size: int, cost: OptimizerCost, stages: list[StageMemory], hosts: int, *, counted: bool
 ) -> MemoryEstimate:
+    if hosts < 1 or world_size % hosts:
+        raise ValueError(f"hosts must be a number that divides the {world_size} ranks, got {hosts}.")
     by_name = {stage.name: stage for stage in stages}
-    return MemoryEstimate(numel=numel, world_size=world_size, optimizer=cost, stages=by_name, counted=counted)
+    return MemoryEstimate(
+        numel=numel, world_size=world_size, optimizer=cost, stages=by_name, counted=counted, hosts=hosts
+    )
 
 
 def _stage_of_count(

@@ -211,14 +211,15 @@ class PlanCLI(ZeroCLI):
         if self.model is None:
             settings = {name: settings[name] for name in ("world_size", "param_dtype", "reduce_dtype")}
         trainer = self.config.trainer
-        on_host = trainer.accelerator == "cpu"
+        on_host, nodes = trainer.accelerator == "cpu", trainer.num_nodes
         with _said_in_one_line():
             return estimate_memory(
                 self.config.parameters if self.model is None else self.model,
                 optimizer=self.optimizer,
                 dtype=self.dtype,
                 accelerator=not on_host,
-                receive_buffer=on_host and trainer.num_nodes > 1,
+                receive_buffer=on_host and nodes > 1,
+                hosts=1 if self.settings["world_size"] % nodes else nodes,
                 **settings,
             )
 

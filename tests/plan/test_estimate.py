@@ -89,6 +89,20 @@ def test_a_count_is_the_module_without_its_slots(
     assert count.stages["zero2"].sent_nbytes == module.stages["zero2"].sent_nbytes
 
 
+def test_what_leaves_a_host_does_not_grow_with_its_ranks() -> None:
+    one, two, four = (estimate_memory(1e6, world_size=2 * ranks, hosts=2) for ranks in (1, 2, 4))
+    for name, copies in (("zero1", 2), ("zero2", 2), ("zero3", 3)):
+        assert [estimate.leaving_nbytes(name) for estimate in (one, two, four)] == [copies * 4 * 10**6 // 2] * 3
+    assert [estimate.leaving_nbytes("none") for estimate in (one, two, four)] == [4 * 10**6, 6 * 10**6, 7 * 10**6]
+    assert "leaves a host in a step" in two.describe()
+    alone = estimate_memory(1e6, world_size=4)
+    assert alone.leaving_nbytes("zero3") == 0
+    assert "leaves a host" not in alone.describe()
+    for hosts in (0, 3):
+        with pytest.raises(ValueError, match=f"divides the 4 ranks, got {hosts}"):
+            estimate_memory(1e6, world_size=4, hosts=hosts)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_module_is_what_its_plan_says(model: nn.Module, stage: int) -> None:
     settings = {"param_dtype": torch.bfloat16, "prefetch": 2}
