@@ -23,7 +23,7 @@ from lightning_zero.comm.watch import passed_on
 
 __all__ = ["Passage", "Relay"]
 
-_GRACE_SECONDS = 5.0  # for transfers under way, before their connections are shut
+_GRACE_SECONDS = 1.0  # for transfers under way, before their connections are shut
 
 
 class Relay:
