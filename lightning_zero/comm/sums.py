@@ -40,18 +40,20 @@ class PairwiseSum:
 
         ``result`` may be the memory of one of them. ``spare``: all of them may be written over, and no memory is kept.
         """
-        size = max(1, result.numel() if spare or len(pieces) == 2 else _CHUNK_NBYTES // result.itemsize)
+        size = _CHUNK_NBYTES // result.itemsize
+        if spare or len(pieces) == 2 or result.numel() <= size:
+            self._add(pieces, spare, 0, result)
+            divide(result, divisor)
+            return
         for total, *parts in zip(result.split(size), *(piece.split(size) for piece in pieces), strict=True):
             self._add(parts, spare, 0, total)
             divide(total, divisor)
 
     def _add(self, parts: Sequence[Tensor], spare: bool, level: int, out: Tensor | None = None) -> Tensor:
         """The sum of some. Until the last addition nothing is written to ``out``, which may be one of them."""
-        if len(parts) == 1:
-            return parts[0]
         half = 1 << (len(parts) - 1).bit_length() - 1
-        left = self._add(parts[:half], spare, level)
-        right = self._add(parts[half:], spare, level + 1)
+        left = parts[0] if half == 1 else self._add(parts[:half], spare, level)
+        right = parts[-1] if half == len(parts) - 1 else self._add(parts[half:], spare, level + 1)
         if out is None:
             out = left if spare else self._chunk(left.dtype, level, left.numel())
         return torch.add(left, right, out=out)
