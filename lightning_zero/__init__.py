@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.analysis import ZeroPlan, build_plan, estimate_memory
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+from lightning_zero.comm import Compression
 from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, LoaderPolicy, NvmeOffload
 from lightning_zero.debug import full_gradient, full_gradients, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
@@ -24,6 +25,7 @@ __all__ = [
     "ActivationPolicy",
     "CheckpointPolicy",
     "CommunicationMonitor",
+    "Compression",
     "HostOffload",
     "LoaderPolicy",
     "MemoryMonitor",

@@ -21,8 +21,8 @@ PACKAGE = ROOT / "lightning_zero"
 MODULE_LINES = 450
 FUNCTION_LINES = 60
 FOLDER_FILES = 14
-ALL_LINES = 34_120  # 400 for two hops between hosts
-ALL_FILES = 153
+ALL_LINES = 34_400
+ALL_FILES = 155
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 4
@@ -316,6 +316,7 @@ def test_public_names_are_frozen() -> None:
             "ActivationPolicy",
             "CheckpointPolicy",
             "CommunicationMonitor",
+            "Compression",
             "HostOffload",
             "LoaderPolicy",
             "MemoryMonitor",

@@ -9,6 +9,7 @@ from lightning_zero.comm.collectives import (
     Pending,
     WrappedCollectives,
 )
+from lightning_zero.comm.compression import Compression
 from lightning_zero.comm.control import ControlGroup, Totals
 from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ, shard_span
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
@@ -18,6 +19,7 @@ __all__ = [
     "PATIENCE_SECONDS",
     "CollectiveCall",
     "Collectives",
+    "Compression",
     "ControlGroup",
     "GlooCollectives",
     "Groups",

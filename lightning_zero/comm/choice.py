@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 
 from lightning_zero.comm.collectives import Collectives, LocalCollectives
+from lightning_zero.comm.compression import CompressedCollectives, Compression
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.hierarchical import HierarchicalCollectives
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
@@ -24,8 +25,21 @@ _TIMEOUT = timedelta(minutes=30)  # what torch gives a process group that nobody
 _log = logging.getLogger(__name__)
 
 
-def choose_collectives(groups: Groups, streams: Streams, device: torch.device) -> Collectives:
-    """The collectives for ranks that compute on ``device``, of the same type on every rank. Collective: every rank."""
+def choose_collectives(
+    groups: Groups, streams: Streams, device: torch.device, compression: Compression | None = None
+) -> Collectives:
+    """The collectives for ranks that compute on ``device``, of the same type on every rank. Collective: every rank.
+
+    Raises ValueError, on every rank, where there can be no ``compression``.
+    """
+    if compression is not None and device.type != "cpu":
+        raise ValueError(f"compression is for CPU ranks so far, and these compute on {device.type}: leave it out.")
+    collectives = _chosen(groups, streams, device, compression)
+    collectives.compression = compression
+    return collectives
+
+
+def _chosen(groups: Groups, streams: Streams, device: torch.device, compression: Compression | None) -> Collectives:
     if groups.shard.world_size == 1:
         return LocalCollectives(streams)
     if groups.across is not None:
@@ -41,10 +55,19 @@ def choose_collectives(groups: Groups, streams: Streams, device: torch.device) -
         if groups.control.rank == 0 and problem != groups.told:
             _log.info("Ranks exchange weights and gradients over gloo: %s.", problem)
             groups.told = problem
-        return GlooCollectives(groups, streams) if hops is None else HierarchicalCollectives(groups, hops, streams)
+        apart = compression if len(groups.hosts) > 1 else None
+        if hops is None:
+            return _over_gloo(groups, streams, apart)
+        return HierarchicalCollectives(groups, hops, streams, _over_gloo(hops.between, streams, apart))
     from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 
     return SharedMemoryCollectives(groups, groups.transport)
+
+
+def _over_gloo(groups: Groups, streams: Streams, compression: Compression | None) -> GlooCollectives:
+    if compression is None:
+        return GlooCollectives(groups, streams)
+    return CompressedCollectives(groups, streams, compression)
 
 
 def _without_shared_memory(groups: Groups) -> str:

@@ -97,6 +97,11 @@ class Pending:
         """Whether ``wait`` would return now: a collective may be part of another one."""
         return self.ready_within(0.0)
 
+    def then(self, finish: Callable[[], None], *keep: Tensor) -> Pending:
+        """The same, with arithmetic that has to follow, on tensors that are kept alive for it."""
+        self._finish, self._keep = finish, (*self._keep, *keep)
+        return self
+
     def receive(self) -> None:
         """``wait`` for the result only: this rank's own part may still be read by others until ``wait``."""
         self.wait()
@@ -142,6 +147,7 @@ class Collectives(ABC):
         self.abandoned = [] if abandoned is None else abandoned
         self.device = torch.device("cpu")
         self.across: Collectives | None = None  # between the ranks of one place in several shard groups
+        self.compression: object = None  # as it was asked for
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -183,6 +189,9 @@ class Collectives(ABC):
         if self.observers:
             self._observe("all_gather", what, buffer)
         return self._all_gather(buffer, what, after, source, version)
+
+    gather_weights = all_gather
+    """The same, for weights that are computed with and never kept: a wire may round them, alike on all ranks."""
 
     def reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float = PATIENCE_SECONDS) -> Pending:
         """Average a flat buffer over the ranks and keep this rank's range of the result.
@@ -370,6 +379,7 @@ class WrappedCollectives(Collectives):
         super().__init__(inner.rank, inner.world_size, inner.abandoned)
         self.inner = inner
         self.observers, self.device, self.across = inner.observers, inner.device, inner.across
+        self.compression = inner.compression
 
     @property
     def buffers(self) -> Sequence[Tensor]:

@@ -35,11 +35,11 @@ class HierarchicalCollectives(GlooCollectives):
     All-to-alls and broadcasts, of which no more leaves a host, take the direct way.
     """
 
-    def __init__(self, groups: Groups, hops: Hops, streams: Streams) -> None:
+    def __init__(self, groups: Groups, hops: Hops, streams: Streams, between: GlooCollectives) -> None:
         super().__init__(groups, streams)
         self.rank = hops.order.index(groups.control.rank)
         self._hops = hops
-        self._within, self._between = GlooCollectives(hops.within, streams), GlooCollectives(hops.between, streams)
+        self._within, self._between = GlooCollectives(hops.within, streams), between
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -48,11 +48,27 @@ class HierarchicalCollectives(GlooCollectives):
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
     ) -> Pending:
+        return self._gather(self._between.all_gather, buffer, what, source)
+
+    def gather_weights(
+        self,
+        buffer: Tensor,
+        what: str,
+        after: Event = None,
+        source: Tensor | None = None,
+        version: int | None = None,
+    ) -> Pending:
+        self._observe("all_gather", what, buffer)
+        return self._gather(self._between.gather_weights, buffer, what, source)
+
+    def _gather(
+        self, between: Callable[[Tensor, str], Pending], buffer: Tensor, what: str, source: Tensor | None
+    ) -> Pending:
         if source is not None:
             self.own_range(buffer).copy_(source)
         part = self._within.own_range(buffer)
         hops = (
-            lambda: self._between.all_gather(part, what).wait(),
+            lambda: between(part, what).wait(),
             lambda: self._within.all_gather(buffer, what).wait(),
         )
         return self._carried(self._hops.gathers, what, hops, (buffer,))

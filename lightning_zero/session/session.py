@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,21 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.analysis import ZeroPlan, build_plan
 from lightning_zero.comm import Collectives, Groups, Streams, choose_collectives
-from lightning_zero.config import (
-    ActivationPolicy,
-    CheckpointPolicy,
-    Offload,
-    Placement,
-    ShardWithin,
-    choose_prefetch,
-    validate_activations,
-    validate_bucket_mib,
-    validate_checkpoint,
-    validate_offload,
-    validate_prefetch,
-    validate_shard_within,
-    validate_units,
-)
+from lightning_zero.config import choose_prefetch
 from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import gathered_whole, give_back, whole_gradients
 from lightning_zero.errors import DivergenceError, ParameterAccessError, some
@@ -42,40 +28,11 @@ from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState, load_initial_weights
 from lightning_zero.session.offloading import make_tiers, offloaded_steps
 from lightning_zero.session.optimizer_state import OptimizerState
+from lightning_zero.session.settings import SessionSettings
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import fingerprint
 
-__all__ = ["Dtypes", "SessionSettings", "ZeroSession"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionSettings:
-    """How a module is sharded, and what is saved of it: the arguments of ``ZeroStrategy``, which explains them.
-
-    Raises:
-        ValueError: if a setting is not usable.
-    """
-
-    placement: Placement
-    units: Sequence[str] | None = None
-    shard_within: ShardWithin = None
-    bucket_mib: float = 25.0
-    prefetch: int | None = None
-    offload: Offload | None = None
-    activations: ActivationPolicy | None = None
-    checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
-    broadcast_buffers: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "units", validate_units(self.units))
-        validate_bucket_mib(self.bucket_mib)
-        validate_prefetch(self.prefetch)
-        validate_offload(self.offload, self.placement)
-        validate_activations(self.activations)
-        validate_checkpoint(self.checkpoint)
-        validate_shard_within(self.shard_within, self.offload)
-        if not isinstance(self.broadcast_buffers, bool):
-            raise ValueError(f"broadcast_buffers must be True or False, got {self.broadcast_buffers!r}.")
+__all__ = ["Dtypes", "ZeroSession"]
 
 
 class Dtypes(Protocol):
@@ -119,7 +76,7 @@ class ZeroSession:
         device: of this rank.
         local_rank: of this rank on its host.
         local_ranks: how many ranks share the host, its cores and its disks.
-        wire: gives what carries weights and gradients.
+        wire: gives what carries weights and gradients; ``None``: ``choose_collectives``.
 
     Attributes:
         checkpoints: what saves and loads.
@@ -133,12 +90,13 @@ class ZeroSession:
         device: torch.device,
         local_rank: int = 0,
         local_ranks: int = 1,
-        wire: Callable[[Groups, Streams, torch.device], Collectives] = choose_collectives,
+        wire: Callable[[Groups, Streams, torch.device], Collectives] | None = None,
     ) -> None:
         self.settings, self.groups = settings, groups
         if settings.shard_within == "node":
             groups.check_hosts()
-        self.device, self.wire, self.local_rank, self.local_ranks = device, wire, local_rank, local_ranks
+        self.device, self.local_rank, self.local_ranks = device, local_rank, local_ranks
+        self.wire = wire or partial(choose_collectives, compression=settings.compression)
         self.checkpoints = Checkpoints(settings.checkpoint, groups)
         self._engine: ZeroEngine | None = None
         self._buffers: BufferBroadcast | None = None
@@ -189,9 +147,9 @@ class ZeroSession:
         existing, torn = _own_engine(module, is_running), False
         convert = dtypes.convert_module if cast else lambda module: module
         if existing is not None:
-            fits = existing.device == self.device and not dtypes.would_cast(module)
-            fits = fits and self.settings.offload == existing.plan.offload
-            fits = fits and existing.names.keys() >= {*module.parameters()}
+            kept = (existing.device, existing.plan.offload, existing.collectives.compression)
+            fits = kept == (self.device, self.settings.offload, self.settings.compression)
+            fits = fits and not dtypes.would_cast(module) and existing.names.keys() >= {*module.parameters()}
             plan = self._plan(convert(module), dtypes, existing.collectives) if fits else None
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
                 self._engine = existing  # sharded by an earlier run just as it is wanted now

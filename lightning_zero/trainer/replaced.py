@@ -1,11 +1,14 @@
-"""Methods of callbacks and loggers that a run stands in front of, until it gives them back."""
+"""What a run stands in front of: methods of callbacks and loggers, until it gives them back, and Lightning's mark."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ReplacedMethods"]
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+
+__all__ = ["ReplacedMethods", "UnmarkedModule"]
 
 
 class ReplacedMethods:
@@ -26,3 +29,15 @@ class ReplacedMethods:
             vars(target).pop(name, None)
             if before is not None:
                 vars(target)[name] = before
+
+
+class UnmarkedModule:
+    """The module of a strategy, read as any attribute, without the mark of a Trainer that was given a compiled one.
+
+    That has put compiled steps into it by then, and would refuse a marked one, as it does not know the strategy.
+    """
+
+    def __set__(self, strategy: Strategy, module: LightningModule | None) -> None:
+        if module is not None:
+            module._compiler_ctx = None
+        strategy.__dict__["_lightning_module"] = module

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Groups, orders_differ, shard_span
+from lightning_zero.comm import Compression, Groups, orders_differ, shard_span
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
@@ -35,7 +35,8 @@ from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import left_out_of
-from lightning_zero.session.session import SessionSettings, ZeroSession
+from lightning_zero.session.session import ZeroSession
+from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.averaging import Averages, as_shards, copy_whole
 from lightning_zero.trainer.callbacks import (
     HeldSchedulers,
@@ -54,24 +55,12 @@ from lightning_zero.trainer.finetuning import compare_by_value
 from lightning_zero.trainer.loaders import Loading
 from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT
-from lightning_zero.trainer.replaced import ReplacedMethods
+from lightning_zero.trainer.replaced import ReplacedMethods, UnmarkedModule
 
 __all__ = ["ZeroStrategy"]
 
 _DEFAULT_POLICY = CheckpointPolicy()
 _DEFAULT_LOADERS = LoaderPolicy()
-
-
-class _Unmarked:
-    """The module of a strategy, read as any attribute, without the mark of a Trainer that was given a compiled one.
-
-    That has put compiled steps into it by then, and would refuse a marked one, as it does not know the strategy.
-    """
-
-    def __set__(self, strategy: ZeroStrategy, module: LightningModule | None) -> None:
-        if module is not None:
-            module._compiler_ctx = None
-        strategy.__dict__["_lightning_module"] = module
 
 
 class ZeroStrategy(Loading):
@@ -83,6 +72,7 @@ class ZeroStrategy(Loading):
             ``["TransformerBlock"]``; ``None`` finds them automatically.
         shard_within: who shares what is sharded, ``"node"`` or so many ranks in a row; ``None``: all ranks. Each group
             holds all of it, and averages gradients with the others before a step: less traffic between, more memory.
+        compression: what is rounded on its way between hosts; ``None``: nothing is.
         bucket_mib: gradients reduced together in stages 1 and 2, in MiB. A single larger parameter is a bucket of its
             own.
         prefetch: units gathered ahead of the one that computes (stage 3); ``None``: one, where a gather takes time.
@@ -103,7 +93,7 @@ class ZeroStrategy(Loading):
     """
 
     is_distributed = True  # without it the Trainer switches the distributed sampler and sync_dist off, silently
-    _lightning_module = cast("LightningModule | None", _Unmarked())  # 2.6
+    _lightning_module = cast("LightningModule | None", UnmarkedModule())  # 2.6
 
     def __init__(
         self,
@@ -111,6 +101,7 @@ class ZeroStrategy(Loading):
         *,
         units: Sequence[str] | None = None,
         shard_within: ShardWithin = None,
+        compression: Compression | None = None,
         bucket_mib: float = 25.0,
         prefetch: int | None = None,
         offload: HostOffload | NvmeOffload | None = None,
@@ -129,6 +120,7 @@ class ZeroStrategy(Loading):
             placement=Placement.from_stage(stage),
             units=units,
             shard_within=shard_within,
+            compression=compression,
             bucket_mib=bucket_mib,
             prefetch=prefetch,
             offload=offload,

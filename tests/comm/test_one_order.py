@@ -24,7 +24,8 @@ from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.comm.groups import COMMUNICATORS, order_launches
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.session.session import SessionSettings, ZeroSession
+from lightning_zero.session.session import ZeroSession
+from lightning_zero.session.settings import SessionSettings
 from lightning_zero.storage.tiers import MemoryTiers
 from tests.helpers.world import run_world
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import estimate_memory
+from lightning_zero import Compression, estimate_memory
 from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
 from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.compression import format_nbytes
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.comm.sockets import connections
 from tests.helpers.cases import Block, Stack, case, features
@@ -120,6 +121,33 @@ def test_hosts_send_what_they_have_summed_up(hosts: int, ranks: int) -> None:
     for rank in found:
         for name, (_, sent) in rank.items():
             assert 0.99 * nbytes < sent < 1.03 * nbytes, f"{name}: {sent} of {nbytes}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["int8", "int4", "bfloat16"])
+def test_what_is_rounded_leaves_a_host_in_fewer_bytes(kind: Any, ranks: int) -> None:
+    weights = "int8" if kind == "int4" else kind
+
+    def run(rank: int) -> tuple[int, int]:
+        compression = Compression(weights=weights, gradients=kind)
+        comm: Any = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU, compression)
+
+        def gather() -> None:
+            comm.gather_weights(torch.ones(NUMEL), "unit").wait()
+
+        def reduce() -> None:
+            comm.reduce_scatter(torch.ones(NUMEL), torch.empty(NUMEL // comm.world_size), "bucket").wait()
+
+        gather(), reduce()  # connect
+        files = None if ranks == 1 else between_hosts(comm.groups)
+        gathered, reduced = (during(comm, action, files)[0] for action in (gather, reduce))
+        return gathered, reduced
+
+    found = run_world(2 * ranks, run, environment={RANKS_PER_HOST: str(ranks)})
+    for position, nbytes in enumerate(format_nbytes(one, NUMEL) // 2 for one in (weights, kind)):
+        for first in range(0, 2 * ranks, ranks):
+            leaves = sum(rank[position] for rank in found[first : first + ranks])
+            assert 0.99 * nbytes < leaves < 1.02 * nbytes, f"{leaves} of {nbytes}"
 
 
 def test_ranks_that_read_one_another_send_nothing() -> None:

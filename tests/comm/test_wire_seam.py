@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_zero.analysis.traffic import expected_traffic
 from lightning_zero.comm import Collectives, Groups, Pending, WrappedCollectives, choose_collectives
 from lightning_zero.config import Placement
-from lightning_zero.session.session import SessionSettings, ZeroSession
+from lightning_zero.session.session import ZeroSession
+from lightning_zero.session.settings import SessionSettings
 from tests.helpers.models import ZOO
 from tests.helpers.probe import masters
 from tests.helpers.training import build

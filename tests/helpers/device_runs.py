@@ -26,7 +26,8 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.analysis import OptimizerCost
 from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, WrappedCollectives
 from lightning_zero.config import Placement
-from lightning_zero.session.session import SessionSettings, ZeroSession
+from lightning_zero.session.session import ZeroSession
+from lightning_zero.session.settings import SessionSettings
 from lightning_zero.storage.host import HostMemory, host_memory
 from lightning_zero.storage.transfers import Copy, Transfers
 from tests.helpers.world import ROOT, free_port, rank_environment, subprocess_env
