@@ -209,6 +209,9 @@ def test_consolidate_takes_every_option(source: Path, tmp_path: Path, capsys: py
     assert len(written) == 4
     assert all(path.parent == tmp_path / "hf" for path in written)
     assert torch.equal(load_file(written[1])["weight"], parameters(7)["conv.weight"])
+    assert code_of("consolidate", source / "folder", tmp_path / "hf", *options) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert code_of("consolidate", source / "folder", tmp_path / "hf", *options, "--overwrite") == 0
 
 
 def test_consolidate_of_a_damaged_source(damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,7 @@ def consolidate_checkpoint(
     max_shard_size: str | int = "5GB",
     weights_only: bool = False,
     prefix: str | None = None,
+    overwrite: bool = False,
     progress: bool = True,
 ) -> list[Path]:
     """Write an ordinary checkpoint file, or safetensors files, from a checkpoint of any kind.
@@ -66,20 +67,19 @@ def consolidate_checkpoint(
             Hugging Face has it, with an index if there are several.
         format: what to write, where the name of ``out`` does not say it. ``"fsdp"``, which no name says, is a sharded
             directory for Lightning's ``FSDPStrategy``, of one of this package or of ``ModelParallelStrategy``. It
-            shares the data files with the source where the file system allows it, so that it takes no time and no
-            space. Tensors are not read then, and no checksum of theirs is verified.
+            shares the data files with the source where the file system can; no checksum of tensors is verified then.
         dtype: cast floating-point weights to it, for example ``"bfloat16"``. Optimizer states keep theirs.
-        max_shard_size: of a file in a directory of safetensors, in bytes, or as ``"500MB"`` or ``"2GiB"``. A single
-            larger tensor has a file of its own.
+        max_shard_size: of a file in a directory of safetensors: bytes, ``"500MB"`` or ``"2GiB"``. Larger tensors go alone.
         weights_only: leave the state of optimizers, schedulers and callbacks out of a ``.ckpt``.
         prefix: cut this beginning off the weights' names, for example ``"model."``.
+        overwrite: replace a file, or weights in a directory, that are there; never the source or a sharded directory.
         progress: show a progress bar on a terminal.
 
     Returns:
         The files that were written, or the directory for ``"fsdp"``.
 
     Raises:
-        ValueError: for settings that are wrong or contradict each other.
+        ValueError: for settings that are wrong or contradict each other, and for a target that exists.
         CheckpointError: if the source is damaged or no checkpoint, or a file could not be written, naming it. A file
             that is replaced is replaced whole or not at all.
     """
@@ -87,7 +87,7 @@ def consolidate_checkpoint(
     kind = _kind(target, format)
     limit, cast = parse_size(max_shard_size), _floating(dtype)
     _check_options(kind, dtype, weights_only, prefix)
-    _check_target(source, target, kind)
+    _check_target(source, target, kind, overwrite)
     own = Directory(open_folder(source)) if _is_own(source) else None
     try:
         if kind == "fsdp":
@@ -145,7 +145,7 @@ def _floating(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def _check_target(source: str | os.PathLike[str], target: Path, kind: FileFormat) -> None:
+def _check_target(source: str | os.PathLike[str], target: Path, kind: FileFormat, overwrite: bool) -> None:
     if not is_remote(source):
         _refuse_overlap(local_path(source), target)
     exists, is_folder = os.path.lexists(target), target.is_dir()
@@ -160,6 +160,15 @@ def _check_target(source: str | os.PathLike[str], target: Path, kind: FileFormat
             f"'{target}' is a file, and without a suffix OUT is a directory of safetensors: give another name, "
             "one with a suffix such as '.ckpt' or '.safetensors' for a file, or delete it."
         )
+    there = sorted(name for name in os.listdir(target) if _is_weights(name)) if is_folder else [target.name]
+    if not overwrite and exists and there:
+        path = target / there[0] if is_folder else target
+        raise ValueError(f"'{path}' exists: write to another place, or replace it with overwrite=True (--overwrite).")
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file in a directory is one of those that hold weights, or say where they are."""
+    return name == INDEX_FILE or _WEIGHTS.fullmatch(name) is not None
 
 
 def _refuse_overlap(source: Path, out: Path) -> None:
@@ -176,8 +185,7 @@ def _refuse_overlap(source: Path, out: Path) -> None:
         raise ValueError(f"'{out}' is within the source: write to another place.")
     parts = [real / name for name in os.listdir(real)] if real.is_dir() else [source]
     for part in (name for given in parts for name in _names_of(given)):
-        replaced = part.name == INDEX_FILE or _WEIGHTS.fullmatch(part.name)
-        if part in names or (part.parent == target and replaced):
+        if part in names or (part.parent == target and _is_weights(part.name)):
             raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
 
 

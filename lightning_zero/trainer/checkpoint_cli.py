@@ -118,6 +118,7 @@ def consolidate(args: Sequence[str]) -> int:
         help="leave the state of optimizers, schedulers and callbacks out of a .ckpt; safetensors never hold it",
     )
     add("--prefix", metavar="PREFIX", help="cut this beginning off the weights' names, for example model.")
+    add("--overwrite", action="store_true", help="replace what OUT has already; never the source")
     options = parser.parse_args(args)
     with _for_the_terminal(parser.prog):
         try:

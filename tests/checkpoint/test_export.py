@@ -409,7 +409,7 @@ def test_a_progress_bar_on_a_terminal(saved: Path, tmp_path: Path, monkeypatch: 
     for progress in (True, False):
         terminal = _Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
-        consolidate_checkpoint(saved / "folder", tmp_path / out, progress=progress)
+        consolidate_checkpoint(saved / "folder", tmp_path / out, progress=progress, overwrite=not progress)
         shown[progress] = terminal.getvalue()
     assert f"{out}: 100%" in shown[True]
     assert shown[False] == ""
@@ -513,9 +513,25 @@ def test_an_export_in_other_pieces_leaves_nothing_of_the_one_before(saved: Path,
         ("1kB", ["model.safetensors"]),
         (800, [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "model.safetensors.index.json"]),
     ):
-        written = consolidate_checkpoint(saved / "folder", tmp_path / "hf", max_shard_size=size)
+        written = consolidate_checkpoint(saved / "folder", tmp_path / "hf", max_shard_size=size, overwrite=True)
         assert [path.name for path in written] == names
         assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == sorted(["config.json", *names])
+
+
+@pytest.mark.filterwarnings("ignore:Left out")
+@pytest.mark.parametrize("out", ["c.ckpt", "c.safetensors", "hf", "named"])
+def test_what_is_there_is_replaced_only_when_asked_for(saved: Path, tmp_path: Path, out: str) -> None:
+    """A directory may hold other files, as those of a model on Hugging Face."""
+    if "." not in out:
+        (tmp_path / out).mkdir()
+        (tmp_path / out / "config.json").write_text("{}")
+    options = {"format": "safetensors"} if out == "named" else {}
+    consolidate_checkpoint(saved / "folder", tmp_path / out, **options)
+    before = [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]
+    with pytest.raises(ValueError, match=r"exists: write to another place, or replace it with overwrite=True"):
+        consolidate_checkpoint(saved / "folder", tmp_path / out, **options)
+    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))] == before
+    consolidate_checkpoint(saved / "folder", tmp_path / out, overwrite=True, **options)
 
 
 @pytest.mark.filterwarnings("ignore:Left out")
@@ -668,7 +684,7 @@ def test_a_damaged_source_is_noticed_and_the_old_file_stays(tmp_path: Path, out:
         file.write(b"\xff")
 
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp' is damaged.*state_dict\.w"):
-        consolidate_checkpoint(tmp_path / "folder", tmp_path / out)
+        consolidate_checkpoint(tmp_path / "folder", tmp_path / out, overwrite=True)
     assert (tmp_path / out).read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == [out, "folder"]
 
@@ -680,7 +696,7 @@ def test_a_full_disk_leaves_the_old_file(saved: Path, tmp_path: Path, out: str) 
     _limit_files(500)
     try:
         with pytest.raises(CheckpointError, match=f"Could not write '.*{out}': .*File too large"):
-            consolidate_checkpoint(saved / "folder", tmp_path / out, weights_only=True)
+            consolidate_checkpoint(saved / "folder", tmp_path / out, weights_only=True, overwrite=True)
     finally:
         _unlimit_files()
     assert (tmp_path / out).read_text() == "old"
