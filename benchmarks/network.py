@@ -34,7 +34,7 @@ from offload_training import numel_of
 from torch.distributed.device_mesh import init_device_mesh
 from worlds import Turns, World, WorldFailed
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import Compression, ZeroStrategy
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 
 _NEWNET = 0x40000000
@@ -95,7 +95,7 @@ def hsdp(ranks: int, task: Task, turns: Turns) -> None:
 
 
 def engines_for(ranks: int) -> dict[str, Engine]:
-    """What is measured: peers and stages, flat and within a host."""
+    """What is measured: peers and stages, flat, within a host, and in fewer bytes."""
     found = {name: ENGINES[name] for name in ("ddp", "fsdp2")}
     found["fsdp2-node"] = replace(found["fsdp2"], label="FSDP2, sharded within a host", train=partial(hsdp, ranks))
     for stage in (1, 2, 3):
@@ -104,6 +104,9 @@ def engines_for(ranks: int) -> dict[str, Engine]:
         found[f"zero{stage}"] = replace(flat, label=f"zero{stage}", environment=by_host)
         found[f"zero{stage}-flat"] = flat
         within = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"], shard_within=ranks))
+        rounded = Compression(weights="int8" if stage == 3 else None, gradients="int8")
+        fewer = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"], compression=rounded))
+        found[f"zero{stage}-int8"] = replace(flat, label=f"zero{stage}, int8", environment=by_host, train=fewer)
         found[f"zero{stage}-node"] = replace(flat, label=f"zero{stage}, within a host", train=within)
     return found
 
