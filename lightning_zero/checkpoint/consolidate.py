@@ -69,7 +69,7 @@ def consolidate_checkpoint(
             directory for Lightning's ``FSDPStrategy``, of one of this package or of ``ModelParallelStrategy``. It
             shares the data files with the source where the file system can; no checksum of tensors is verified then.
         dtype: cast floating-point weights to it, for example ``"bfloat16"``. Optimizer states keep theirs.
-        max_shard_size: of a file in a directory of safetensors: bytes, ``"500MB"`` or ``"2GiB"``. Larger tensors go alone.
+        max_shard_size: of a file in a directory of safetensors, in bytes or as ``"2GiB"``. A larger tensor goes alone.
         weights_only: leave the state of optimizers, schedulers and callbacks out of a ``.ckpt``.
         prefix: cut this beginning off the weights' names, for example ``"model."``.
         overwrite: replace a file, or weights in a directory, that are there; never the source or a sharded directory.
