@@ -37,6 +37,14 @@ _OF_TRANSPORT = re.compile(
 DEFAULT_TIMEOUT = default_pg_timeout
 
 
+class _Launcher(_SubprocessScriptLauncher):
+    """Lightning's. In a notebook there is no script to run again, and a single process needs none."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return self.num_processes * self.num_nodes == 1
+
+
 class Processes(ParallelStrategy):
     """One process for each device, in one group: what Lightning asks any such strategy about them."""
 
@@ -64,7 +72,7 @@ class Processes(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # Also where others start the processes: the launcher then only shares the cores out among them.
         if self.cluster_environment is not None:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment who this process is."""

@@ -216,3 +216,35 @@ def test_names_are_registered_once_and_a_name_that_was_taken_stays_so() -> None:
         assert StrategyRegistry["zero2"]["init_params"] == {"stage": 1}
     finally:
         StrategyRegistry["zero2"] = before["zero2"]
+
+
+INTERACTIVE = """
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_zero
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+for strategy in ("zero3", "zero1"):
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_steps=2, **quiet)
+    trainer.fit(BoringModel())
+    print("steps", trainer.global_step)
+try:
+    pl.Trainer(strategy="zero3", accelerator="cpu", devices=2)
+except Exception as error:
+    print("two:", error)
+
+"""
+
+
+def test_one_process_in_interactive_python() -> None:
+    """As in a notebook: two runs one after the other, and Lightning's refusal of more processes."""
+    done = subprocess.run(
+        [sys.executable, "-i", "-c", INTERACTIVE],
+        env=subprocess_env(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=True,
+    )
+    assert done.stdout.count("steps 2") == 2, done.stderr
+    assert "two: `Trainer(strategy='zero3')` is not compatible with an interactive environment" in done.stdout
