@@ -30,12 +30,14 @@ def choose_collectives(
 ) -> Collectives:
     """The collectives for ranks that compute on ``device``, of the same type on every rank. Collective: every rank.
 
-    Raises ValueError, on every rank, where there can be no ``compression``.
+    Raises, on every rank, ValueError where there can be no ``compression``, and DivergenceError if ranks want others.
     """
+    groups.control.agree_equal("compression", [repr(compression)], repr(compression))
     if compression is not None and device.type != "cpu":
         raise ValueError(f"compression is for CPU ranks so far, and these compute on {device.type}: leave it out.")
     collectives = _chosen(groups, streams, device, compression)
     collectives.compression = compression
+    collectives.rounds_weights = compression is not None and compression.weights is not None
     return collectives
 
 

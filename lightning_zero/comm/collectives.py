@@ -148,6 +148,7 @@ class Collectives(ABC):
         self.device = torch.device("cpu")
         self.across: Collectives | None = None  # between the ranks of one place in several shard groups
         self.compression: object = None  # as it was asked for
+        self.rounds_weights = False  # in `gather_weights`, where something leaves the host
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -262,11 +263,13 @@ class Collectives(ABC):
     def vacate(self, memory: Tensor) -> None:
         """Give the pages of a tensor back, which has its memory to itself. It keeps its shape, and nothing may be read
         or written there before ``occupy``."""
-        memory.untyped_storage().resize_(0)
+        if memory.untyped_storage().resizable():  # not where `numpy` has seen it
+            memory.untyped_storage().resize_(0)
 
     def occupy(self, memory: Tensor) -> None:
         """Have pages again for a tensor that was vacated. What is there is arbitrary."""
-        memory.untyped_storage().resize_(memory.nbytes)
+        if memory.untyped_storage().resizable():
+            memory.untyped_storage().resize_(memory.nbytes)
 
     def abandon(self, transfers: Sequence[Pending]) -> None:
         """Take over transfers that an error left under way: nobody else waits for them."""
@@ -379,7 +382,7 @@ class WrappedCollectives(Collectives):
         super().__init__(inner.rank, inner.world_size, inner.abandoned)
         self.inner = inner
         self.observers, self.device, self.across = inner.observers, inner.device, inner.across
-        self.compression = inner.compression
+        self.compression, self.rounds_weights = inner.compression, inner.rounds_weights
 
     @property
     def buffers(self) -> Sequence[Tensor]:

@@ -4,8 +4,9 @@
 An integer stands for an element; 64 of them in a row share a scale, their largest magnitude by the largest integer. So
 an element is off by half a scale at most. Every layout begins each parameter at a multiple of 64, and a rank rounds for
 itself what it rounds for others: so numbers depend on which ranks share a host, and on nothing else of how a model is
-cut. Where one element of a block is not finite, none is. Masters, optimizer state, checkpoints and what users are shown
-of parameters are never rounded.
+cut. (Ranks of hosts with different numbers of them, which exchange directly, count as hosts each.) Where one element of
+a block is not finite, none is. Masters, optimizer state, checkpoints and ``full_parameters`` are never rounded. What
+user code reads of a weight in a step is what it computes with; writing there raises, as with weights in 16 bits.
 """
 
 from __future__ import annotations

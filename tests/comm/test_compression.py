@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from lightning_zero import (
     full_parameters,
     grad_norm,
 )
-from lightning_zero.comm import Groups, choose_collectives
+from lightning_zero.comm import Groups, Streams, choose_collectives
 from lightning_zero.comm.compression import CompressedCollectives, compress, decompress, format_nbytes
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.config import Placement
+from lightning_zero.errors import DivergenceError, ParameterAccessError
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from tests.helpers.training import make_trainer, quiet
@@ -228,8 +230,9 @@ class Net(pl.LightningModule):
 
 
 def fit(stage: Any, compression: Compression | None, epochs: int = 1, net: Net | None = None, **options: Any) -> Net:
+    units = options.pop("units", ["Block"])
     net, offload, path = net or Net(), options.pop("offload", None), options.pop("ckpt_path", None)
-    strategy = ZeroStrategy(stage, units=["Block"], compression=compression, offload=offload)
+    strategy = ZeroStrategy(stage, units=units, compression=compression, offload=offload)
     with quiet():
         trainer = make_trainer(strategy, max_epochs=epochs, enable_checkpointing=False, **options)
         loader = DataLoader(range(4), batch_size=None)  # type: ignore[arg-type]
@@ -312,5 +315,53 @@ def test_settings_that_cannot_be(make_it: Any, told: str) -> None:
 
 
 def test_not_on_accelerators_yet() -> None:
-    with pytest.raises(ValueError, match="compression is for CPU ranks so far, and these compute on cuda"):
-        choose_collectives(None, None, torch.device("cuda"), BOTH)  # type: ignore[arg-type]
+    def run(rank: int) -> None:
+        with pytest.raises(ValueError, match="compression is for CPU ranks so far, and these compute on cuda"):
+            choose_collectives(Groups.create("gloo"), Streams(CPU), torch.device("cuda"), BOTH)
+
+    run_world(2, run)
+
+
+@pytest.mark.parametrize("other", [None, Compression(weights="int8", gradients="int4")])
+def test_ranks_that_want_something_else_are_told(other: Compression | None) -> None:
+    def run(rank: int) -> None:
+        with pytest.raises(DivergenceError, match=r"Rank 1 has another compression than rank 0"):
+            fit(3, other if rank == 1 else BOTH)
+
+    run_world(2, run, environment={RANKS_PER_HOST: "1"})
+
+
+class Writes(Net):
+    """Clamps a weight where it computes, before or after its forward, or only in validation."""
+
+    when = ""
+
+    def _clamp(self, when: str) -> None:
+        if when == self.when:
+            with torch.no_grad():
+                self.layers[1].one.bias.clamp_(-10, 10)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self._clamp("training")
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self._clamp("validation")
+
+
+@pytest.mark.parametrize("when", ["training", "validation"])
+@pytest.mark.parametrize("units", [["Block"], None])
+def test_what_is_written_to_rounded_weights_is_refused(when: str, units: list[str] | None) -> None:
+    """It would round all weights of the unit, at every step again. Where nothing is rounded it is taken over."""
+
+    def run(rank: int) -> None:
+        for compression in (GRADIENTS, BOTH):
+            net = Writes()
+            net.when = when
+            refusal = pytest.raises(ParameterAccessError, match=r"bias' was written to .* rounded weights")
+            with refusal if compression is BOTH else nullcontext():
+                fit(3, compression, net=net, units=units)
+
+    run_world(2, run, environment={RANKS_PER_HOST: "1"})

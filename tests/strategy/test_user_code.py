@@ -167,6 +167,7 @@ WRITES = {
         {"3": "'b.weight': other values were written between a forward and its backward", "3 units": "not in memory"},
     ),
     "rows": Case("training_step", write_in_part),
+    "looked at as an array": Case("training_step", lambda net: net.b.weight.detach().numpy().sum()),
     "copy in a step": Case("training_step", at(2, lambda net: net.b.bias.data.copy_(torch.ones(10)))),
     "overwritten in a step": Case(
         "training_step", at(1, torch.no_grad()(lambda net: net.b.bias.copy_(torch.ones(10))))

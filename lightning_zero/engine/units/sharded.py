@@ -225,6 +225,7 @@ class ShardedUnit(Unit):
             streams.wait(masters)
             self._fill(self.own, self._own_views, [])
             return None
+        self.rounded = collectives.rounds_weights
         if not self.pins and not home.pins:
             if home.owner is not None:
                 home.owner.release()

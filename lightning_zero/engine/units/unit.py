@@ -75,6 +75,7 @@ class Unit:
         self.outstanding = 0
         # The user's parameters show full values of their own (``full_parameters``) and must go on doing so.
         self.held = False
+        self.rounded = False  # what it computes with, on its way here
         self._returning: Transfer | None = None
 
     def show_placeholders(self) -> None:
@@ -130,7 +131,7 @@ class Unit:
     def note_written(self, writes: ExternalWrites | None = None) -> bool:
         """Tell ``writes`` (``None``: nobody has to know) what was written, and begin anew. Returns whether they were.
 
-        Raises ``ParameterAccessError`` if masters are of another dtype than what was written to.
+        Raises ``ParameterAccessError`` if masters have other values than what was written to.
         """
         before, handed = self._versions, self._handed
         self._versions, self._handed = [parameter._version for parameter in self.parameters], {}
@@ -143,9 +144,10 @@ class Unit:
             if not changed and (position not in handed or handed[position] == checksum(get_data(parameter))):
                 continue
             found = True
-            if layout.compute_dtype != layout.dtype:
+            if layout.compute_dtype != layout.dtype or self.rounded:
+                how = "rounded weights (compression)" if self.rounded else layout.compute_dtype
                 raise ParameterAccessError(
-                    f"'{spec.name}' was written to while it computes in {layout.compute_dtype}; its values are kept in "
+                    f"'{spec.name}' was written to while it computes in {how}; its values are kept in "
                     f"{layout.dtype}, so what was written would be lost or rounded. Write to it inside `with "
                     "lightning_zero.full_parameters(module):`, on every rank."
                 )
