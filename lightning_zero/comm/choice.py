@@ -37,7 +37,6 @@ def choose_collectives(
         raise ValueError(f"compression is for CPU ranks so far, and these compute on {device.type}: leave it out.")
     collectives = _chosen(groups, streams, device, compression)
     collectives.compression = compression
-    collectives.rounds_weights = compression is not None and compression.weights is not None
     return collectives
 
 

@@ -97,11 +97,6 @@ class Pending:
         """Whether ``wait`` would return now: a collective may be part of another one."""
         return self.ready_within(0.0)
 
-    def then(self, finish: Callable[[], None], *keep: Tensor) -> Pending:
-        """The same, with arithmetic that has to follow, on tensors that are kept alive for it."""
-        self._finish, self._keep = finish, (*self._keep, *keep)
-        return self
-
     def receive(self) -> None:
         """``wait`` for the result only: this rank's own part may still be read by others until ``wait``."""
         self.wait()
@@ -148,7 +143,7 @@ class Collectives(ABC):
         self.device = torch.device("cpu")
         self.across: Collectives | None = None  # between the ranks of one place in several shard groups
         self.compression: object = None  # as it was asked for
-        self.rounds_weights = False  # in `gather_weights`, where something leaves the host
+        self.rounds_weights = False  # where they may be rounded
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -167,6 +162,7 @@ class Collectives(ABC):
         after: Event = None,
         source: Tensor | None = None,
         version: int | None = None,
+        may_round: bool = False,
     ) -> Pending:
         """Complete a flat buffer in place from all ranks' shards.
 
@@ -180,6 +176,7 @@ class Collectives(ABC):
             version: of the source; alike on all ranks, and never less than before. With one, the source may not change
                 before an agreement of all ranks behind the wait, so that the others may read it where it lies; and
                 they do so once its owner has come to a gather of this version, or a later one, itself.
+            may_round: a wire may round it, alike on all ranks: it is computed with and never kept.
 
         Raises:
             ValueError: if the sizes do not match (on every rank alike).
@@ -189,10 +186,7 @@ class Collectives(ABC):
             raise ValueError(f"{what}: this rank's shard must hold {numel} elements, got {source.numel()}.")
         if self.observers:
             self._observe("all_gather", what, buffer)
-        return self._all_gather(buffer, what, after, source, version)
-
-    gather_weights = all_gather
-    """The same, for weights that are computed with and never kept: a wire may round them, alike on all ranks."""
+        return self._all_gather(buffer, what, after, source, version, may_round)
 
     def reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float = PATIENCE_SECONDS) -> Pending:
         """Average a flat buffer over the ranks and keep this rank's range of the result.
@@ -307,7 +301,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
     ) -> Pending: ...
 
     @abstractmethod
@@ -343,7 +337,7 @@ class LocalCollectives(Collectives):
         return numbers
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
     ) -> Pending:
         if source is not None:
             buffer.copy_(source)

@@ -11,18 +11,16 @@ user code reads of a weight in a step is what it computes with; writing there ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Pending
-from lightning_zero.comm.control import raise_failure
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import GlooCollectives
 from lightning_zero.comm.streams import Event, Streams
@@ -85,53 +83,42 @@ class CompressedCollectives(GlooCollectives):
 
     def __init__(self, groups: Groups, streams: Streams, compression: Compression) -> None:
         super().__init__(groups, streams)
-        self._compression = compression
+        self._weights, self._gradients = compression.weights, compression.gradients
+        self.rounds_weights = compression.weights is not None
 
-    def gather_weights(
-        self,
-        buffer: Tensor,
-        what: str,
-        after: Event = None,
-        source: Tensor | None = None,
-        version: int | None = None,
+    def _all_gather(
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
     ) -> Pending:
-        kind = self._compression.weights
+        kind = self._weights if may_round else None
         if kind is None or not self._fits(buffer, kind):
-            return self.all_gather(buffer, what, after, source, version)
-        self._observe("all_gather", what, buffer)
+            return super()._all_gather(buffer, what, after, source, version, may_round)
         rows = buffer.view(self.world_size, -1)
         with untracked():
             if source is not None:
                 rows[self.rank].copy_(source)
             codes = torch.empty(self.world_size, format_nbytes(kind, rows.shape[1]), dtype=torch.uint8)
             compress(kind, rows[self.rank], codes[self.rank])
-        pending = self._all_gather(codes.view(-1), what, after, None, None)
-        return pending.then(partial(_decompress_rows, kind, codes, rows), buffer)
+        gathered = super()._all_gather(codes.view(-1), what, after, None, None, may_round)
+        finish = partial(_decompress_rows, kind, codes, rows)
+        return Pending(what, self._told, works=[gathered], keep=(buffer,), finish=finish)
 
-    def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str) -> Pending:
-        kind = self._compression.gradients
-        if kind is None or not self._fits(bucket, kind):
-            return super().reduce_through(received, bucket, shard, what)
-        divisor = self.groups.divisor
-        if bucket.dtype == torch.float16 and divisor > 1:
-            bucket.div_(divisor)
-            divisor = 1
-        rows, arrived = bucket.view(self.world_size, -1), received.view(self.world_size, -1)
-        sent = torch.empty(self.world_size, format_nbytes(kind, rows.shape[1]), dtype=torch.uint8)
-        taken = torch.empty_like(sent)
-        for row, codes in zip(rows, sent, strict=True):
-            compress(kind, row, codes)
-        try:
-            work = dist.all_to_all_single(taken, sent, group=self.groups.reduce, async_op=True)
-        except RuntimeError as error:
-            raise_failure(what, self._told, error)
+    def _swap(
+        self, taken: Tensor, sent: Tensor, what: str, finish: Callable[[], None], keep: Sequence[Tensor]
+    ) -> Pending:
+        kind = self._gradients
+        if kind is None or not self._fits(sent, kind):
+            return super()._swap(taken, sent, what, finish, keep)
+        rows, arrived = sent.view(self.world_size, -1), taken.view(self.world_size, -1)
+        codes = torch.empty(self.world_size, format_nbytes(kind, rows.shape[1]), dtype=torch.uint8)
+        others = torch.empty_like(codes)
+        for row, code in zip(rows, codes, strict=True):
+            compress(kind, row, code)
 
-        def add_up() -> None:
-            _decompress_rows(kind, taken, arrived)
-            self._sum.into(shard, arrived.unbind(0), divisor, spare=True)
+        def unpack() -> None:
+            _decompress_rows(kind, others, arrived)
+            finish()
 
-        keep = (bucket, shard, sent, taken)
-        return Pending(what, self._told, works=[work], keep=keep, finish=add_up, group=self.groups.reduce)
+        return super()._swap(others, codes, what, unpack, (*keep, codes))
 
     def _fits(self, buffer: Tensor, kind: Format) -> bool:
         """Whether there are whole blocks of what a format makes smaller."""

@@ -40,35 +40,20 @@ class HierarchicalCollectives(GlooCollectives):
         self.rank = hops.order.index(groups.control.rank)
         self._hops = hops
         self._within, self._between = GlooCollectives(hops.within, streams), between
+        self.rounds_weights = between.rounds_weights
 
     @property
     def buffers(self) -> Sequence[Tensor]:
         return self._within.buffers
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
-    ) -> Pending:
-        return self._gather(self._between.all_gather, buffer, what, source)
-
-    def gather_weights(
-        self,
-        buffer: Tensor,
-        what: str,
-        after: Event = None,
-        source: Tensor | None = None,
-        version: int | None = None,
-    ) -> Pending:
-        self._observe("all_gather", what, buffer)
-        return self._gather(self._between.gather_weights, buffer, what, source)
-
-    def _gather(
-        self, between: Callable[[Tensor, str], Pending], buffer: Tensor, what: str, source: Tensor | None
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
     ) -> Pending:
         if source is not None:
             self.own_range(buffer).copy_(source)
         part = self._within.own_range(buffer)
         hops = (
-            lambda: between(part, what).wait(),
+            lambda: self._between.all_gather(part, what, may_round=may_round).wait(),
             lambda: self._within.all_gather(buffer, what).wait(),
         )
         return self._carried(self._hops.gathers, what, hops, (buffer,))

@@ -9,7 +9,7 @@ world size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class NativeCollectives(Collectives):
         return numbers.view(torch.float64)
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
     ) -> Pending:
         with self.streams.gathering(after):
             own = self.own_range(buffer)
@@ -100,7 +100,7 @@ class GlooCollectives(NativeCollectives):
         return tuple(self._received.values())
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
     ) -> Pending:
         size, mine = buffer.numel() // self.world_size, self.own_range(buffer)
         if source is not None:
@@ -130,17 +130,22 @@ class GlooCollectives(NativeCollectives):
         ``shard``. Collective: the ranks of the shard group."""
         if bucket.dtype == torch.float16 and self.groups.divisor > 1:
             bucket.div_(self.groups.divisor)
-        try:
-            work = dist.all_to_all_single(received, bucket, group=self.groups.reduce, async_op=True)
-        except RuntimeError as error:
-            raise_failure(what, self._told, error)
 
         def add_up() -> None:
             pieces = received.view(self.world_size, -1).unbind(0)
             self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.groups.divisor, spare=True)
 
-        keep, group = (bucket, shard), self.groups.reduce
-        return Pending(what, self._told, works=[work], keep=keep, finish=add_up, group=group)
+        return self._swap(received, bucket, what, add_up, (bucket, shard))
+
+    def _swap(
+        self, taken: Tensor, sent: Tensor, what: str, finish: Callable[[], None], keep: Sequence[Tensor]
+    ) -> Pending:
+        """Send every rank its range, and take this one's from each."""
+        try:
+            work = dist.all_to_all_single(taken, sent, group=self.groups.reduce, async_op=True)
+        except RuntimeError as error:
+            raise_failure(what, self._told, error)
+        return Pending(what, self._told, works=[work], keep=keep, finish=finish, group=self.groups.reduce)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str

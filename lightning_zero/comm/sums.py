@@ -40,11 +40,11 @@ class PairwiseSum:
 
         ``result`` may be the memory of one of them. ``spare``: all of them may be written over, and no memory is kept.
         """
-        size = _CHUNK_NBYTES // result.itemsize
-        if spare or len(pieces) == 2 or result.numel() <= size:
-            self._add(pieces, spare, 0, result)
+        if len(pieces) == 2:
+            torch.add(*pieces, out=result)
             divide(result, divisor)
             return
+        size = max(1, result.numel() if spare else _CHUNK_NBYTES // result.itemsize)
         for total, *parts in zip(result.split(size), *(piece.split(size) for piece in pieces), strict=True):
             self._add(parts, spare, 0, total)
             divide(total, divisor)

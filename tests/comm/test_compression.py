@@ -365,3 +365,16 @@ def test_what_is_written_to_rounded_weights_is_refused(when: str, units: list[st
                 fit(3, compression, net=net, units=units)
 
     run_world(2, run, environment={RANKS_PER_HOST: "1"})
+
+
+def test_what_is_written_on_one_host_counts() -> None:
+    """Nothing is rounded there."""
+
+    def run(rank: int) -> None:
+        nets = [Writes(), Writes()]
+        for net, compression in zip(nets, (None, BOTH), strict=True):
+            net.when = "training"
+            fit(3, compression, net=net)
+        assert all(map(torch.equal, *map(state, nets)))
+
+    run_world(2, run)

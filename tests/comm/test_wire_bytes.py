@@ -133,7 +133,7 @@ def test_what_is_rounded_leaves_a_host_in_fewer_bytes(kind: Any, ranks: int) -> 
         comm: Any = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU, compression)
 
         def gather() -> None:
-            comm.gather_weights(torch.ones(NUMEL), "unit").wait()
+            comm.all_gather(torch.ones(NUMEL), "unit", may_round=True).wait()
 
         def reduce() -> None:
             comm.reduce_scatter(torch.ones(NUMEL), torch.empty(NUMEL // comm.world_size), "bucket").wait()

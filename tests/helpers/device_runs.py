@@ -82,7 +82,7 @@ class Staged(WrappedCollectives):
         super().__init__(GlooCollectives(groups, Streams(CPU)))
         self._streams = streams
 
-    def _all_gather(self, buffer: Tensor, what: str, after: Any, source: Tensor | None, version: int | None) -> Pending:
+    def _all_gather(self, buffer: Tensor, what: str, after: Any, source: Tensor | None, *others: Any) -> Pending:
         host = torch.empty_like(buffer, device=CPU)
         with self._streams.gathering(after):
             self.own_range(host).copy_(self.own_range(buffer) if source is None else source)

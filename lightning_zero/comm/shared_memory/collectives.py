@@ -72,7 +72,7 @@ class SharedMemoryCollectives(Collectives):
             super().occupy(memory)
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
     ) -> Pending:
         own, size = self.own_range(buffer), buffer.numel() // self.world_size
         ranges = {peer: buffer.narrow(0, peer * size, size) for peer in self.transport.peers}

@@ -241,10 +241,10 @@ class ShardedUnit(Unit):
                 streams.wait(masters)
             for flat, source, buffer in zip(self.flats, self.sources, buffers, strict=True):
                 if fetcher is None or not flat.rest.offloaded:
-                    pending.append(collectives.gather_weights(buffer, self._what, None, source, version))
+                    pending.append(collectives.all_gather(buffer, self._what, None, source, version, may_round=True))
                 else:  # this rank's part of the gather must come, whatever happens
                     failure = _fetch(fetcher, source, collectives.own_range(buffer)) or failure
-                    pending.append(collectives.gather_weights(buffer, self._what))
+                    pending.append(collectives.all_gather(buffer, self._what, may_round=True))
         if target is self._scratch:  # this rank only takes part: it has the weights in use already, or never needs them
             for handle in pending:
                 handle.wait()
