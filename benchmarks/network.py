@@ -108,6 +108,9 @@ def engines_for(ranks: int) -> dict[str, Engine]:
         fewer = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"], compression=rounded))
         found[f"zero{stage}-int8"] = replace(flat, label=f"zero{stage}, int8", environment=by_host, train=fewer)
         found[f"zero{stage}-node"] = replace(flat, label=f"zero{stage}, within a host", train=within)
+    keeping = partial(ZeroStrategy, 3, units=["Block"], secondary_shards=True)
+    kept = partial(lightning, strategy=keeping)
+    found["zero3-kept"] = replace(found["zero3"], label="zero3, secondary shards", train=kept)
     return found
 
 

@@ -59,6 +59,7 @@ class Placement:
         optimizer: ``SHARDED`` lets every rank update its own part only. Always sharded here: that is what ZeRO is.
         span: ranks that share what is sharded; each such group holds all of it, and gradients are averaged across the
             groups. ``None``: all ranks.
+        keeping: ranks of a host, each of which keeps a part of the weights that came from others; ``None``: nobody.
 
     Source: ZeRO, sections 5.1 to 5.3 (arXiv:1910.02054); MiCS, for the span (arXiv:2205.00119).
     """
@@ -67,6 +68,7 @@ class Placement:
     gradients: Residence
     optimizer: Residence = Residence.SHARDED
     span: int | None = None
+    keeping: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("parameters", "gradients", "optimizer"):

@@ -306,6 +306,7 @@ def _count(engine: ZeroEngine, optimizers: Iterable[Tensor], claimed: dict[int, 
     for tier, found in ((Tier.DEVICE, device), (Tier.HOST, host)):
         found["weights"] = claim(flat.weights for flat in flats if flat.rest.weights is tier)
         found["masters"] = claim(flat.master for flat in flats if flat.rest.master is tier)
+    device["weights"] += claim(engine.collectives.kept)
     moved["gradients"] = claim(bucket.shard for bucket in buckets)
     device["gradients"] += claim(bucket.resident for bucket in buckets)
     moved["optimizer"] = claim(optimizers)

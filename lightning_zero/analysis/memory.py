@@ -76,7 +76,8 @@ class Memory(_Categories):
 
     Attributes:
         parameters: full flat buffers in compute dtype, where parameters are replicated.
-        weights: shards in compute dtype that units are gathered from, beside masters that rest elsewhere.
+        weights: shards in compute dtype that units are gathered from, beside masters that rest elsewhere, and what a
+            host's ranks keep of them (``Placement.keeping``).
         masters: master shards; 0 where they are views of replicated parameters.
         gradients: accumulated gradients, full or sharded. Shards are gone after ``zero_grad`` (not in a world of one).
         optimizer: optimizer state of the rank's own elements.
@@ -212,7 +213,7 @@ def expected_memory(
     lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
     rest = Memory(
         parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in plan.layouts) if replicated else 0,
-        weights=sum(map(_weight_nbytes, _resting(plan, plan.layouts, "weights", Tier.DEVICE))),
+        weights=sum(map(_weight_nbytes, _resting(plan, plan.layouts, "weights", Tier.DEVICE))) + _kept_nbytes(plan),
         masters=sum(map(_master_nbytes, masters)),
         gradients=sum(_gradient_nbytes(plan, layout) for layout in trained),
         optimizer=(1 + tensors) * whole if optimizer.whole else tensors * _owned_nbytes(stepped, rank),
@@ -416,6 +417,11 @@ def _master_nbytes(layout: FlatLayout) -> int:
 
 def _weight_nbytes(layout: FlatLayout) -> int:
     return layout.shard_numel * layout.compute_dtype.itemsize
+
+
+def _kept_nbytes(plan: Plan) -> int:
+    keeping = plan.placement.keeping
+    return sum(la.numel // keeping * la.compute_dtype.itemsize for la in plan.layouts) if keeping else 0
 
 
 def _owned_nbytes(layouts: Iterable[FlatLayout], rank: int) -> int:

@@ -1,6 +1,6 @@
 """The wire: process groups, agreement between ranks, collectives, streams."""
 
-from lightning_zero.comm.choice import choose_collectives
+from lightning_zero.comm.choice import Exchange, choose_collectives
 from lightning_zero.comm.collectives import (
     PATIENCE_SECONDS,
     CollectiveCall,
@@ -21,6 +21,7 @@ __all__ = [
     "Collectives",
     "Compression",
     "ControlGroup",
+    "Exchange",
     "GlooCollectives",
     "Groups",
     "LocalCollectives",

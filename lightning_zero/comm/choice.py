@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from lightning_zero.comm.hierarchical import HierarchicalCollectives
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Streams
 
-__all__ = ["SWITCH", "choose_collectives"]
+__all__ = ["SWITCH", "Exchange", "choose_collectives"]
 
 SWITCH = "LIGHTNING_ZERO_SHARED_MEMORY"
 """Environment variable: ``0`` on any rank keeps all of them from reading one another's memory."""
@@ -25,22 +26,35 @@ _TIMEOUT = timedelta(minutes=30)  # what torch gives a process group that nobody
 _log = logging.getLogger(__name__)
 
 
+class Exchange(NamedTuple):
+    """What is asked of the exchange between hosts."""
+
+    compression: Compression | None = None
+    secondary_shards: bool = False
+    """Whether a host keeps what comes from others to be computed with. See [Note: what a host keeps]."""
+
+
+_AS_IT_IS = Exchange()
+
+
 def choose_collectives(
-    groups: Groups, streams: Streams, device: torch.device, compression: Compression | None = None
+    groups: Groups, streams: Streams, device: torch.device, exchange: Exchange = _AS_IT_IS
 ) -> Collectives:
     """The collectives for ranks that compute on ``device``, of the same type on every rank. Collective: every rank.
 
-    Raises, on every rank, ValueError where there can be no ``compression``, and DivergenceError if ranks want others.
+    Raises, on every rank, ValueError where there is no such ``exchange``, and DivergenceError if ranks want others.
     """
-    groups.control.agree_equal("compression", [repr(compression)], repr(compression))
-    if compression is not None and device.type != "cpu":
-        raise ValueError(f"compression is for CPU ranks so far, and these compute on {device.type}: leave it out.")
-    collectives = _chosen(groups, streams, device, compression)
-    collectives.compression = compression
+    lines = [f"{name}={value}" for name, value in exchange._asdict().items()]
+    groups.control.agree_equal("exchange between hosts", lines, " ".join(lines))
+    for name, value in exchange._asdict().items():
+        if value and device.type != "cpu":
+            raise ValueError(f"{name} is for CPU ranks so far, and these compute on {device.type}: leave it out.")
+    collectives = _chosen(groups, streams, device, exchange)
+    collectives.asked = exchange
     return collectives
 
 
-def _chosen(groups: Groups, streams: Streams, device: torch.device, compression: Compression | None) -> Collectives:
+def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Exchange) -> Collectives:
     if groups.shard.world_size == 1:
         return LocalCollectives(streams)
     if groups.across is not None:
@@ -56,10 +70,11 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, compression:
         if groups.control.rank == 0 and problem != groups.told:
             _log.info("Ranks exchange weights and gradients over gloo: %s.", problem)
             groups.told = problem
-        apart = compression if len(groups.hosts) > 1 else None
+        apart = exchange.compression if len(groups.hosts) > 1 else None
         if hops is None:
             return _over_gloo(groups, streams, apart)
-        return HierarchicalCollectives(groups, hops, streams, _over_gloo(hops.between, streams, apart))
+        between = _over_gloo(hops.between, streams, apart)
+        return HierarchicalCollectives(groups, hops, streams, between, exchange.secondary_shards)
     from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 
     return SharedMemoryCollectives(groups, groups.transport)

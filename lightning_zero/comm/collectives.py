@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,14 @@ PATIENCE_SECONDS = 2.0
 _SHORTEST_PAUSE_SECONDS = 0.0001
 _LONGEST_PAUSE_SECONDS = 0.002
 
+Content = tuple[Hashable, int] | None
+"""What is gathered to be computed with: its name, and a number for its state, of which each comes once."""
+
 __all__ = [
     "PATIENCE_SECONDS",
     "CollectiveCall",
     "Collectives",
+    "Content",
     "LocalCollectives",
     "Pending",
     "WrappedCollectives",
@@ -142,12 +146,18 @@ class Collectives(ABC):
         self.abandoned = [] if abandoned is None else abandoned
         self.device = torch.device("cpu")
         self.across: Collectives | None = None  # between the ranks of one place in several shard groups
-        self.compression: object = None  # as it was asked for
+        self.asked: object = None  # how it was chosen
         self.rounds_weights = False  # where they may be rounded
+        self.keeping: int | None = None  # ranks, this one among them, that keep what they gather to compute with
 
     @property
     def buffers(self) -> Sequence[Tensor]:
         """Memory that the wire keeps for itself."""
+        return ()
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """This rank's part of what was gathered to be computed with, where ranks are ``keeping`` it."""
         return ()
 
     @property
@@ -162,7 +172,7 @@ class Collectives(ABC):
         after: Event = None,
         source: Tensor | None = None,
         version: int | None = None,
-        may_round: bool = False,
+        content: Content = None,
     ) -> Pending:
         """Complete a flat buffer in place from all ranks' shards.
 
@@ -176,7 +186,8 @@ class Collectives(ABC):
             version: of the source; alike on all ranks, and never less than before. With one, the source may not change
                 before an agreement of all ranks behind the wait, so that the others may read it where it lies; and
                 they do so once its owner has come to a gather of this version, or a later one, itself.
-            may_round: a wire may round it, alike on all ranks: it is computed with and never kept.
+            content: what it is, alike on all ranks; ``None``: it may be kept. Else it is computed with only: a wire may
+                round it, and keep a part of it until there is another state of the same.
 
         Raises:
             ValueError: if the sizes do not match (on every rank alike).
@@ -186,7 +197,7 @@ class Collectives(ABC):
             raise ValueError(f"{what}: this rank's shard must hold {numel} elements, got {source.numel()}.")
         if self.observers:
             self._observe("all_gather", what, buffer)
-        return self._all_gather(buffer, what, after, source, version, may_round)
+        return self._all_gather(buffer, what, after, source, version, content)
 
     def reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float = PATIENCE_SECONDS) -> Pending:
         """Average a flat buffer over the ranks and keep this rank's range of the result.
@@ -301,7 +312,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending: ...
 
     @abstractmethod
@@ -337,7 +348,7 @@ class LocalCollectives(Collectives):
         return numbers
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         if source is not None:
             buffer.copy_(source)
@@ -376,11 +387,15 @@ class WrappedCollectives(Collectives):
         super().__init__(inner.rank, inner.world_size, inner.abandoned)
         self.inner = inner
         self.observers, self.device, self.across = inner.observers, inner.device, inner.across
-        self.compression, self.rounds_weights = inner.compression, inner.rounds_weights
+        self.asked, self.rounds_weights, self.keeping = inner.asked, inner.rounds_weights, inner.keeping
 
     @property
     def buffers(self) -> Sequence[Tensor]:
         return self.inner.buffers
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return self.inner.kept
 
     @property
     def gathers_at_once(self) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.collectives import Pending
+from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import GlooCollectives
 from lightning_zero.comm.streams import Event, Streams
@@ -87,18 +87,18 @@ class CompressedCollectives(GlooCollectives):
         self.rounds_weights = compression.weights is not None
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
-        kind = self._weights if may_round else None
+        kind = self._weights if content is not None else None
         if kind is None or not self._fits(buffer, kind):
-            return super()._all_gather(buffer, what, after, source, version, may_round)
+            return super()._all_gather(buffer, what, after, source, version, content)
         rows = buffer.view(self.world_size, -1)
         with untracked():
             if source is not None:
                 rows[self.rank].copy_(source)
             codes = torch.empty(self.world_size, format_nbytes(kind, rows.shape[1]), dtype=torch.uint8)
             compress(kind, rows[self.rank], codes[self.rank])
-        gathered = super()._all_gather(codes.view(-1), what, after, None, None, may_round)
+        gathered = super()._all_gather(codes.view(-1), what, after, None, None, content)
         finish = partial(_decompress_rows, kind, codes, rows)
         return Pending(what, self._told, works=[gathered], keep=(buffer,), finish=finish)
 

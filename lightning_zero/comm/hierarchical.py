@@ -7,18 +7,24 @@ its place on the other hosts; a gather takes the way back. The flat buffer is cu
 rank ``r`` of host ``h`` has shard ``r * H + h``, so that both hops find their ranges side by side.
 
 Sums are those of the tree over all ranks (``sums``) where S is a power of two and the hosts' ranks follow one another.
+
+[Note: what a host keeps]
+Backward needs the weights of forward, and a later micro-step or validation the same again. Where a host's ranks keep
+what came from other hosts, each of them a part, it comes once after each change of weights, and the first hop is a copy
+from then on. All ranks take part in all gathers, in one order, so that all know alike what is kept.
+Source: ZeRO++ (arXiv:2306.10209), section 3.2, where it is hpZ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.collectives import Pending
+from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.control import raise_failure
 from lightning_zero.comm.groups import Groups, Hops
 from lightning_zero.comm.native import GlooCollectives
@@ -35,28 +41,54 @@ class HierarchicalCollectives(GlooCollectives):
     All-to-alls and broadcasts, of which no more leaves a host, take the direct way.
     """
 
-    def __init__(self, groups: Groups, hops: Hops, streams: Streams, between: GlooCollectives) -> None:
+    def __init__(
+        self, groups: Groups, hops: Hops, streams: Streams, between: GlooCollectives, keeps: bool = False
+    ) -> None:
         super().__init__(groups, streams)
         self.rank = hops.order.index(groups.control.rank)
         self._hops = hops
         self._within, self._between = GlooCollectives(hops.within, streams), between
         self.rounds_weights = between.rounds_weights
+        self.keeping = self._within.world_size if keeps else None
+        self._kept: dict[Hashable, tuple[int, Tensor]] = {}  # by name of the content, with its state
 
     @property
     def buffers(self) -> Sequence[Tensor]:
         return self._within.buffers
 
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return [part for _, part in self._kept.values()]
+
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         if source is not None:
             self.own_range(buffer).copy_(source)
         part = self._within.own_range(buffer)
-        hops = (
-            lambda: self._between.all_gather(part, what, may_round=may_round).wait(),
-            lambda: self._within.all_gather(buffer, what).wait(),
-        )
-        return self._carried(self._hops.gathers, what, hops, (buffer,))
+        keep, known = (None, False) if content is None or self.keeping is None else self._place_for(part, *content)
+
+        def between() -> None:
+            if keep is not None and known:
+                part.copy_(keep)
+                return
+            self._between.all_gather(part, what, content=content).wait()
+            if keep is not None:
+                keep.copy_(part)
+
+        def within() -> None:
+            self._within.all_gather(buffer, what).wait()
+
+        return self._carried(self._hops.gathers, what, (between, within), (buffer,))
+
+    def _place_for(self, part: Tensor, name: Hashable, state: int) -> tuple[Tensor, bool]:
+        """Where a part of some content is kept, and whether it is there in this state."""
+        before, keep = self._kept.get(name, (None, None))
+        if keep is None:
+            with torch.inference_mode(False):
+                keep = torch.empty_like(part)
+        self._kept[name] = state, keep
+        return keep, state == before
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
         divisor, early = self.groups.divisor, bucket.dtype == torch.float16  # as its sum may be infinite

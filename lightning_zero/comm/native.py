@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import all_gather_single, reduce_scatter_single
-from lightning_zero.comm.collectives import Collectives, Pending
+from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.control import ABOUT_GRADIENTS, naming_failures, raise_failure
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.streams import Event, Streams
@@ -49,7 +49,7 @@ class NativeCollectives(Collectives):
         return numbers.view(torch.float64)
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         with self.streams.gathering(after):
             own = self.own_range(buffer)
@@ -100,7 +100,7 @@ class GlooCollectives(NativeCollectives):
         return tuple(self._received.values())
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         size, mine = buffer.numel() // self.world_size, self.own_range(buffer)
         if source is not None:

@@ -96,7 +96,7 @@ class ZeroSession:
         if settings.shard_within == "node":
             groups.check_hosts()
         self.device, self.local_rank, self.local_ranks = device, local_rank, local_ranks
-        self.wire = wire or partial(choose_collectives, compression=settings.compression)
+        self.wire = wire or partial(choose_collectives, exchange=settings.exchange)
         self.checkpoints = Checkpoints(settings.checkpoint, groups)
         self._engine: ZeroEngine | None = None
         self._buffers: BufferBroadcast | None = None
@@ -147,8 +147,8 @@ class ZeroSession:
         existing, torn = _own_engine(module, is_running), False
         convert = dtypes.convert_module if cast else lambda module: module
         if existing is not None:
-            kept = (existing.device, existing.plan.offload, existing.collectives.compression)
-            fits = kept == (self.device, self.settings.offload, self.settings.compression)
+            had = (existing.device, existing.plan.offload, existing.collectives.asked)
+            fits = had == (self.device, self.settings.offload, self.settings.exchange)
             fits = fits and not dtypes.would_cast(module) and existing.names.keys() >= {*module.parameters()}
             plan = self._plan(convert(module), dtypes, existing.collectives) if fits else None
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
@@ -186,7 +186,7 @@ class ZeroSession:
         settings = self.settings
         return build_plan(
             module,
-            placement=replace(settings.placement, span=self.groups.span),
+            placement=replace(settings.placement, span=self.groups.span, keeping=collectives.keeping),
             world_size=self.groups.control.world_size,
             units=settings.units,
             bucket_mib=settings.bucket_mib,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_zero.comm import Compression
+from lightning_zero.comm import Compression, Exchange
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
@@ -36,12 +36,18 @@ class SessionSettings:
     units: Sequence[str] | None = None
     shard_within: ShardWithin = None
     compression: Compression | None = None
+    secondary_shards: bool = False
     bucket_mib: float = 25.0
     prefetch: int | None = None
     offload: Offload | None = None
     activations: ActivationPolicy | None = None
     checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     broadcast_buffers: bool = True
+
+    @property
+    def exchange(self) -> Exchange:
+        """What is asked of the exchange between hosts."""
+        return Exchange(self.compression, self.secondary_shards)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", validate_units(self.units))
@@ -55,5 +61,10 @@ class SessionSettings:
             if not isinstance(self.compression, Compression):
                 raise ValueError(f"compression must be a Compression, got {self.compression!r}.")
             self.compression.check(self.placement, self.shard_within)
-        if not isinstance(self.broadcast_buffers, bool):
-            raise ValueError(f"broadcast_buffers must be True or False, got {self.broadcast_buffers!r}.")
+        for name in ("broadcast_buffers", "secondary_shards"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.secondary_shards and not self.placement.shards_parameters:
+            raise ValueError("secondary_shards is for stage 3: in stages 1 and 2 weights are gathered once a step.")
+        if self.secondary_shards and self.shard_within is not None:
+            raise ValueError("shard_within keeps all shards within groups: leave secondary_shards out, or the other.")

@@ -73,6 +73,8 @@ class ZeroStrategy(Loading):
         shard_within: who shares what is sharded, ``"node"`` or so many ranks in a row; ``None``: all ranks. Each group
             holds all of it, and averages gradients with the others before a step: less traffic between, more memory.
         compression: what is rounded on its way between hosts; ``None``: nothing is.
+        secondary_shards: whether a host's ranks keep the weights that came from other hosts, each of them a part, until
+            they change (stage 3): so they come once a step. Takes the memory of these parts.
         bucket_mib: gradients reduced together in stages 1 and 2, in MiB. A single larger parameter is a bucket of its
             own.
         prefetch: units gathered ahead of the one that computes (stage 3); ``None``: one, where a gather takes time.
@@ -102,6 +104,7 @@ class ZeroStrategy(Loading):
         units: Sequence[str] | None = None,
         shard_within: ShardWithin = None,
         compression: Compression | None = None,
+        secondary_shards: bool = False,
         bucket_mib: float = 25.0,
         prefetch: int | None = None,
         offload: HostOffload | NvmeOffload | None = None,
@@ -121,6 +124,7 @@ class ZeroStrategy(Loading):
             units=units,
             shard_within=shard_within,
             compression=compression,
+            secondary_shards=secondary_shards,
             bucket_mib=bucket_mib,
             prefetch=prefetch,
             offload=offload,

@@ -22,7 +22,7 @@ from lightning_zero import (
     full_parameters,
     grad_norm,
 )
-from lightning_zero.comm import Groups, Streams, choose_collectives
+from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.compression import CompressedCollectives, compress, decompress, format_nbytes
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.config import Placement
@@ -317,7 +317,7 @@ def test_settings_that_cannot_be(make_it: Any, told: str) -> None:
 def test_not_on_accelerators_yet() -> None:
     def run(rank: int) -> None:
         with pytest.raises(ValueError, match="compression is for CPU ranks so far, and these compute on cuda"):
-            choose_collectives(Groups.create("gloo"), Streams(CPU), torch.device("cuda"), BOTH)
+            choose_collectives(Groups.create("gloo"), Streams(CPU), torch.device("cuda"), Exchange(BOTH))
 
     run_world(2, run)
 
@@ -325,7 +325,7 @@ def test_not_on_accelerators_yet() -> None:
 @pytest.mark.parametrize("other", [None, Compression(weights="int8", gradients="int4")])
 def test_ranks_that_want_something_else_are_told(other: Compression | None) -> None:
     def run(rank: int) -> None:
-        with pytest.raises(DivergenceError, match=r"Rank 1 has another compression than rank 0"):
+        with pytest.raises(DivergenceError, match=r"Rank 1 has another exchange between hosts than rank 0"):
             fit(3, other if rank == 1 else BOTH)
 
     run_world(2, run, environment={RANKS_PER_HOST: "1"})

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Compression, estimate_memory
-from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
+from lightning_zero.comm import Exchange, GlooCollectives, Groups, Streams, choose_collectives
 from lightning_zero.comm.choice import SWITCH
 from lightning_zero.comm.compression import format_nbytes
 from lightning_zero.comm.hosts import RANKS_PER_HOST
@@ -130,10 +130,10 @@ def test_what_is_rounded_leaves_a_host_in_fewer_bytes(kind: Any, ranks: int) -> 
 
     def run(rank: int) -> tuple[int, int]:
         compression = Compression(weights=weights, gradients=kind)
-        comm: Any = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU, compression)
+        comm: Any = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU, Exchange(compression))
 
         def gather() -> None:
-            comm.all_gather(torch.ones(NUMEL), "unit", may_round=True).wait()
+            comm.all_gather(torch.ones(NUMEL), "unit", content=("unit", 0)).wait()
 
         def reduce() -> None:
             comm.reduce_scatter(torch.ones(NUMEL), torch.empty(NUMEL // comm.world_size), "bucket").wait()

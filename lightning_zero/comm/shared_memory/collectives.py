@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.collectives import Collectives, Pending
+from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.shared_memory.transport import Channel, Transfer, Transport
@@ -72,7 +72,7 @@ class SharedMemoryCollectives(Collectives):
             super().occupy(memory)
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, may_round: bool
+        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         own, size = self.own_range(buffer), buffer.numel() // self.world_size
         ranges = {peer: buffer.narrow(0, peer * size, size) for peer in self.transport.peers}

@@ -125,6 +125,7 @@ class UnitSchedule:
         """Whether something beside what stays was gathered in the running phase."""
         self._amid = False
         self._version = 0  # of the masters; see ``_changed``
+        self._state = 0  # of the weights: what was gathered of one is good for all of it
         self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
         self.guard = SavedTensorGuard(restore, self.was_read)
         self._root_is_guarded = False
@@ -288,6 +289,7 @@ class UnitSchedule:
     def void(self, units: Sequence[int]) -> None:
         """The same between phases, of which each begins with what is in the masters then. Sends nothing."""
         self._masters = self._streams.mark()
+        self._state += 1
         self._spoil_old({self._at[index] for index in units if index in self._at})
         if self._fetcher is not None:
             self._fetcher.forget()
@@ -317,7 +319,7 @@ class UnitSchedule:
         for unit in self.sharded:
             self._collectives.abandon(unit.pending)
             unit.abandon()
-        self._failure = None
+        self._failure, self._state = None, self._state + 1  # ranks have come to different places
         self._order.abandon()
 
     def _take_over(self) -> None:
@@ -418,9 +420,9 @@ class UnitSchedule:
             self.gathered = True
             self._version |= 1
         version = None if self._amid and stays else self._version
-        in_place = not self._order.recording
+        where = self._collectives, self._streams, self._masters, self._fetcher
         with self._spans.of(Phase.GATHER, unit.name, unit.nbytes) if self._spans.heard else _NOTHING:
-            failure = unit.launch(self._collectives, self._streams, self._masters, self._fetcher, in_place, version)
+            failure = unit.launch(*where, not self._order.recording, version, self._state)
         self._failure = self._failure or failure
         if unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
             self.guard.watch(unit.storage)

@@ -203,6 +203,7 @@ class ShardedUnit(Unit):
         fetcher: Fetcher | None,
         in_place: bool = False,
         version: int | None = None,
+        state: int = 0,
     ) -> OffloadError | None:
         """Start gathering the full parameters, into the slot unless somebody still computes there.
 
@@ -213,6 +214,7 @@ class ShardedUnit(Unit):
             fetcher: brings shards from where they rest; ``None``: all rest on the device.
             in_place: compute in the shard if it is the whole unit, and gather nothing.
             version: of the shards; ``None`` if they may change before all ranks have gathered them.
+            state: a number for their values now, alike on all ranks, of which each comes once.
 
         Returns why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
         Collective: every rank, in the agreed order of units.
@@ -239,12 +241,13 @@ class ShardedUnit(Unit):
         with untracked(), streams.gathering(target.free) if streams.beside else _NOTHING:
             if streams.beside:
                 streams.wait(masters)
-            for flat, source, buffer in zip(self.flats, self.sources, buffers, strict=True):
+            for number, (flat, source, buffer) in enumerate(zip(self.flats, self.sources, buffers, strict=True)):
+                content = (self.index, number), state
                 if fetcher is None or not flat.rest.offloaded:
-                    pending.append(collectives.all_gather(buffer, self._what, None, source, version, may_round=True))
+                    pending.append(collectives.all_gather(buffer, self._what, None, source, version, content))
                 else:  # this rank's part of the gather must come, whatever happens
                     failure = _fetch(fetcher, source, collectives.own_range(buffer)) or failure
-                    pending.append(collectives.all_gather(buffer, self._what, may_round=True))
+                    pending.append(collectives.all_gather(buffer, self._what, content=content))
         if target is self._scratch:  # this rank only takes part: it has the weights in use already, or never needs them
             for handle in pending:
                 handle.wait()
