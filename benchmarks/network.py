@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import results
 import torch
@@ -94,7 +95,7 @@ def hsdp(ranks: int, task: Task, turns: Turns) -> None:
     fsdp2(task, turns, mesh=mesh)
 
 
-def engines_for(ranks: int) -> dict[str, Engine]:
+def engines_for(ranks: int, precision: str = "fp32") -> dict[str, Engine]:
     """What is measured: peers and stages, flat, within a host, and in fewer bytes."""
     found = {name: ENGINES[name] for name in ("ddp", "fsdp2")}
     found["fsdp2-node"] = replace(found["fsdp2"], label="FSDP2, sharded within a host", train=partial(hsdp, ranks))
@@ -103,14 +104,20 @@ def engines_for(ranks: int) -> dict[str, Engine]:
         by_host = (*flat.environment, (RANKS_PER_HOST, str(ranks)))  # as they are on one machine
         found[f"zero{stage}"] = replace(flat, label=f"zero{stage}", environment=by_host)
         found[f"zero{stage}-flat"] = flat
-        within = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"], shard_within=ranks))
-        rounded = Compression(weights="int8" if stage == 3 else None, gradients="int8")
-        fewer = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"], compression=rounded))
-        found[f"zero{stage}-int8"] = replace(flat, label=f"zero{stage}, int8", environment=by_host, train=fewer)
-        found[f"zero{stage}-node"] = replace(flat, label=f"zero{stage}, within a host", train=within)
-    keeping = partial(ZeroStrategy, 3, units=["Block"], secondary_shards=True)
-    kept = partial(lightning, strategy=keeping)
-    found["zero3-kept"] = replace(found["zero3"], label="zero3, secondary shards", train=kept)
+        gradients, both = Compression(gradients="int8"), Compression(weights="int8", gradients="int8")
+        settings: dict[str, tuple[str, dict[str, Any]]] = {
+            "int8": ("int8", {"compression": both if stage == 3 or precision != "fp32" else gradients}),
+            "node": ("within a host", {"shard_within": ranks}),
+            "node-int8": ("within a host, int8", {"shard_within": ranks, "compression": gradients}),
+        }
+        if stage == 3:
+            settings["kept"] = "secondary shards", {"secondary_shards": True}
+            settings["kept-int8"] = "secondary shards, int8", {**settings["kept"][1], **settings["int8"][1]}
+        for name, (label, chosen) in settings.items():
+            train = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"], **chosen))
+            found[f"zero{stage}-{name}"] = replace(
+                flat, label=f"zero{stage}, {label}", environment=by_host, train=train
+            )
     return found
 
 
@@ -140,6 +147,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="of a link: 10gbit, 200mbit, ...")
     parser.add_argument("--tokens", type=int, nargs=2, default=(2, 64), help="a rank's sequences and their length")
     parser.add_argument("--engines", nargs="+", choices=engines_for(2), default=list(engines_for(2)))
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: mixed")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     if os.name != "posix" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
@@ -148,15 +156,18 @@ def main() -> None:
     torch.set_num_threads(1)
     print(results.headline(results.circumstances()))
     numel = numel_of(*SIZES[options.model])
-    task = Task(*SIZES[options.model], "fp32", tuple(options.tokens))
+    task = Task(*SIZES[options.model], options.precision, tuple(options.tokens))
     for rate in options.rates:
         unit = next(unit for unit in _UNITS if rate.endswith(unit))
         per_second = float(rate.removesuffix(unit)) * _UNITS[unit] / 8
-        print(f"\n{options.model}, {options.hosts} hosts of {options.ranks} ranks, links of {rate}", flush=True)
+        print(
+            f"\n{options.model} in {options.precision}, {options.hosts} hosts of {options.ranks} ranks, links of {rate}",
+            flush=True,
+        )
         print(f"{'':32}{'bytes/parameter':>16}{'ms':>9}{'of the link':>13}")
         with hosts(options.hosts, rate):
             for name in options.engines:
-                engine = engines_for(options.ranks)[name]
+                engine = engines_for(options.ranks, options.precision)[name]
                 try:
                     seconds, moved = measure(engine, task, options.hosts, options.ranks, options.rounds)
                 except WorldFailed as error:

@@ -61,6 +61,9 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
         kind = GlooCollectives if device.type == "cpu" else NativeCollectives
         within = kind(groups, streams)
         within.across = kind(groups.across, streams)
+        if exchange.compression is not None and len(groups.find_hosts()) > 1:
+            gradients = exchange.compression.gradients
+            within.across = CompressedCollectives(groups.across, streams, gradients, gradients)
         return within
     if device.type != "cpu":
         return NativeCollectives(groups, streams)
@@ -83,7 +86,7 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
 def _over_gloo(groups: Groups, streams: Streams, compression: Compression | None) -> GlooCollectives:
     if compression is None:
         return GlooCollectives(groups, streams)
-    return CompressedCollectives(groups, streams, compression)
+    return CompressedCollectives(groups, streams, compression.weights, compression.gradients)
 
 
 def _without_shared_memory(groups: Groups) -> str:

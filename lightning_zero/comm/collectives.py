@@ -139,6 +139,9 @@ class Collectives(ABC):
         abandoned: where transfers are kept that an error left under way.
     """
 
+    block = 1
+    """Elements of which a whole number is sent to each rank where they are rounded."""
+
     def __init__(self, rank: int, world_size: int, abandoned: list[Pending] | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -253,10 +256,10 @@ class Collectives(ABC):
         if wire is None:
             raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
         with untracked():
-            rest = -shard.numel() % wire.world_size
+            rest = -shard.numel() % (wire.world_size * wire.block)
             whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
             wire.reduce_scatter(whole, wire.own_range(whole), what).wait()
-            wire.all_gather(whole, what).wait()
+            wire.all_gather(whole, what, content=(what, 0)).wait()  # which nobody keeps
             if rest:
                 shard.copy_(whole[: shard.numel()])
 

@@ -24,7 +24,7 @@ from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import GlooCollectives
 from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.config import Placement, ShardWithin
+from lightning_zero.config import ShardWithin
 
 __all__ = ["CompressedCollectives", "Compression", "Format", "compress", "decompress", "format_nbytes"]
 
@@ -43,8 +43,8 @@ class Compression:
     goes between ranks of one host is not touched. CPU ranks only, so far.
 
     Args:
-        weights: what weights are gathered in, for forward and backward; ``None``: as they are. In stage 3, where they
-            are gathered from masters that stay exact.
+        weights: what weights are gathered in, for forward and backward; ``None``: as they are. In stage 3, and with
+            mixed precision in stages 1 and 2: where they are gathered from masters that stay exact.
         gradients: what gradients go between hosts in; ``None``: as they are.
 
     Raises:
@@ -63,33 +63,34 @@ class Compression:
         if self.weights is None and self.gradients is None:
             raise ValueError("Compression of nothing: give weights, gradients or both, for example gradients='int8'.")
 
-    def check(self, placement: Placement, within: ShardWithin) -> None:
+    def check(self, within: ShardWithin) -> None:
         """Raise ValueError where it does not go with other settings."""
-        if self.weights is not None and not placement.shards_parameters:
+        if within is not None and self.weights is not None:
             raise ValueError(
-                f"Compression.weights={self.weights!r} is for stage 3. In stages 1 and 2 ranks keep the weights that "
-                "they are sent, so these would stay rounded: leave weights out, and compress gradients."
+                f"Compression.weights={self.weights!r} does not go with shard_within, whose groups gather weights as "
+                "they are: leave weights out, and compress gradients, which is what goes between groups."
             )
-        if within is not None:
-            raise ValueError("shard_within and compression do not go together yet: leave one of them out.")
 
 
 class CompressedCollectives(GlooCollectives):
     """Collectives for CPU tensors over gloo, in fewer bytes where these are weights to compute with, or gradients.
 
     Args:
-        compression: in how many.
+        gathers: in how many what has a content is gathered; ``None``: as it is.
+        reductions: likewise, what is reduced.
     """
 
-    def __init__(self, groups: Groups, streams: Streams, compression: Compression) -> None:
+    block = _BLOCK
+
+    def __init__(self, groups: Groups, streams: Streams, gathers: Format | None, reductions: Format | None) -> None:
         super().__init__(groups, streams)
-        self._weights, self._gradients = compression.weights, compression.gradients
-        self.rounds_weights = compression.weights is not None
+        self._gathers, self._reductions = gathers, reductions
+        self.rounds_weights = gathers is not None
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
-        kind = self._weights if content is not None else None
+        kind = self._gathers if content is not None else None
         if kind is None or not self._fits(buffer, kind):
             return super()._all_gather(buffer, what, after, source, version, content)
         rows = buffer.view(self.world_size, -1)
@@ -105,7 +106,7 @@ class CompressedCollectives(GlooCollectives):
     def _swap(
         self, taken: Tensor, sent: Tensor, what: str, finish: Callable[[], None], keep: Sequence[Tensor]
     ) -> Pending:
-        kind = self._gradients
+        kind = self._reductions
         if kind is None or not self._fits(sent, kind):
             return super()._swap(taken, sent, what, finish, keep)
         rows, arrived = sent.view(self.world_size, -1), taken.view(self.world_size, -1)

@@ -233,13 +233,17 @@ class Groups:
             backend, timeout, _ = self._asked
             self.reduce = _made(backend, timeout, "gradients", _spans(self.shard.world_size))
 
+    def find_hosts(self) -> list[list[int]]:
+        """The ranks of each host. Collective: every rank."""
+        self.hosts = self.hosts or find_hosts(self.control)
+        return self.hosts
+
     def split_by_host(self) -> Hops | None:
         """The two hops that collectives of tensors on the CPU take; ``None`` if they go directly. Made once.
 
         Collective: every rank.
         """
-        self.hosts = self.hosts or find_hosts(self.control)
-        places = places_by_host(self.hosts)
+        places = places_by_host(self.find_hosts())
         if self.hops is None and places is not None:
             self.hops = Hops(self, self.hosts, places)
             self.control.counted = self.checkpoint.counted = self.hops.order

@@ -184,7 +184,7 @@ class ZeroSession:
 
     def _plan(self, module: nn.Module, dtypes: Dtypes, collectives: Collectives) -> ZeroPlan:
         settings = self.settings
-        return build_plan(
+        plan = build_plan(
             module,
             placement=replace(settings.placement, span=self.groups.span, keeping=collectives.keeping),
             world_size=self.groups.control.world_size,
@@ -197,10 +197,15 @@ class ZeroSession:
             full_precision=dtypes.full_precision,
             broadcast_buffers=settings.broadcast_buffers,
         )
+        settings.check(plan)
+        return plan
 
     def begin(self, training: bool) -> None:
         """Send rank 0's buffers, and make what training needs ready. Collective: every rank, after ``shard``."""
-        self._buffers = BufferBroadcast(self.engine, fitting=training, enabled=self.settings.broadcast_buffers)
+        engine = self.engine
+        if engine.collectives.rounds_weights and not self.settings.placement.shards_parameters:
+            engine.masters_changed(range(len(engine.units)))  # what is computed with is rounded from the first batch on
+        self._buffers = BufferBroadcast(engine, fitting=training, enabled=self.settings.broadcast_buffers)
         if training:
             self._prepare_training()
 

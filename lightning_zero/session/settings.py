@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_zero.analysis import ZeroPlan
 from lightning_zero.comm import Compression, Exchange
 from lightning_zero.config import (
     ActivationPolicy,
@@ -60,7 +61,7 @@ class SessionSettings:
         if self.compression is not None:
             if not isinstance(self.compression, Compression):
                 raise ValueError(f"compression must be a Compression, got {self.compression!r}.")
-            self.compression.check(self.placement, self.shard_within)
+            self.compression.check(self.shard_within)
         for name in ("broadcast_buffers", "secondary_shards"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -68,3 +69,13 @@ class SessionSettings:
             raise ValueError("secondary_shards is for stage 3: in stages 1 and 2 weights are gathered once a step.")
         if self.secondary_shards and self.shard_within is not None:
             raise ValueError("shard_within keeps all shards within groups: leave secondary_shards out, or the other.")
+
+    def check(self, plan: ZeroPlan) -> None:
+        """Raise ValueError where a setting does not go with how the module is laid out."""
+        weights = None if self.compression is None else self.compression.weights
+        mixed = any(layout.compute_dtype != layout.dtype for layout in plan.trainable_layouts)
+        if weights is not None and plan.trainable_layouts and not (mixed or self.placement.shards_parameters):
+            raise ValueError(
+                f"Compression.weights={weights!r} is for stage 3, and for mixed precision. Here ranks keep the weights "
+                "that they are sent, so these would stay rounded: leave weights out, and compress gradients."
+            )

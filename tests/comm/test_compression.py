@@ -230,9 +230,9 @@ class Net(pl.LightningModule):
 
 
 def fit(stage: Any, compression: Compression | None, epochs: int = 1, net: Net | None = None, **options: Any) -> Net:
-    units = options.pop("units", ["Block"])
+    units, within = options.pop("units", ["Block"]), options.pop("shard_within", None)
     net, offload, path = net or Net(), options.pop("offload", None), options.pop("ckpt_path", None)
-    strategy = ZeroStrategy(stage, units=units, compression=compression, offload=offload)
+    strategy = ZeroStrategy(stage, units=units, compression=compression, offload=offload, shard_within=within)
     with quiet():
         trainer = make_trainer(strategy, max_epochs=epochs, enable_checkpointing=False, **options)
         loader = DataLoader(range(4), batch_size=None)  # type: ignore[arg-type]
@@ -304,14 +304,88 @@ def test_what_is_not_finite_is_found() -> None:
         (lambda: Compression(), "Compression of nothing"),
         (lambda: Compression(weights="int4"), "weights must be one of bfloat16, int8, got 'int4'"),  # type: ignore[arg-type]
         (lambda: Compression(gradients="int2"), "gradients must be one of bfloat16, int8, int4"),  # type: ignore[arg-type]
-        (lambda: ZeroStrategy(1, compression=BOTH), "is for stage 3"),
-        (lambda: ZeroStrategy(3, compression=BOTH, shard_within="node"), "do not go together yet"),
+        (lambda: ZeroStrategy(3, compression=BOTH, shard_within="node"), "leave weights out"),
         (lambda: ZeroStrategy(3, compression="int8"), "must be a Compression"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_that_cannot_be(make_it: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make_it()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_groups_that_share_shards(kind: Any) -> None:
+    """The sum of each group is rounded, and then the average. One step of SGD shows it."""
+
+    class Plain(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def run(rank: int) -> None:
+        start = [parameter.detach().clone() for parameter in make().parameters()]
+        rows = []
+        for other in range(4):
+            twin = make()
+            loss_of(twin, other, 0).backward()
+            rows.append([parameter.grad for parameter in twin.parameters()])
+        exact = [sum(parts[1:], parts[0]) / 4 for parts in zip(*rows, strict=True)]
+        groups = [[(a + b) / 2 for a, b in zip(rows[at], rows[at + 1], strict=True)] for at in (0, 2)]
+        sums = zip(*([rounded(part, kind) for part in group] for group in groups), strict=True)
+        oracle = [rounded((a + b) / 2, kind) for a, b in sums]
+        for stage in (1, 2, 3):
+            net = fit(stage, Compression(gradients=kind), net=Plain(), shard_within=2, max_steps=1)
+            steps = [before - after for before, after in zip(start, state(net), strict=True)]
+            for found, close in zip(steps, oracle, strict=True):
+                assert torch.allclose(found, close, rtol=1e-4, atol=1e-6)
+            assert any(not torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(steps, exact, strict=True))
+
+    run_world(4, run, environment={RANKS_PER_HOST: "2"})
+
+
+def test_groups_of_one_host_round_nothing() -> None:
+    def run(rank: int) -> None:
+        exact, found = (fit(2, one, shard_within=2) for one in (None, GRADIENTS))
+        assert all(map(torch.equal, state(exact), state(found)))
+
+    run_world(4, run)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_that_ranks_keep_in_full_precision_stay_exact(stage: int) -> None:
+    def run(rank: int) -> None:
+        for options in ({}, {"plugins": ZeroPrecision("bf16-true")}):
+            with pytest.raises(ValueError, match=r"weights='int8' is for stage 3, and for mixed precision"):
+                fit(stage, BOTH, **options)
+
+    run_world(2, run, environment={RANKS_PER_HOST: "1"})
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_stages_agree_in_mixed_precision(tmp_path: Path, precision: str) -> None:
+    """To the bit, from the first batch on; runs resume so, and differ from those where only gradients are rounded."""
+
+    def run(rank: int) -> None:
+        def mixed(stage: int, compression: Compression = BOTH, **options: Any) -> Net:
+            return fit(stage, compression, plugins=ZeroPrecision(precision), **options)
+
+        for micro_steps in (1, 2):
+            options = {"gradient_clip_val": 0.05, "accumulate_grad_batches": micro_steps}
+            first, *others = (mixed(stage, **options) for stage in ((1, 2, 3), (2, 3))[micro_steps - 1])
+            for net in others:
+                assert all(map(torch.equal, state(first), state(net)))
+                assert net.trainer.callback_metrics["val"] == first.trainer.callback_metrics["val"]
+            rest = mixed(2, Compression(gradients="int8"), **options)
+            assert not all(map(torch.equal, state(first), state(rest)))
+            assert all(
+                torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(state(first), state(rest), strict=True)
+            )
+        whole, half = mixed(1, epochs=2), mixed(1)
+        half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        again = mixed(2, epochs=2, ckpt_path=tmp_path / "half.ckpt")
+        assert all(map(torch.equal, state(whole), state(again)))
+        assert all(map(torch.equal, state(mixed(2)), state(mixed(2, offload=HostOffload()))))
+
+    run_world(4, run, environment={RANKS_PER_HOST: "2"}, timeout=200)
 
 
 def test_not_on_accelerators_yet() -> None:

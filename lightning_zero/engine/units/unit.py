@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import is_compiled_module, untracked, version_of
-from lightning_zero.comm import Collectives, Pending
+from lightning_zero.comm import Collectives, Content, Pending
 from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
@@ -273,7 +273,13 @@ class PublishedWeights:
         self.settle([unit])
         with self._spans.of(Phase.PUBLISH, unit.name, unit.nbytes), untracked():
             what = f"parameters of '{unit.name}'"
-            self._arriving[unit] = [self._collectives.all_gather(buffer, what) for buffer in unit.buffers]
+            contents: list[Content] = [None] * len(unit.buffers)
+            if not unit.always_bound:
+                contents = [((unit.index, number), unit.version) for number, _ in enumerate(unit.buffers)]
+            self._arriving[unit] = [
+                self._collectives.all_gather(buffer, what, content=content)
+                for buffer, content in zip(unit.buffers, contents, strict=True)
+            ]
 
     def after_step(self, inside: bool) -> None:
         """Wait for what cannot be waited for later. ``inside``: of a scope, where parameters are in use."""
