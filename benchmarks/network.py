@@ -160,10 +160,8 @@ def main() -> None:
     for rate in options.rates:
         unit = next(unit for unit in _UNITS if rate.endswith(unit))
         per_second = float(rate.removesuffix(unit)) * _UNITS[unit] / 8
-        print(
-            f"\n{options.model} in {options.precision}, {options.hosts} hosts of {options.ranks} ranks, links of {rate}",
-            flush=True,
-        )
+        where = f"{options.hosts} hosts of {options.ranks} ranks, links of {rate}"
+        print(f"\n{options.model} in {options.precision}, {where}", flush=True)
         print(f"{'':32}{'bytes/parameter':>16}{'ms':>9}{'of the link':>13}")
         with hosts(options.hosts, rate):
             for name in options.engines:

@@ -1,0 +1,99 @@
+"""How often the ranks of a step tell each other where they are: once where a phase begins or ends, and no more."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import HostOffload, ZeroStrategy
+from lightning_zero.comm.control import ControlGroup
+from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
+
+
+class Net(pl.LightningModule):
+    def __init__(self, buffers: bool) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3)]
+        self.blocks = nn.Sequential(*blocks, nn.BatchNorm1d(8) if buffers else nn.Identity())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(torch.ones(4, 8) * batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Counts(pl.Callback):
+    """Exchanges of numbers between the hosts, by batch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.batches: list[int] = []
+        self._count = 0
+        exchange = ControlGroup._exchange
+
+        def counted(control: ControlGroup, *arguments: Any) -> Any:
+            self._count += 1
+            return exchange(control, *arguments)
+
+        monkeypatch.setattr(ControlGroup, "_exchange", counted)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._count = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches.append(self._count)
+
+
+PLAIN: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "expected"),
+    [
+        (1, PLAIN, [3, 3]),  # the beginning of a backward, its end, the step
+        (2, PLAIN, [3, 3]),
+        (3, PLAIN, [4, 4]),  # and the end of a forward, whose gathers are in one order
+        (1, {"buffers": True}, [4, 4]),  # and the beginning of a forward, which has rank 0's buffers
+        (3, {"buffers": True}, [5, 5]),
+        (2, {"gradient_clip_val": 0.1}, [4, 4]),  # and the norm
+        (1, {"accumulate_grad_batches": 2}, [0, 3]),  # nothing is averaged in the first micro-step
+        (2, {"accumulate_grad_batches": 2}, [2, 3]),
+        (3, {"accumulate_grad_batches": 2}, [3, 4]),
+        (2, {"offload": HostOffload(optimizer=True)}, [4, 4]),  # and whether all could take the step
+    ],
+)
+def test_a_step_agrees_once_a_phase(
+    stage: Any, options: dict[str, Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(rank: int) -> list[int]:
+        chosen, counts = dict(options), Counts(monkeypatch)
+        net = Net(chosen.pop("buffers", False))
+        strategy = ZeroStrategy(stage, units=["Sequential"], offload=chosen.pop("offload", None))
+        with quiet():
+            make_trainer(strategy, callbacks=[counts], **chosen).fit(net, DataLoader(range(6), batch_size=None))  # type: ignore[arg-type]
+        return counts.batches
+
+    for batches in run_world(2, run):
+        assert batches[2:4] == batches[4:] == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_an_agreement_takes_as_many_messages_as_their_number_has_digits(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(rank: int) -> int:
+        control, sent = ControlGroup(dist.group.WORLD, rank, world_size), []
+        send = dist.isend
+        monkeypatch.setattr(dist, "isend", lambda *args, **named: sent.append(1) or send(*args, **named))
+        assert control.exchange([rank, -rank]) == [[other, -other] for other in range(world_size)]
+        return len(sent)
+
+    assert set(run_world(world_size, run)) == {math.ceil(math.log2(world_size))}
