@@ -5,6 +5,11 @@ Importing this package registers the strategy names, and lets Lightning's ``load
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -73,5 +78,36 @@ def _register(name: str, description: str, **settings: Any) -> None:
         StrategyRegistry.register(name, ZeroStrategy, description=description, **settings)
 
 
+_TWIN = "pytorch_lightning.strategies"
+
+
+def _tell(twin: Any) -> None:
+    """Let the Trainer of ``pytorch_lightning`` take the strategies, which then say that they are not for it."""
+    for name, entry in StrategyRegistry.items():
+        if entry["strategy"] is ZeroStrategy:
+            twin.StrategyRegistry.setdefault(name, entry)
+    twin.Strategy.register(ZeroStrategy)
+
+
+class _TwinFinder(MetaPathFinder):
+    """Waits for ``pytorch_lightning``, which this package does not import, to tell it."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == _TWIN else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_tell(module: ModuleType) -> None:
+                run(module)
+                _tell(module)
+
+            spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
+        return spec
+
+
 register_strategies()
+if _TWIN in sys.modules:
+    _tell(sys.modules[_TWIN])
+else:
+    sys.meta_path.insert(0, _TwinFinder())
 let_lightning_load_directories()
