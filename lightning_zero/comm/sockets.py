@@ -57,6 +57,6 @@ def clients_of(store: Any) -> list[tuple[int, str]]:
     port, found = getattr(store, "port", None), []
     for file, what in sockets().items() if port else ():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
-            if connection.getpeername()[1] == port:
+            if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
                 found.append((file, what))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -154,3 +155,16 @@ def test_one_watch_for_a_default_group_and_none_of_it_left() -> None:
         return counts
 
     assert run_world(2, world, init_group=False) == [[1, 1, 0]] * 2
+
+
+def test_other_sockets_of_the_process_do_not_matter() -> None:
+    """Those of pipes between processes, event loops and MPI have no name, or one that is a path."""
+
+    def world(rank: int) -> bool:
+        ends = socket.socketpair()
+        groups = _connect(rank)
+        groups.control.barrier()
+        ends[0].sendall(b"1")
+        return ends[1].recv(1) == b"1"
+
+    assert all(run_world(2, world, init_group=False))
