@@ -172,7 +172,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
         return Found(Kind.HUGGING_FACE, files)
     raise CheckpointError(
         f"The directory '{os.fspath(path)}' is no checkpoint: it has neither {RECORD_FILE} nor {METADATA_FILE}, "
-        f"{SINGLE_FILE} or {INDEX_FILE}. If it was being written, use the one before."
+        f"{SINGLE_FILE} or {INDEX_FILE}. If it was being written, use the one before. If it is "
+        "DeepSpeed's, which is not read, have its zero_to_fp32.py make a file of its weights first."
     )
 
 
