@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
 )
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
@@ -26,23 +31,36 @@ from lightning_zero.comm.control import naming_failures, raise_failure
 from lightning_zero.comm.groups import destroy_default_group_at_exit, order_launches
 from lightning_zero.comm.sockets import connections
 from lightning_zero.comm.watch import current_watch, watch_ranks
+from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ZeroError
 
-__all__ = ["DEFAULT_TIMEOUT", "Processes"]
+__all__ = ["DEFAULT_TIMEOUT", "NOT_SET_UP", "Processes", "StartMethod"]
 
 _OF_TRANSPORT = re.compile(
     r"gloo/|NCCL|ProcessGroup|Broken pipe|Connection (was likely |reset by peer|closed by peer)|Timed out waiting"
 )
 
 DEFAULT_TIMEOUT = default_pg_timeout
+StartMethod = Literal["popen", "spawn", "fork"]
+NOT_SET_UP = (
+    "The strategy is not set up in this process: its engine exists from `Trainer.fit` (or validate) on, and with "
+    "start_method='fork' or 'spawn' only in the processes that run it, which end with it. Save in a callback "
+    "(ModelCheckpoint), or take `state_dict()` of the module, which has its weights."
+)
 
 
-class _Launcher(_SubprocessScriptLauncher):
-    """Lightning's. In a notebook there is no script to run again, and a single process needs none."""
+class _Workers(_MultiProcessingLauncher):
+    """Lightning's, whose processes end with a run, and hand the first one's module over: with whole weights."""
 
-    @property
-    def is_interactive_compatible(self) -> bool:
-        return self.num_processes * self.num_nodes == 1
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """As Lightning has it."""
+        if dist.is_initialized() and dist.get_world_size() == 1:  # of a run before, and forks would take it for theirs
+            dist.destroy_process_group()
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        with full_parameters(trainer.lightning_module):
+            return super()._collect_rank_zero_results(trainer, results)
 
 
 class Processes(ParallelStrategy):
@@ -51,6 +69,7 @@ class Processes(ParallelStrategy):
     num_nodes: int
     process_group_backend: str | None
     _timeout: timedelta | None
+    _start_method: StartMethod | None
 
     @property
     def root_device(self) -> torch.device:
@@ -70,9 +89,19 @@ class Processes(ParallelStrategy):
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
-        # Also where others start the processes: the launcher then only shares the cores out among them.
-        if self.cluster_environment is not None:
-            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        environment, several = self.cluster_environment, self.num_processes * self.num_nodes > 1
+        method = self._start_method or ("fork" if several and _IS_INTERACTIVE else "popen")
+        if method not in get_args(StartMethod):
+            known = ", ".join(get_args(StartMethod))
+            raise ValueError(f"start_method must be one of {known}, or None, got {method!r}.")
+        if environment is None:
+            return
+        others = environment.creates_processes_externally and not isinstance(environment, LightningEnvironment)
+        if method != "popen" and not others:
+            self._launcher = _Workers(self, method)
+        elif several or not _IS_INTERACTIVE:  # a notebook is no script to run again, and its one process needs nobody
+            # Also where others start the processes: the launcher then only shares the cores out among them.
+            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment who this process is."""

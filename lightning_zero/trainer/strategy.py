@@ -54,7 +54,7 @@ from lightning_zero.trainer.callbacks import (
 from lightning_zero.trainer.finetuning import compare_by_value
 from lightning_zero.trainer.loaders import Loading
 from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
-from lightning_zero.trainer.processes import DEFAULT_TIMEOUT
+from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, NOT_SET_UP, StartMethod
 from lightning_zero.trainer.replaced import ReplacedMethods, UnmarkedModule
 
 __all__ = ["ZeroStrategy"]
@@ -86,6 +86,8 @@ class ZeroStrategy(Loading):
         accelerator, parallel_devices, cluster_environment: as for every Lightning strategy.
         precision_plugin: ``ZeroPrecision``, or one of Lightning's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
+        start_method: how the Trainer starts processes: ``popen`` runs the script again; those of ``spawn`` and ``fork``
+            hand whole weights over and end. ``None``: ``fork`` in notebooks, else ``popen``.
         timeout: how long a rank waits for the others before it raises; also for their part of a checkpoint.
 
     Raises:
@@ -117,6 +119,7 @@ class ZeroStrategy(Loading):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
+        start_method: StartMethod | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
         self.settings = SessionSettings(
@@ -136,7 +139,7 @@ class ZeroStrategy(Loading):
         self.placement, self.offload = self.settings.placement, offload
         self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
-        self.process_group_backend, self._timeout = process_group_backend, timeout
+        self.process_group_backend, self._timeout, self._start_method = process_group_backend, timeout, start_method
         self._session: ZeroSession | None = None
         self._recorder, self._replaced = InitRecorder(), ReplacedMethods()
         self._laid_out = False  # in the running fit, validation, ...
@@ -154,7 +157,7 @@ class ZeroStrategy(Loading):
     def session(self) -> ZeroSession:
         """What runs, without Lightning; RuntimeError before the strategy was set up."""
         if self._session is None:
-            raise RuntimeError("The strategy is not set up yet: its engine exists from `Trainer.fit` (or validate) on.")
+            raise RuntimeError(NOT_SET_UP)
         return self._session
 
     @property

@@ -1,0 +1,122 @@
+"""Processes that are spawned or forked for a run, and end with it: weights and metrics come back, as with DDP."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_zero import ZeroStrategy
+from tests.helpers.script import ROOT
+from tests.helpers.world import subprocess_env
+
+PROGRAM = """
+import sys
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroPrecision, ZeroStrategy, full_parameters
+
+
+class Net(pl.LightningModule):
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+
+    def training_step(self, batch, i):
+        if self.fails and self.global_rank == 1:
+            raise KeyError("rank 1 stumbles")
+        x = torch.full((4, 8), 0.1 * float(batch) + self.global_rank) + torch.arange(4.0)[:, None]
+        loss = self.b(torch.tanh(self.a(x))).square().sum() + self.a(torch.ones(1, 8)).square().mean()
+        self.log("loss", loss, sync_dist=True, batch_size=4)
+        return loss
+
+    def validation_step(self, batch, i):
+        self.log("val", self.a(torch.ones(1, 8)).square().mean(), sync_dist=True, batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def train(strategy, **options):
+    net = Net()
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=sys.argv[2], **options,
+    )
+    batches = DataLoader(range(8), batch_size=None)
+    trainer.fit(net, batches, batches)
+    return net, trainer
+
+
+if __name__ == "__main__":
+    method = sys.argv[1]
+    expected, oracle = train(DDPStrategy(start_method=method))
+    for stage in (1, 2, 3) if method == "fork" else (3,):
+        net, trainer = train(ZeroStrategy(stage, start_method=method))
+        assert all(map(torch.equal, expected.state_dict().values(), net.state_dict().values())), stage
+        assert trainer.callback_metrics == oracle.callback_metrics
+        assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+        with full_parameters(net):
+            assert net.a.weight.isfinite().all()
+        (found,) = trainer.validate(net, DataLoader(range(2), batch_size=None), verbose=False)
+        assert found["val"] == oracle.callback_metrics["val"]
+        path = trainer.checkpoint_callback.best_model_path
+        loaded = Net.load_from_checkpoint(path)
+        assert all(map(torch.equal, expected.parameters(), loaded.parameters()))
+        try:
+            trainer.save_checkpoint(sys.argv[2] + "/late.ckpt")
+        except RuntimeError as error:
+            assert "only in the processes that run it, which end with it" in str(error)
+    if method == "fork":
+        plugin = ZeroPrecision("bf16-mixed")
+        mixed = [train(ZeroStrategy(s, start_method=method, precision_plugin=plugin))[0] for s in (1, 3)]
+        assert all(map(torch.equal, *(net.state_dict().values() for net in mixed)))
+        Net.fails = True
+        try:
+            train(ZeroStrategy(3, start_method=method))
+        except Exception as error:
+            assert "rank 1 stumbles" in str(error), error
+        else:
+            raise AssertionError("no error")
+    print("all is well")
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_weights_and_metrics_come_back(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(script), method, str(tmp_path)]
+    done = subprocess.run(command, env=subprocess_env(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "all is well" in done.stdout
+
+
+def test_in_a_notebook(tmp_path: Path) -> None:
+    notebook = ROOT / "examples" / "notebook.ipynb"
+    convert = ["-m", "nbconvert", "--to", "notebook", "--execute", "--ExecutePreprocessor.timeout=150", str(notebook)]
+    command = [sys.executable, *convert, "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, env=subprocess_env(), cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = json.loads((tmp_path / "notebook.ipynb").read_text())["cells"]
+    told = "".join("".join(out.get("text", "")) for cell in cells for out in cell.get("outputs", []))
+    assert "sin(1) is 0.84, learned 0.8" in told
+    assert told.count("loss 0.00") == 2
+
+
+def test_an_unknown_method_is_refused() -> None:
+    import lightning.pytorch as pl
+
+    with pytest.raises(ValueError, match="start_method must be one of popen, spawn, fork, or None, got 'thread'"):
+        pl.Trainer(strategy=ZeroStrategy(start_method="thread"), accelerator="cpu", devices=2)  # type: ignore[arg-type]
