@@ -1,4 +1,4 @@
-"""ZeRO for PyTorch Lightning: ``Trainer(strategy="zero1" | "zero2" | "zero3")``, or ``"zero3_offload"``.
+"""ZeRO for PyTorch Lightning: ``Trainer(strategy="zero1" | "zero2" | "zero3")``, or ``"zero3_offload"``; and in Fabric.
 
 Importing this package registers the strategy names, and lets Lightning's ``load_from_checkpoint`` take directories.
 """
@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.analysis import ZeroPlan, build_plan, estimate_memory
@@ -21,6 +22,7 @@ from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffloa
 from lightning_zero.debug import full_gradient, full_gradients, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
 from lightning_zero.trainer.cli import ZeroCLI
+from lightning_zero.trainer.fabric import ZeroFabricStrategy
 from lightning_zero.trainer.loaders import NoBatch
 from lightning_zero.trainer.monitors import CommunicationMonitor, MemoryMonitor
 from lightning_zero.trainer.precision import ZeroPrecision
@@ -37,6 +39,7 @@ __all__ = [
     "NoBatch",
     "NvmeOffload",
     "ZeroCLI",
+    "ZeroFabricStrategy",
     "ZeroPlan",
     "ZeroPrecision",
     "ZeroStrategy",
@@ -57,7 +60,7 @@ __version__ = "0.2.0"
 
 
 def register_strategies() -> None:
-    """Make ``zero1``, ``zero2`` and ``zero3`` known to the Trainer, and the same with ``_offload`` behind.
+    """Make ``zero1``, ``zero2`` and ``zero3`` known to Trainer and Fabric, and the same with ``_offload`` behind.
 
     Those keep the optimizer in host memory, ``zero3_offload`` the parameters too. A name that somebody registered
     before stays theirs.
@@ -74,8 +77,9 @@ def register_strategies() -> None:
 
 
 def _register(name: str, description: str, **settings: Any) -> None:
-    if name not in StrategyRegistry:
-        StrategyRegistry.register(name, ZeroStrategy, description=description, **settings)
+    for registry, strategy in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):
+        if name not in registry:
+            registry.register(name, strategy, description=description, **settings)
 
 
 _TWIN = "pytorch_lightning.strategies"

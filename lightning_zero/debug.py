@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from lightning.fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 
 from lightning_zero._torch import storage_key, untracked, use_count
@@ -75,6 +76,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
             if trainer.is_global_zero:
                 model.head.weight.data.zero_()
     """
+    module = _without_fabric(module)
     engine = engine_of(module)
     if engine is None:
         yield
@@ -150,6 +152,7 @@ def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Ite
             with lightning_zero.full_gradients(self):
                 self.log_dict(lightning.pytorch.utilities.grad_norm(self, 2))
     """
+    module = _without_fabric(module)
     engine = engine_of(module)
     if engine is None:
         yield
@@ -211,6 +214,7 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
 
     Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``.
     """
+    module = _without_fabric(module)
     engine = engine_of(module)
     if engine is None:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
@@ -222,7 +226,13 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
     return gradient_norm(slices, engine.totals, norm_type)
 
 
+def _without_fabric(module: nn.Module) -> nn.Module:
+    """The user's module, if this is what ``fabric.setup`` made of it."""
+    return module.module if isinstance(module, _FabricModule) else module
+
+
 def _locate(module: nn.Module, name: str) -> tuple[ZeroEngine, FlatParameters, int]:
+    module = _without_fabric(module)
     engine = engine_of(module)
     if engine is None:
         raise ValueError(f"{type(module).__name__} is not part of a sharded run.")

@@ -21,8 +21,8 @@ PACKAGE = ROOT / "lightning_zero"
 MODULE_LINES = 450
 FUNCTION_LINES = 60
 FOLDER_FILES = 14
-ALL_LINES = 34_500
-ALL_FILES = 155
+ALL_LINES = 34_820
+ALL_FILES = 156
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 4
@@ -323,6 +323,7 @@ def test_public_names_are_frozen() -> None:
             "NoBatch",
             "NvmeOffload",
             "ZeroCLI",
+            "ZeroFabricStrategy",
             "ZeroPlan",
             "ZeroPrecision",
             "ZeroStrategy",

@@ -132,11 +132,7 @@ class Checkpoints:
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Open a checkpoint of any kind; tensors are read when they are needed. Collective: every rank."""
         self._saver.wait()
-        checkpoint = open_checkpoint(
-            path, self._control, verify=self._policy.verify or "sample", weights_only=weights_only
-        )
-        require_lightning(checkpoint, path)
-        return checkpoint
+        return open_checkpoint(path, self._control, verify=self._policy.verify or "sample", weights_only=weights_only)
 
     def load_random_state(self, checkpoint: Mapping[str, Any], device: torch.device) -> None:
         """Read the state of the random number generators, if it was saved, to be given back when training begins.

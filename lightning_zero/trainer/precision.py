@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+from lightning.fabric.plugins import precision as fabric
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -44,6 +45,7 @@ _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+_OF_FABRIC = (fabric.Precision, fabric.DoublePrecision, fabric.HalfPrecision, fabric.MixedPrecision)
 _TWO_DTYPES = re.compile("same dtype|expected scalar type|mixed dtype")  # torch's messages
 _IN_16_BITS = (
     "In mixed precision modules compute with 16-bit copies of their weights. Where your code has switched autocast off "
@@ -115,20 +117,20 @@ class ZeroPrecision(Precision):
         self._on_skip: Callable[[Optimizer], None] | None = None
 
     @classmethod
-    def convert(cls, plugin: Precision) -> ZeroPrecision:
-        """Lightning's own plugin, as the Trainer's ``precision=`` made it, in this package's terms.
+    def convert(cls, plugin: fabric.Precision) -> ZeroPrecision:
+        """Lightning's own plugin, as ``precision=`` made it (the Trainer's, or Fabric's), in this package's terms.
 
         Raises:
             ValueError: for a plugin that sharding cannot serve, by name.
         """
         if isinstance(plugin, ZeroPrecision):
             return plugin
-        if type(plugin) is MixedPrecision and plugin.precision == "16-mixed" and plugin.scaler is not None:
-            given = plugin.scaler
+        if type(plugin) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision, *_OF_FABRIC):
+            given = getattr(plugin, "scaler", None)
+            if given is None:
+                return cls(plugin.precision)  # type: ignore[arg-type]
             factors = given.get_growth_factor(), given.get_backoff_factor()
             return cls("16-mixed", scaler=LossScaler(given._init_scale, *factors, given.get_growth_interval()))
-        if type(plugin) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
-            return cls(plugin.precision)  # type: ignore[arg-type]
         if type(plugin).__module__.startswith("pytorch_lightning."):  # its Trainer gives a strategy this first
             raise ValueError(
                 "This Trainer is of the package `pytorch_lightning`, of which it gave ZeroStrategy a "
@@ -226,6 +228,12 @@ class ZeroPrecision(Precision):
         if self.precision not in _TRUE:
             return data
         return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=_TRUE[self.precision])
+
+    def convert_output(self, data: Any) -> Any:
+        """What a module returns in Fabric: in the default dtype, whatever it was computed in."""
+        if self.precision == "32-true":
+            return data
+        return apply_to_collection(data, Tensor, _convert_fp_tensor, dst_type=torch.get_default_dtype())
 
     # ---------------------------------------------------------------- gradients
 

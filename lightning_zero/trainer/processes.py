@@ -1,4 +1,4 @@
-"""The processes of a run: their devices and ranks, who starts them, and Lightning's own collectives."""
+"""The processes of a run: their devices and ranks, who starts them, and the collectives of Lightning and of Fabric."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
@@ -18,21 +19,21 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero._torch import prefix_store, tcp_store
 from lightning_zero.comm.control import naming_failures, raise_failure
-from lightning_zero.comm.groups import destroy_default_group_at_exit, order_launches
+from lightning_zero.comm.groups import Groups, destroy_default_group_at_exit, order_launches, orders_differ, shard_span
 from lightning_zero.comm.sockets import connections
 from lightning_zero.comm.watch import current_watch, watch_ranks
 from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ZeroError
+from lightning_zero.session.session import ZeroSession
+from lightning_zero.session.settings import SessionSettings
 
 __all__ = ["DEFAULT_TIMEOUT", "NOT_SET_UP", "Processes", "StartMethod"]
 
@@ -63,19 +64,30 @@ class _Workers(_MultiProcessingLauncher):
             return super()._collect_rank_zero_results(trainer, results)
 
 
-class Processes(ParallelStrategy):
-    """One process for each device, in one group: what Lightning asks any such strategy about them."""
+class Processes:
+    """One process for each device, in one group: what Lightning asks any such strategy about them.
+
+    To be put before a ``ParallelStrategy``: the Trainer and Fabric have one each, with these attributes.
+    """
 
     num_nodes: int
     process_group_backend: str | None
+    settings: SessionSettings
     _timeout: timedelta | None
-    _start_method: StartMethod | None
+    _start_method: StartMethod | None = "popen"
+    _session: ZeroSession | None = None
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    local_rank: int
+    global_rank: int
+    node_rank: int
+    world_size: int
 
     @property
     def root_device(self) -> torch.device:
         """The device of this process."""
         if self.parallel_devices is None:
-            raise RuntimeError("The Trainer has not assigned devices to the strategy yet.")
+            raise RuntimeError("The Trainer (or Fabric) has not assigned devices to the strategy yet.")
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -85,8 +97,19 @@ class Processes(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How the Trainer shards the data."""
+        """How the data are shared out."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Lightning's plain IO; sharded directories do not go through it."""
+        return super().checkpoint_io  # type: ignore[misc, no-any-return]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        if io is not None:
+            what = "writes sharded directories itself and takes no checkpoint plugin"
+            raise ValueError(f"{type(self).__name__} {what}, got {type(io).__name__}.")
 
     def _configure_launcher(self) -> None:
         environment, several = self.cluster_environment, self.num_processes * self.num_nodes > 1
@@ -98,7 +121,7 @@ class Processes(ParallelStrategy):
             return
         others = environment.creates_processes_externally and not isinstance(environment, LightningEnvironment)
         if method != "popen" and not others:
-            self._launcher = _Workers(self, method)
+            self._launcher: Any = _Workers(self, method)  # type: ignore[arg-type]
         elif several or not _IS_INTERACTIVE:  # a notebook is no script to run again, and its one process needs nobody
             # Also where others start the processes: the launcher then only shares the cores out among them.
             self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
@@ -112,13 +135,15 @@ class Processes(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group. Collective: every rank."""
-        super().setup_environment()
-        reset_seed()
+        super().setup_environment()  # type: ignore[misc]
         self.set_world_ranks()
         device = self.root_device
         self.process_group_backend = self.process_group_backend or _get_default_process_group_backend_for_device(device)
         if self.cluster_environment is None:
-            raise RuntimeError("ZeroStrategy has no cluster environment; create it through Trainer(strategy=...).")
+            raise RuntimeError(
+                f"{type(self).__name__} has no cluster environment: it gets one in Trainer(strategy=...) or "
+                "Fabric(strategy=...)."
+            )
         order_launches(device)
         if not dist.is_initialized():
             options: dict[str, Any] = {"timeout": self._timeout}
@@ -132,10 +157,19 @@ class Processes(ParallelStrategy):
         expected = self.num_nodes * self.num_processes
         if dist.get_world_size() != expected:
             raise RuntimeError(
-                f"The process group has {dist.get_world_size()} ranks, but Trainer(devices={self.num_processes}, "
-                f"num_nodes={self.num_nodes}) asks for {expected}. Start as many processes as devices times nodes, or "
-                "let the Trainer start them."
+                f"The process group has {dist.get_world_size()} ranks, but devices={self.num_processes} and "
+                f"num_nodes={self.num_nodes} ask for {expected}. Start as many processes as devices times nodes, or "
+                "let the Trainer (or Fabric) start them."
             )
+
+    def _begin_session(self) -> ZeroSession:
+        """What runs, from the first time that it is asked for. Collective then: every rank."""
+        if self._session is None:
+            span = shard_span(self.settings.shard_within, self.num_processes, self.world_size)
+            apart = orders_differ(self.root_device, self.settings.placement.shards_parameters)
+            groups = Groups.create(self.process_group_backend, self._timeout, apart, span)
+            self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
+        return self._session
 
     def tell_failure(self, error: BaseException) -> None:
         """Tell the other ranks of an error that ends this rank's run, and the user what is known of theirs. Local."""
@@ -175,7 +209,8 @@ class Processes(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """A tensor of each rank, along a new first dimension. Collective: every rank."""
         with naming_failures("an all_gather", self.global_rank):
-            return super().all_gather(tensor, group, sync_grads)
+            gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+            return gathered
 
 
 def _store_of_this_attempt(timeout: timedelta | None) -> dict[str, Any]:

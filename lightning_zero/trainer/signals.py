@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -26,7 +27,7 @@ _END, _SAVE = 1, 2
 _log = logging.getLogger(__name__)
 
 
-class Signals(Processes):
+class Signals(Processes, ParallelStrategy):
     """The signals that a Trainer handles."""
 
     _connector: Any

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -17,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Compression, Groups, orders_differ, shard_span
+from lightning_zero.comm import Compression
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
@@ -33,7 +34,7 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.init import InitRecorder
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.state import ConstantState
-from lightning_zero.session.checkpoints import Checkpoints
+from lightning_zero.session.checkpoints import Checkpoints, require_lightning
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
@@ -140,7 +141,6 @@ class ZeroStrategy(Loading):
         self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
         self.process_group_backend, self._timeout, self._start_method = process_group_backend, timeout, start_method
-        self._session: ZeroSession | None = None
         self._recorder, self._replaced = InitRecorder(), ReplacedMethods()
         self._laid_out = False  # in the running fit, validation, ...
         self._held = HeldSchedulers()
@@ -181,20 +181,10 @@ class ZeroStrategy(Loading):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = None if precision_plugin is None else ZeroPrecision.convert(precision_plugin)
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Lightning's plain IO; sharded directories do not go through it."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        if io is not None:
-            what = "writes sharded directories itself and takes no checkpoint plugin"
-            raise ValueError(f"ZeroStrategy {what}, got {type(io).__name__}.")
-
     def setup_environment(self) -> None:
         """Join the process group, and make callbacks ready for their own set-up. Collective: every rank."""
         super().setup_environment()
+        reset_seed()
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         copy_whole(callbacks, self._module, self._replaced)
         compare_by_value(callbacks, self._module, self._replaced)
@@ -258,15 +248,6 @@ class ZeroStrategy(Loading):
         if self._absent:
             self._averages = Averages(callbacks, self.session, self._module, self._replaced)
             prune_whole(callbacks if fitting else (), self._module, self._replaced)
-
-    def _begin_session(self) -> ZeroSession:
-        """What runs, from the first time that it is asked for. Collective then: every rank."""
-        if self._session is None:
-            span = shard_span(self.settings.shard_within, self.num_processes, self.world_size)
-            apart = orders_differ(self.root_device, self.placement.shards_parameters)
-            groups = Groups.create(self.process_group_backend, self._timeout, apart, span)
-            self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
-        return self._session
 
     def _wire(self) -> None:
         self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
@@ -417,7 +398,9 @@ class ZeroStrategy(Loading):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint of any strategy; tensors are read when they are needed. Collective: every rank."""
-        return self._begin_session().checkpoints.load(checkpoint_path, weights_only)
+        checkpoint = self._begin_session().checkpoints.load(checkpoint_path, weights_only)
+        require_lightning(checkpoint, checkpoint_path)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read this rank's slices of the weights. Collective: every rank."""

@@ -1,0 +1,383 @@
+"""Fabric's questions to a strategy, answered by the session that a Trainer runs on, too.
+
+Fabric calls what ``setup_module`` returns in place of the user's module. Each such call is a step of the session: with
+gradients it is one of training, under ``no_grad`` one of evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import ClusterEnvironment, Precision
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.types import _Stateful
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero._torch import compiler_of_frames, opaque_to_dynamo, tree_map_only
+from lightning_zero.checkpoint import StoredTensor
+from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
+from lightning_zero.config import Placement
+from lightning_zero.debug import note_optimizers
+from lightning_zero.init import InitRecorder
+from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
+from lightning_zero.optim.replicated import ReplicatedOptimizer
+from lightning_zero.optim.rules import naming_closures
+from lightning_zero.optim.sharded import ShardedOptimizer
+from lightning_zero.session.module_state import left_out_of
+from lightning_zero.session.optimizer_state import OptimizerState
+from lightning_zero.session.session import ZeroSession
+from lightning_zero.session.settings import SessionSettings
+from lightning_zero.trainer.callbacks import refuse_synced_norms
+from lightning_zero.trainer.precision import ZeroPrecision
+from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes
+
+__all__ = ["ZeroFabricStrategy"]
+
+_WEIGHTS, _STATES = "state_dict", "optimizer_states"  # as Lightning's Trainer calls them
+
+
+class _ShardedModule(nn.Module):
+    """What Fabric calls in place of ``module``, as it calls ``DistributedDataParallel`` under that strategy."""
+
+    def __init__(self, module: nn.Module, session: ZeroSession, param_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.module = module
+        self._session, self._param_dtype = session, param_dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One step of the module's. Collective: every rank."""
+        _refuse_compilation()
+        if self._param_dtype is not None:  # as Fabric does under mixed precision
+            args, kwargs = apply_to_collection((args, kwargs), Tensor, _convert_fp_tensor, dst_type=self._param_dtype)
+        training = torch.is_grad_enabled()
+        with self._session.step("training_step" if training else "validation_step", training=training):
+            return self.module(*args, **kwargs)
+
+
+@opaque_to_dynamo
+def _refuse_compilation() -> None:
+    """RuntimeError if ``torch.compile`` runs around a step: Fabric has put it there, or the user."""
+    if compiler_of_frames() is not None:
+        raise RuntimeError(
+            "torch.compile cannot look into the step of a sharded module, of which communication is a part. In place "
+            "of `fabric.setup(torch.compile(model))`, call `model.compile()` (or `layer.compile()`), then "
+            "`fabric.setup(model)`."
+        )
+
+
+class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
+    """ZeRO for a training loop of one's own: ``Fabric(strategy="zero3")``.
+
+    One module is sharded, with all its optimizers. Every rank calls it equally often, also to evaluate it. What of
+    Fabric is about whole tensors on one rank is collective here: ``setup``, ``backward``, ``clip_gradients``,
+    ``optimizer.step``, ``save`` and ``load``.
+
+    Args:
+        stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        accelerator, parallel_devices, cluster_environment: as for every strategy of Fabric.
+        precision: ``ZeroPrecision``, or one of Fabric's plugins, which is converted.
+        process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
+        timeout: how long a rank waits for the others before it raises; also for their part of a checkpoint.
+        settings: ``units``, ``shard_within``, ``compression``, ``bucket_mib``, ``prefetch``, ``offload``,
+            ``activations``, ``checkpoint`` and ``broadcast_buffers``, as for ``ZeroStrategy``.
+
+    Raises:
+        TypeError: for an unknown setting.
+        ValueError: if a setting is not usable.
+    """
+
+    num_nodes: Any = property(lambda self: self._num_nodes)  # Fabric sets `_num_nodes`
+    _set_world_ranks = Processes.set_world_ranks
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 3,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        **settings: Any,
+    ) -> None:
+        self.settings = SessionSettings(placement=Placement.from_stage(stage), **settings)
+        super().__init__(accelerator, parallel_devices, cluster_environment, precision=precision)
+        self._num_nodes = 1
+        self.process_group_backend, self._timeout = process_group_backend, timeout
+        self._backward_sync_control = self
+        self._recorder = InitRecorder()
+        self._module: _ShardedModule | None = None
+        self._optimizers: list[Optimizer] = []
+        self._overflows: dict[int, bool] = {}  # by optimizer, in the running step: its gradients are unscaled
+
+    # ------------------------------------------------------------- environment
+
+    @property
+    def session(self) -> ZeroSession:
+        """What runs, without Lightning; RuntimeError before a module was set up."""
+        if self._session is None or self._module is None:
+            raise RuntimeError("No module is sharded yet: call `fabric.setup(model, optimizer)` on every rank first.")
+        return self._session
+
+    @property
+    def precision(self) -> ZeroPrecision:
+        """The precision in this package's terms, whatever Fabric was given."""
+        self._precision: ZeroPrecision | None = self._precision or ZeroPrecision()
+        return self._precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = None if precision is None else ZeroPrecision.convert(precision)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; anything else is returned as it is. Collective: every rank."""
+        return self.reduce(tensor, group, reduce_op)
+
+    # -------------------------------------------------------------------- setup
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Where a module is built: on the host, because only parts stay on the device.
+
+        With ``empty_init`` it takes no memory: its initialisation is recorded and runs while it is sharded.
+        """
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(self._recorder)
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: what is sharded gets to the device part by part. Move other modules by ``.to(fabric.device)``."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard the module; ``ValueError`` for a second one. Collective: every rank."""
+        if self._module is not None:
+            raise ValueError(
+                f"ZeroFabricStrategy shards one module, and {type(self._module.module).__name__} is set up already. "
+                f"To train {type(module).__name__} as well, make both parts of one nn.Module and set that up. Leave "
+                "out one that does not train, and move it with `.to(fabric.device)`."
+            )
+        refuse_synced_norms(module, self.root_device)
+        session = self._begin_session()
+        session.shard(module, self.precision, self._recorder.record)
+        self._recorder = InitRecorder()
+        session.relaying = self._relaying
+        session.checkpoints.begin(training=True)
+        module.to(self.root_device)  # what is neither a parameter nor a buffer of the engine (metric states)
+        self.precision.attach(self.root_device, session.engine.totals, self._adapter, lambda optimizer: None)
+        session.begin(training=any(parameter.requires_grad for parameter in module.parameters()))
+        self._module = _ShardedModule(module, session, self.precision.param_dtype)
+        return self._module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Shard one more optimizer of the module that is set up. Collective: every rank."""
+        optimizers = [*self._optimizers, optimizer]
+        with self._relaying():
+            self.session.shard_optimizers(optimizers, writable=self.precision.param_dtype is None)
+        self._optimizers = optimizers
+        return optimizer
+
+    @contextmanager
+    def _relaying(self) -> Iterator[None]:
+        yield
+        note_optimizers(self.session.engine, self.session.adapters)
+
+    def _adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
+        try:
+            return self.session.adapter(optimizer)
+        except KeyError:
+            raise ValueError(
+                f"{type(optimizer).__name__} is not an optimizer of this run: set it up by `fabric.setup(model, "
+                "optimizer)` or `fabric.setup_optimizers(optimizer)` on every rank, and use what that returns."
+            ) from None
+
+    def _optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
+        return self.session.optimizer_state(self._adapter(optimizer).optimizer)
+
+    # -------------------------------------------------------------------- steps
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward, after which gradients are those of all ranks. Collective: every rank."""
+        with self.session.backward():
+            scaler = self.precision.scaler
+            (tensor if scaler is None else scaler.scale(tensor)).backward(*args, **kwargs)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""
+        return self.session.accumulating() if enabled else nullcontext()
+
+    def _unscale(self, optimizer: Optimizer) -> bool:
+        """Undo the loss scale, once in a step. Returns whether gradients of any rank have overflowed. Collective."""
+        if self.precision.scaler is None:
+            return False
+        if id(optimizer) not in self._overflows:
+            gradients = self._adapter(optimizer).gradients()
+            self._overflows[id(optimizer)] = self.precision.scaler.unscale(gradients, self.session.engine.totals)
+        return self._overflows[id(optimizer)]
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """One optimizer step. The closure runs before, but where the optimizer needs it. Collective: every rank."""
+        adapter, scaler = self._adapter(optimizer), self.precision.scaler
+        if isinstance(adapter, ReplicatedOptimizer):
+            if scaler is not None or closure is None:
+                raise ValueError(
+                    f"{adapter.label} needs a closure in step(), and cannot be used with precision='16-mixed'."
+                )
+            return adapter.step(closure, **kwargs)
+        with torch.enable_grad():
+            result = None if closure is None else closure()
+        overflow = self._unscale(optimizer)
+        self._overflows.pop(id(optimizer), None)
+        if scaler is not None:
+            scaler.update(overflow)
+        if not overflow:
+            try:
+                with naming_closures(optimizer):
+                    optimizer.step(**kwargs)
+            except BaseException:  # torch calls no hook then, and the user may catch it
+                adapter.abandon()
+                raise
+        return result
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the gradients of one optimizer over all ranks. Collective: every rank.
+
+        Returns their norm before. ``RuntimeError`` on every rank if it is not finite, with ``error_if_nonfinite``.
+        """
+        self._unscale(optimizer)
+        gradients = self._adapter(optimizer).gradients()
+        norm = gradient_norm(gradients, self.session.engine.totals, float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"The norm of order {norm_type} of the gradients is {norm.item()}, and cannot be clipped. Pass "
+                "`error_if_nonfinite=False` to go on all the same."
+            )
+        clip_by_norm(gradients, float(max_norm), norm)
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clamp every element of the gradients of one optimizer. Collective: every rank."""
+        self._unscale(optimizer)
+        clip_by_value(self._adapter(optimizer).gradients(), float(clip_val))
+
+    # -------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a checkpoint as the policy says, whole or not at all. Collective: every rank.
+
+        Weights and optimizer states are where a Trainer's checkpoint has them, and the names that ``state`` has for
+        them are beside it.
+
+        Raises:
+            ValueError: if ``state`` uses a name of the format for something else.
+        """
+        modules = [key for key, value in state.items() if self._is_sharded(value)]
+        optimizers = [key for key, value in state.items() if isinstance(value, Optimizer)]
+        taken = {_WEIGHTS, _STATES, SUMMARY_KEY} & state.keys() - {*modules, *optimizers}
+        if taken or len(modules) > 1:
+            raise ValueError(
+                f"`state` must have the model once, and something other than {', '.join(sorted(taken)) or modules} "
+                f"under other names than {_WEIGHTS}, {_STATES} and {SUMMARY_KEY}."
+            )
+        saved = {key: self._optimizer_state(state[key]).save() for key in optimizers}
+        exclude, weights = self.settings.checkpoint.exclude_frozen, self.session.module_state()
+        saved |= {key: weights.save(exclude_frozen=exclude) for key in modules}
+        content = self._convert_stateful_objects_in_state({**state, **saved}, filter or {})
+        told: dict[str, Any] = {"fabric": {"modules": modules, "optimizers": optimizers}}
+        if modules and exclude:
+            told["excluded_frozen"] = weights.excluded_frozen()
+        states = [content.pop(key) for key in optimizers]
+        if modules:
+            content[_WEIGHTS] = content.pop(modules[0])
+        checkpoint = {**content, _STATES: states, SUMMARY_KEY: told}
+        self.session.checkpoints.save(checkpoint, path, self.session.engine, self.precision.precision, storage_options)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint of Fabric, of a Trainer with any strategy, or plain weights. Collective: every rank.
+
+        Weights and optimizer states of a Trainer go to the model and the optimizers in ``state``, whatever their names
+        there. Without ``state``, tensors are read when they are needed.
+
+        Returns:
+            What was not restored.
+        """
+        found = self._begin_session().checkpoints.load(path, weights_only)
+        weights, excluded = found.get(_WEIGHTS), left_out_of(found)
+        if isinstance(state, Optimizer):
+            raise ValueError("Load an optimizer's state by `fabric.load(path, {'optimizer': optimizer})`.")
+        raw = isinstance(state, nn.Module)
+        wanted: dict[str, Any] = {_WEIGHTS: state} if raw else state or {}  # type: ignore[assignment]
+        if not raw:
+            self._rename(found, wanted)
+        if wanted:
+            _validate_keys_for_strict_loading(wanted.keys(), found.keys(), strict=strict)
+        for name, target in list(wanted.items()):
+            if name not in found:
+                continue
+            value = found.pop(name)
+            if self._is_sharded(target):
+                self.session.module_state().load(value, strict, excluded)
+            elif isinstance(target, Optimizer):
+                self._optimizer_state(target).load(value, strict=strict, weights=weights)
+            elif isinstance(target, _Stateful):
+                target.load_state_dict(_read(value), **({"strict": strict} if isinstance(target, nn.Module) else {}))
+            else:
+                wanted[name] = _read(value)
+        return {} if raw else found
+
+    def _rename(self, checkpoint: dict[str, Any], wanted: Mapping[str, Any]) -> None:
+        """Put weights and optimizer states under the names that they were saved under, or are wanted under."""
+        told = checkpoint.pop(SUMMARY_KEY, {}).get("fabric", {})
+        modules, optimizers = (
+            told.get(what, [key for key in wanted if isinstance(wanted[key], kind) and key not in checkpoint])
+            for what, kind in (("modules", nn.Module), ("optimizers", Optimizer))
+        )
+        if modules and _WEIGHTS in checkpoint:
+            checkpoint[modules[0]] = checkpoint.pop(_WEIGHTS)
+        if optimizers and _STATES in checkpoint:
+            states = checkpoint.pop(_STATES)
+            if len(states) != len(optimizers):
+                raise ValueError(
+                    f"The checkpoint holds the states of {len(states)} optimizers, and `state` has {len(optimizers)}. "
+                    "Load all of them at once, in the order that the Trainer had them, or the weights only."
+                )
+            checkpoint.update(zip(optimizers, states, strict=True))
+
+    def _is_sharded(self, value: Any) -> bool:
+        return self._module is not None and (value is self._module or value is self._module.module)
+
+
+def _read(value: Any) -> Any:
+    """The same with tensors in memory in place of those on disk."""
+    return tree_map_only(StoredTensor, StoredTensor.read, value)

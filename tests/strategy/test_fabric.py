@@ -1,0 +1,474 @@
+"""Training loops of one's own: what Fabric does under DDP, it does in every stage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_zero import (
+    CheckpointPolicy,
+    ZeroFabricStrategy,
+    ZeroPrecision,
+    ZeroStrategy,
+    consolidate_checkpoint,
+    full_gradient,
+    full_optimizer_state,
+    full_parameters,
+    grad_norm,
+    load_full_state_dict,
+)
+from tests.helpers.training import make_trainer
+from tests.helpers.world import run_world
+from tests.strategy.runs import Net, assert_same, batches, quiet
+
+STAGES = {f"stage {stage}": stage for stage in (1, 2, 3)}
+WIDTH = 8
+
+
+class Convolutional(nn.Module):
+    """Running statistics, and a bias whose gradient is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv1d(1, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 4, 3))
+        self.head = nn.Linear(4 * (WIDTH - 4), WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x.unsqueeze(1)).flatten(1))
+
+
+class Attentive(nn.Module):
+    """torch's own transformer layers, with dropout, and tied weights at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.encoder(self.first(x).unsqueeze(0)).squeeze(0))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH)),
+    "convolutional": Convolutional,
+    "attentive": Attentive,
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+}
+
+
+def launched(strategy: Any, world_size: int = 2, **options: Any) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+def zero(stage: int, **options: Any) -> ZeroFabricStrategy:
+    """Every layer a unit."""
+    return ZeroFabricStrategy(stage=stage, **{"units": ["Linear"], **options})  # type: ignore[arg-type]
+
+
+def data(index: int, rank: int) -> tuple[Tensor, Tensor]:
+    both = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(100 * index + rank))
+    return both[0], both[1]
+
+
+def built(name: str = "mlp") -> nn.Module:
+    torch.manual_seed(3)
+    return MODELS[name]()
+
+
+def train(
+    fabric: Fabric, model: Any, optimizer: Any, steps: range, per_step: int = 1, clip: Mapping[str, float] | None = None
+) -> list[Tensor]:
+    """The loop of a user; gives losses and norms."""
+    seen = []
+    for step in steps:
+        for micro in range(per_step):
+            x, y = data(per_step * step + micro, fabric.global_rank)
+            with fabric.no_backward_sync(model, enabled=micro < per_step - 1):
+                loss = F.mse_loss(model(x), y)
+                fabric.backward(loss)
+            seen.append(loss.detach())
+        norm = fabric.clip_gradients(model, optimizer, **(clip or {"clip_val": 0.02}))  # type: ignore[arg-type]
+        seen += [] if norm is None else [norm]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers, whole."""
+    with full_parameters(model):
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def under_ddp_and_stages(play: Callable[[Any], dict[str, Any]], world_size: int = 2) -> list[dict[str, dict[str, Any]]]:
+    """``play(strategy)`` with each strategy, for each rank of one world."""
+
+    def rank_main(rank: int) -> dict[str, dict[str, Any]]:
+        with quiet():
+            return {"ddp": play(DDPStrategy()), **{name: play(zero(stage)) for name, stage in STAGES.items()}}
+
+    return run_world(world_size, rank_main)
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "separate"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_loop_does_what_it_does_under_ddp(model: str, kind: str, joint: bool) -> None:
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric, module = launched(strategy), built(model)
+        wrapped: Any
+        if joint:
+            wrapped, optimizer = fabric.setup(module, OPTIMIZERS[kind](module.parameters()))
+        else:
+            wrapped = fabric.setup_module(module)
+            optimizer = fabric.setup_optimizers(OPTIMIZERS[kind](wrapped.parameters()))
+        losses = train(fabric, wrapped, optimizer, range(5))
+        wrapped.eval()
+        with torch.no_grad():
+            losses.append(wrapped(data(77, fabric.global_rank)[0]))
+        return {"losses": losses, "weights": values(wrapped)}
+
+    assert_same(under_ddp_and_stages(play))
+
+
+def test_accumulation_and_clipping_by_norm() -> None:
+    """``zero1`` adds up as DDP does; the others average every micro-step, and norms are summed in ``float64``."""
+
+    def play(strategy: Any, **clip: float) -> dict[str, Any]:
+        fabric, module = launched(strategy), built()
+        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+        return {"seen": train(fabric, model, optimizer, range(5), 2, clip), "weights": values(model)}
+
+    found = under_ddp_and_stages(lambda strategy: play(strategy, clip_val=0.02))
+    assert_same(found, ["stage 1"])
+    assert_same(found, ["stage 2", "stage 3"], bound=1e-5)
+    assert_same(under_ddp_and_stages(lambda strategy: play(strategy, max_norm=0.05)), bound=1e-5)
+    assert_same(
+        under_ddp_and_stages(lambda strategy: play(strategy, max_norm=0.05, norm_type=float("inf"))), bound=1e-5
+    )
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_precisions(precision: Any) -> None:
+    """Inputs and outputs are converted as Fabric does it; fp16 has a loss scale, under which steps are skipped."""
+
+    def play(strategy: Any) -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2)  # the first steps overflow
+        plugin = {"plugins": MixedPrecision("16-mixed", "cpu", scaler)} if precision == "16-mixed" else {}
+        fabric = launched(strategy, **plugin or {"precision": precision})
+        with fabric.init_module():
+            module = built()
+        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+        losses = []
+        for index in range(12):
+            x, y = data(index, fabric.global_rank)
+            out = model(x)
+            assert out.dtype == torch.float32
+            fabric.backward(F.mse_loss(out, y))
+            fabric.clip_gradients(model, optimizer, max_norm=1e6, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(out.detach())
+        return {"losses": losses, "weights": values(model)}
+
+    assert_same(under_ddp_and_stages(play))
+
+
+def test_what_else_a_loop_may_do() -> None:
+    """Two forwards for one backward, one that is thrown away, a closure, a scheduler, and two optimizers."""
+
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric, module = launched(strategy), built()
+        first, last = module[0], module[-1]  # type: ignore[index]
+        model, adam, sgd = fabric.setup(
+            module, OPTIMIZERS["AdamW"](first.parameters()), OPTIMIZERS["SGD"](last.parameters())
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
+
+        def closure() -> Tensor:
+            adam.zero_grad()
+            loss = F.mse_loss(model(x), y) + F.l1_loss(model(y), x)
+            fabric.backward(loss)
+            return loss.detach()
+
+        losses = []
+        for index in range(4):
+            x, y = data(index, fabric.global_rank)
+            if index % 2:
+                model(x)
+            losses.append(adam.step(closure))
+            sgd.step()
+            sgd.zero_grad()
+            scheduler.step()
+        return {"losses": losses, "lr": adam.param_groups[0]["lr"], "weights": values(model)}
+
+    assert_same(under_ddp_and_stages(play))
+
+
+def test_a_module_that_was_built_without_memory() -> None:
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric = launched(strategy)
+        empty = isinstance(strategy, ZeroFabricStrategy)
+        with fabric.init_module(empty_init=empty):
+            module = built("attentive")
+        assert all(parameter.is_meta == empty for parameter in module.parameters())
+        model = fabric.setup_module(module)
+        optimizer = fabric.setup_optimizers(OPTIMIZERS["AdamW"](model.parameters()))
+        return {"losses": train(fabric, model, optimizer, range(2)), "weights": values(model)}
+
+    assert_same(under_ddp_and_stages(play))
+
+
+def test_compiled_layers_train_and_a_compiled_step_is_refused() -> None:
+    def play(strategy: Any) -> dict[str, Any]:
+        torch._dynamo.reset()
+        fabric, module = launched(strategy), built()
+        module.compile(backend="eager")
+        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+        losses = train(fabric, model, optimizer, range(2))
+        if isinstance(strategy, ZeroFabricStrategy):
+            other = launched(zero(1)).setup_module(torch.compile(built(), backend="eager"))
+            with pytest.raises(RuntimeError, match=r"call `model\.compile\(\)`"):
+                other(data(0, 0)[0])
+        return {"losses": losses, "weights": values(model)}
+
+    assert_same(under_ddp_and_stages(play))
+
+
+def test_collectives_and_loaders() -> None:
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric = launched(strategy)
+        fabric.barrier()
+        rank = torch.tensor([float(fabric.global_rank)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of Lightning's own gather, in torch 2.14
+            gathered = fabric.all_gather(rank)
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
+        return {
+            "broadcast": fabric.broadcast({"from": fabric.global_rank}, src=1),
+            "sum": fabric.all_reduce(rank, reduce_op="sum"),
+            "gathered": gathered,
+            "data": [batch for (batch,) in loader],
+            "world": (fabric.world_size, fabric.global_rank, fabric.is_global_zero, fabric.local_rank),
+        }
+
+    assert_same(under_ddp_and_stages(play))
+
+
+def test_looking_inside() -> None:
+    """The functions that look inside take what ``setup`` gave."""
+
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric, module = launched(strategy), built()
+        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+        fabric.backward(model(data(0, fabric.global_rank)[0]).square().mean())
+        sharded = isinstance(strategy, ZeroFabricStrategy)
+        gradient = full_gradient(model, "0.weight") if sharded else module[0].weight.grad.clone()  # type: ignore[index]
+        norm = grad_norm(model)
+        optimizer.step()
+        weight = module[0].weight  # type: ignore[index]
+        state = full_optimizer_state(model, "0.weight", "exp_avg") if sharded else optimizer.state[weight]["exp_avg"]
+        return {"gradient": gradient, "norm": norm, "state": state}
+
+    assert_same(under_ddp_and_stages(play), bound=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def resumed(folder: Path, stage: int, name: str = "last", world_size: int = 2, strict: bool = True) -> tuple[Any, ...]:
+    """A new run that goes on from a checkpoint."""
+    fabric = launched(zero(stage), world_size)
+    module = built("convolutional")
+    with torch.no_grad():
+        module.head.weight.zero_()  # type: ignore[union-attr, operator]
+    model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "best": None}
+    rest = fabric.load(folder / name, state, strict=strict)
+    return fabric, model, optimizer, state, rest
+
+
+def saved(fabric: Fabric, path: Path, **options: Any) -> tuple[Any, Any]:
+    module = built("convolutional")
+    model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+    train(fabric, model, optimizer, range(3))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, last_epoch=-1)
+    scheduler.last_epoch = 7
+    best = torch.arange(3.0)
+    fabric.save(
+        path,
+        {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 3, "best": best, "note": "x"},
+        **options,
+    )
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=str)
+def test_a_resumed_run_goes_on_as_if_nothing_had_been(stage: int, tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        with quiet():
+            fabric = launched(zero(stage))
+            model, optimizer = saved(fabric, tmp_path / "last")
+            expected = train(fabric, model, optimizer, range(3, 6)), values(model)
+            fabric, model, optimizer, state, rest = resumed(tmp_path, 1 + stage % 3)
+            assert (state["step"], state["scheduler"].last_epoch, rest.pop("note")) == (3, 7, "x")
+            assert torch.equal(state["best"], torch.arange(3.0))
+            assert not rest
+            found = train(fabric, model, optimizer, range(3, 6)), values(model)
+            assert_same([{"ddp": {"all": expected}, "resumed": {"all": found}}], ["resumed"])
+
+    run_world(2, rank_main)
+
+
+def test_another_number_of_ranks_loads_it(tmp_path: Path) -> None:
+    def save(rank: int) -> dict[str, Any]:
+        with quiet():
+            model, _ = saved(launched(zero(3)), tmp_path / "last")
+            return {"weights": values(model), "state": full_optimizer_state(model, "head.weight", "exp_avg_sq")}
+
+    def load(rank: int) -> dict[str, Any]:
+        with quiet():
+            _, model, *_ = resumed(tmp_path, 3, world_size=3)
+            return {"weights": values(model), "state": full_optimizer_state(model, "head.weight", "exp_avg_sq")}
+
+    expected = run_world(2, save)[0]
+    assert_same([{"ddp": expected, "loaded": found} for found in run_world(3, load)], ["loaded"])
+    stored = load_full_state_dict(tmp_path / "last")
+    assert_same([{"ddp": expected["weights"], "read": stored}], ["read"])
+    consolidate_checkpoint(tmp_path / "last", tmp_path / "whole.ckpt")
+    whole = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    assert_same([{"ddp": expected["weights"], "read": whole["state_dict"]}], ["read"])
+
+
+def test_checkpoints_of_a_trainer_and_of_fabric(tmp_path: Path) -> None:
+    """Fabric goes on from a Trainer's; a Trainer begins with Fabric's weights, and does not take it for a run."""
+
+    def rank_main(rank: int) -> None:
+        with quiet():
+            module, name = Net(), "model.head.weight"
+            trainer = make_trainer(ZeroStrategy(stage=3, units=["Block"]), max_epochs=1)
+            trainer.fit(module, batches(3))
+            trainer.save_checkpoint(tmp_path / "trainer")
+            expected = values(module), full_optimizer_state(module, name, "exp_avg")
+
+            fabric, other = launched(zero(2, units=["Block"])), Net()
+            model, optimizer = fabric.setup(other, other.configure_optimizers())
+            rest = fabric.load(tmp_path / "trainer", {"net": model, "adam": optimizer})
+            assert rest["global_step"] == 3
+            found = values(model), full_optimizer_state(model, name, "exp_avg")
+            assert_same([{"ddp": {"all": expected}, "fabric": {"all": found}}], ["fabric"])
+            fabric.save(tmp_path / "fabric", {"net": model, "adam": optimizer})
+
+            fresh, policy = Net(), CheckpointPolicy(initial_weights=str(tmp_path / "fabric"))
+            begun = make_trainer(ZeroStrategy(stage=3, units=["Block"], checkpoint=policy), max_epochs=1)
+            begun.validate(fresh, batches(1), verbose=False)
+            assert_same([{"ddp": expected[0], "begun": values(fresh)}], ["begun"])
+            with pytest.raises(Exception, match="is no checkpoint of a Trainer"):
+                make_trainer(ZeroStrategy(stage=3)).fit(Net(), batches(1), ckpt_path=tmp_path / "fabric")
+
+    run_world(2, rank_main)
+
+
+def test_raw_weights_filters_and_initial_weights(tmp_path: Path) -> None:
+    torch.save(built("convolutional").state_dict(), tmp_path / "raw.pt")
+
+    def rank_main(rank: int) -> None:
+        fabric, module = launched(zero(3)), MODELS["convolutional"]()
+        model = fabric.setup_module(module)
+        fabric.load_raw(tmp_path / "raw.pt", model)
+        expected = dict(built("convolutional").state_dict())
+        assert_same([{"ddp": expected, "raw": values(model)}], ["raw"])
+        fabric.save(tmp_path / "heads", {"model": model}, filter={"model": lambda name, _: name.startswith("head")})
+        found = fabric.load(tmp_path / "heads")
+        assert found["model"].keys() == {"head.weight", "head.bias"}
+        assert torch.equal(found["model"]["head.bias"].read(), expected["head.bias"])
+        plain = MODELS["convolutional"]()
+        fabric.load_raw(tmp_path / "raw.pt", plain)
+        assert_same([{"ddp": expected, "raw": dict(plain.state_dict())}], ["raw"])
+        policy = CheckpointPolicy(initial_weights=str(tmp_path / "raw.pt"))
+        begun = launched(zero(2, checkpoint=policy)).setup_module(MODELS["convolutional"]())
+        assert_same([{"ddp": expected, "begun": values(begun)}], ["begun"])
+
+    run_world(2, rank_main)
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def test_what_cannot_work_is_an_error(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        fabric, module, stranger = launched(zero(3), 1), built(), nn.Linear(2, 2)
+        with pytest.raises(RuntimeError, match=r"call `fabric\.setup\(model, optimizer\)` on every rank first"):
+            fabric.setup_optimizers(OPTIMIZERS["SGD"](module.parameters()))
+        with pytest.raises(RuntimeError, match="No module is sharded yet"):
+            fabric.save(tmp_path / "early", {"step": 1})
+        model = fabric.setup_module(module)
+        foreign = OPTIMIZERS["SGD"](stranger.parameters())
+        with pytest.raises(ValueError, match="parameter"):
+            fabric.setup_optimizers(foreign)
+        with pytest.raises(ValueError, match="shards one module, and Sequential is set up already"):
+            fabric.setup_module(stranger)
+        loss = model(data(0, 0)[0]).sum()
+        with pytest.raises(RuntimeError, match=r"call `fabric\.backward\(loss\)`"):
+            loss.backward()
+        fabric.backward(model(data(0, 0)[0]).sum())
+        with pytest.raises(ValueError, match="SGD is not an optimizer of this run: set it up"):
+            fabric.clip_gradients(model, foreign, max_norm=1.0)
+        with pytest.raises(ValueError, match="SGD is not an optimizer of this run: set it up"):
+            fabric.save(tmp_path / "foreign", {"model": model, "optimizer": foreign})
+        for state in ({"model": model, "again": model}, {"model": model, "state_dict": 1}):
+            with pytest.raises(ValueError, match="must have the model once"):
+                fabric.save(tmp_path / "twice", state)
+        fabric.save(tmp_path / "saved", {"model": model})
+        with pytest.raises(KeyError, match="optimizer"):
+            fabric.load(tmp_path / "saved", {"model": model, "optimizer": foreign})
+        optimizer = fabric.setup_optimizers(OPTIMIZERS["SGD"](model.parameters()))
+        with pytest.raises(ValueError, match=r"fabric\.load\(path, \{'optimizer': optimizer\}\)"):
+            fabric.load_raw(tmp_path / "saved", optimizer)
+        fabric.backward(model(data(0, 0)[0]).sum() * float("nan"))
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+    run_world(1, rank_main)
+
+
+def test_settings_that_are_refused() -> None:
+    with pytest.raises(TypeError, match="loaders"):
+        ZeroFabricStrategy(loaders=None)
+    with pytest.raises(ValueError, match="stage"):
+        ZeroFabricStrategy(stage=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_mib"):
+        ZeroFabricStrategy(bucket_mib=-1)
+    with pytest.raises(ValueError, match="takes no checkpoint plugin, got TorchCheckpointIO"):
+        Fabric(accelerator="cpu", strategy="zero2", plugins=TorchCheckpointIO())
+
+
+def test_short_names() -> None:
+    for name in ("zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload"):
+        assert name in STRATEGY_REGISTRY.available_strategies()
+        strategy = Fabric(accelerator="cpu", devices=1, strategy=name).strategy
+        assert isinstance(strategy, ZeroFabricStrategy)
+        assert strategy.settings.placement == ZeroStrategy(stage=int(name[4])).placement  # type: ignore[arg-type]
+        assert (strategy.settings.offload is not None) == name.endswith("_offload")
+    precision = ZeroPrecision("bf16-mixed", reduce_dtype="bfloat16")
+    assert Fabric(accelerator="cpu", strategy="zero2", plugins=precision).strategy.precision is precision
