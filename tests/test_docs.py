@@ -41,6 +41,7 @@ SMALL = {
     "network": ["--model=1m", "--engines", "zero3-node", "--rates", "1gbit", "--rounds=1", "--tokens", "1", "8"],
     "changing_order": ["--width=16", "--blocks=3", "--rows=4", "--rounds=1", "--steps=1"],
     "verification": ["--mb=2", "--repeat=1"],
+    "fabric_loop": ["--steps=2"],
     "trace": ["--width=64", "--layers=2", "--warm-up=2", "--length=17", "--output=."],
 }
 
@@ -130,7 +131,7 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         return  # goes on from the checkpoint of the first command: tests/examples/test_fine_tune.py runs it on one
     if program == "python":
         script, *options = (str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments)
-        short = SHORT if "examples" in script else SMALL[Path(script).stem]
+        short = SHORT if "language_model" in script else SMALL[Path(script).stem]
         # These fork, and must not find threads of OpenMP or the profiler that a test before this one has left.
         fresh = "examples" in script or Path(script).stem in ("offload", "trace")
         (run_script if fresh else run_forked)([script, *options, *short], cwd=tmp_path, timeout=180)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
-from lightning_zero.trainer.callbacks import refuse_synced_norms
+from lightning_zero.trainer.callbacks import refuse_other_strategies, refuse_synced_norms
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes
 
@@ -193,6 +194,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     def _relaying(self) -> Iterator[None]:
         yield
         note_optimizers(self.session.engine, self.session.adapters)
+        self.session.engine.access.check_trainer = partial(refuse_other_strategies, ZeroFabricStrategy)
 
     def _adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
         try:
@@ -336,9 +338,8 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         weights, excluded = found.get(_WEIGHTS), left_out_of(found)
         if isinstance(state, Optimizer):
             raise ValueError("Load an optimizer's state by `fabric.load(path, {'optimizer': optimizer})`.")
-        raw = isinstance(state, nn.Module)
-        wanted: dict[str, Any] = {_WEIGHTS: state} if raw else state or {}  # type: ignore[assignment]
-        if not raw:
+        wanted: dict[str, Any] = {_WEIGHTS: state} if isinstance(state, nn.Module) else state or {}
+        if not isinstance(state, nn.Module):
             self._rename(found, wanted)
         if wanted:
             _validate_keys_for_strict_loading(wanted.keys(), found.keys(), strict=strict)
@@ -354,18 +355,18 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
                 target.load_state_dict(_read(value), **({"strict": strict} if isinstance(target, nn.Module) else {}))
             else:
                 wanted[name] = _read(value)
-        return {} if raw else found
+        return found
 
     def _rename(self, checkpoint: dict[str, Any], wanted: Mapping[str, Any]) -> None:
         """Put weights and optimizer states under the names that they were saved under, or are wanted under."""
         told = checkpoint.pop(SUMMARY_KEY, {}).get("fabric", {})
-        modules, optimizers = (
-            told.get(what, [key for key in wanted if isinstance(wanted[key], kind) and key not in checkpoint])
-            for what, kind in (("modules", nn.Module), ("optimizers", Optimizer))
-        )
+        free = {key: value for key, value in wanted.items() if key not in checkpoint}
+        modules = [key for key, value in free.items() if isinstance(value, nn.Module)]
+        modules = told.get("modules", sorted(modules, key=lambda key: not self._is_sharded(free[key])))
+        optimizers = told.get("optimizers", [key for key, value in free.items() if isinstance(value, Optimizer)])
         if modules and _WEIGHTS in checkpoint:
             checkpoint[modules[0]] = checkpoint.pop(_WEIGHTS)
-        if optimizers and _STATES in checkpoint:
+        if (optimizers or told) and _STATES in checkpoint:
             states = checkpoint.pop(_STATES)
             if len(states) != len(optimizers):
                 raise ValueError(

@@ -303,23 +303,25 @@ def resumed(folder: Path, stage: int, name: str = "last", world_size: int = 2, s
         module.head.weight.zero_()  # type: ignore[union-attr, operator]
     model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "best": None}
+    teacher = nn.Linear(2, 2)
+    state = {
+        **{"teacher": teacher, "model": model, "optimizer": optimizer, "scheduler": scheduler},
+        **{"step": 0, "best": None},
+    }
     rest = fabric.load(folder / name, state, strict=strict)
     return fabric, model, optimizer, state, rest
 
 
-def saved(fabric: Fabric, path: Path, **options: Any) -> tuple[Any, Any]:
+def saved(fabric: Fabric, path: Path) -> tuple[Any, Any]:
     module = built("convolutional")
     model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
     train(fabric, model, optimizer, range(3))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, last_epoch=-1)
     scheduler.last_epoch = 7
-    best = torch.arange(3.0)
-    fabric.save(
-        path,
-        {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 3, "best": best, "note": "x"},
-        **options,
-    )
+    teacher = nn.Linear(2, 2)
+    nn.init.constant_(teacher.weight, 5.0)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "teacher": teacher}
+    fabric.save(path, {**state, "step": 3, "best": torch.arange(3.0), "note": "x"})
     return model, optimizer
 
 
@@ -333,6 +335,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(stage: int, tmp_path: Path
             fabric, model, optimizer, state, rest = resumed(tmp_path, 1 + stage % 3)
             assert (state["step"], state["scheduler"].last_epoch, rest.pop("note")) == (3, 7, "x")
             assert torch.equal(state["best"], torch.arange(3.0))
+            assert torch.equal(state["teacher"].weight, torch.full((2, 2), 5.0))
             assert not rest
             found = train(fabric, model, optimizer, range(3, 6)), values(model)
             assert_same([{"ddp": {"all": expected}, "resumed": {"all": found}}], ["resumed"])
@@ -371,8 +374,12 @@ def test_checkpoints_of_a_trainer_and_of_fabric(tmp_path: Path) -> None:
             trainer.save_checkpoint(tmp_path / "trainer")
             expected = values(module), full_optimizer_state(module, name, "exp_avg")
 
-            fabric, other = launched(zero(2, units=["Block"])), Net()
+            fabric, other, teacher = launched(zero(2, units=["Block"])), Net(), nn.Linear(1, 1)
             model, optimizer = fabric.setup(other, other.configure_optimizers())
+            with pytest.raises(ValueError, match="the states of 1 optimizers, and `state` has 2"):
+                fabric.load(tmp_path / "trainer", {"net": model, "adam": optimizer, "again": optimizer})
+            fabric.load(tmp_path / "trainer", {"teacher": teacher, "net": model, "adam": optimizer}, strict=False)
+            assert fabric.load(tmp_path / "trainer", {"net": model})["optimizer_states"]
             rest = fabric.load(tmp_path / "trainer", {"net": model, "adam": optimizer})
             assert rest["global_step"] == 3
             found = values(model), full_optimizer_state(model, name, "exp_avg")
