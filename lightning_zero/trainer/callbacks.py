@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
 )
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -119,7 +120,7 @@ class HeldSchedulers:
         self._held.clear()
 
 
-def refuse_other_strategies(kind: type, module: nn.Module) -> None:
+def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
     """Raise ParameterAccessError if a Trainer whose strategy is not of ``kind`` trains a module that one has laid out.
 
     Its gradients would go to the shards, and its optimizer would find none.

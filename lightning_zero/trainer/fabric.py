@@ -7,13 +7,13 @@ gradients it is one of training, under ``no_grad`` one of evaluation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric import wrappers
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import ClusterEnvironment, Precision
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
@@ -29,6 +29,7 @@ from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
 from lightning_zero.config import Placement
 from lightning_zero.debug import note_optimizers
+from lightning_zero.errors import ParameterAccessError
 from lightning_zero.init import InitRecorder
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.replicated import ReplicatedOptimizer
@@ -38,7 +39,7 @@ from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
-from lightning_zero.trainer.callbacks import refuse_other_strategies, refuse_synced_norms
+from lightning_zero.trainer.callbacks import refuse_synced_norms
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes
 
@@ -70,9 +71,8 @@ def _refuse_compilation() -> None:
     """RuntimeError if ``torch.compile`` runs around a step: Fabric has put it there, or the user."""
     if compiler_of_frames() is not None:
         raise RuntimeError(
-            "torch.compile cannot look into the step of a sharded module, of which communication is a part. In place "
-            "of `fabric.setup(torch.compile(model))`, call `model.compile()` (or `layer.compile()`), then "
-            "`fabric.setup(model)`."
+            "torch.compile cannot look into the step of a sharded module. In place of `fabric.setup(torch.compile("
+            "model))`, call `model.compile()` (or `layer.compile()`), then `fabric.setup(model)`."
         )
 
 
@@ -117,7 +117,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         self._num_nodes = 1
         self.process_group_backend, self._timeout = process_group_backend, timeout
         self._backward_sync_control = self
-        self._recorder = InitRecorder()
+        self._recorder, self._in_backward = InitRecorder(), False
         self._module: _ShardedModule | None = None
         self._optimizers: list[Optimizer] = []
         self._overflows: dict[int, bool] = {}  # by optimizer, in the running step: its gradients are unscaled
@@ -147,17 +147,15 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
 
     # -------------------------------------------------------------------- setup
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Where a module is built: on the host, because only parts stay on the device.
 
         With ``empty_init`` it takes no memory: its initialisation is recorded and runs while it is sharded.
         """
-        stack = ExitStack()
-        if empty_init:
-            stack.enter_context(self._recorder)
-            stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        device, recorder = ("meta", self._recorder) if empty_init else ("cpu", nullcontext())
+        with recorder, torch.device(device), self.precision.module_init_context():
+            yield
 
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: what is sharded gets to the device part by part. Move other modules by ``.to(fabric.device)``."""
@@ -167,8 +165,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         if self._module is not None:
             raise ValueError(
                 f"ZeroFabricStrategy shards one module, and {type(self._module.module).__name__} is set up already. "
-                f"To train {type(module).__name__} as well, make both parts of one nn.Module and set that up. Leave "
-                "out one that does not train, and move it with `.to(fabric.device)`."
+                f"Make {type(module).__name__} a part of that, or if it is not trained, only `.to(fabric.device)` it."
             )
         refuse_synced_norms(module, self.root_device)
         session = self._begin_session()
@@ -179,7 +176,8 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         module.to(self.root_device)  # what is neither a parameter nor a buffer of the engine (metric states)
         self.precision.attach(self.root_device, session.engine.totals, self._adapter, lambda optimizer: None)
         session.begin(training=any(parameter.requires_grad for parameter in module.parameters()))
-        self._module = _ShardedModule(module, session, self.precision.param_dtype)
+        with self._relaying():
+            self._module = _ShardedModule(module, session, self.precision.param_dtype)
         return self._module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -194,7 +192,15 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     def _relaying(self) -> Iterator[None]:
         yield
         note_optimizers(self.session.engine, self.session.adapters)
-        self.session.engine.access.check_trainer = partial(refuse_other_strategies, ZeroFabricStrategy)
+        self.session.engine.access.check_trainer = self._refuse_other_strategies
+
+    def _refuse_other_strategies(self, module: nn.Module) -> None:
+        if wrappers._in_fabric_backward and not self._in_backward:
+            raise ParameterAccessError(
+                f"{type(module).__name__} was set up with ZeroFabricStrategy, where its gradients still go: another "
+                "strategy would train nothing. Set up a copy, made on every rank: `with lightning_zero.full_parameters"
+                "(module): module = copy.deepcopy(module)`."
+            )
 
     def _adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
         try:
@@ -212,9 +218,10 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward, after which gradients are those of all ranks. Collective: every rank."""
+        self._in_backward, scaler = True, self.precision.scaler
         with self.session.backward():
-            scaler = self.precision.scaler
             (tensor if scaler is None else scaler.scale(tensor)).backward(*args, **kwargs)
+        self._in_backward = False
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""
@@ -234,9 +241,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         adapter, scaler = self._adapter(optimizer), self.precision.scaler
         if isinstance(adapter, ReplicatedOptimizer):
             if scaler is not None or closure is None:
-                raise ValueError(
-                    f"{adapter.label} needs a closure in step(), and cannot be used with precision='16-mixed'."
-                )
+                raise ValueError(f"{adapter.label} needs a closure in step(), and another precision than '16-mixed'.")
             return adapter.step(closure, **kwargs)
         with torch.enable_grad():
             result = None if closure is None else closure()
@@ -270,8 +275,8 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         norm = gradient_norm(gradients, self.session.engine.totals, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
-                f"The norm of order {norm_type} of the gradients is {norm.item()}, and cannot be clipped. Pass "
-                "`error_if_nonfinite=False` to go on all the same."
+                f"The gradients' norm of order {norm_type} is {norm.item()}, and cannot be clipped. To go on all the "
+                "same, pass `error_if_nonfinite=False`."
             )
         clip_by_norm(gradients, float(max_norm), norm)
         return norm
@@ -293,18 +298,15 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         """Write a checkpoint as the policy says, whole or not at all. Collective: every rank.
 
         Weights and optimizer states are where a Trainer's checkpoint has them, and the names that ``state`` has for
-        them are beside it.
-
-        Raises:
-            ValueError: if ``state`` uses a name of the format for something else.
+        them are beside it. ``ValueError`` if ``state`` uses a name of the format for something else.
         """
         modules = [key for key, value in state.items() if self._is_sharded(value)]
         optimizers = [key for key, value in state.items() if isinstance(value, Optimizer)]
         taken = {_WEIGHTS, _STATES, SUMMARY_KEY} & state.keys() - {*modules, *optimizers}
         if taken or len(modules) > 1:
             raise ValueError(
-                f"`state` must have the model once, and something other than {', '.join(sorted(taken)) or modules} "
-                f"under other names than {_WEIGHTS}, {_STATES} and {SUMMARY_KEY}."
+                f"`state` must have the model once, but has {modules}, and other things under other names than "
+                f"{_WEIGHTS}, {_STATES} and {SUMMARY_KEY}, but has {sorted(taken)}."
             )
         saved = {key: self._optimizer_state(state[key]).save() for key in optimizers}
         exclude, weights = self.settings.checkpoint.exclude_frozen, self.session.module_state()
@@ -329,10 +331,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         """Load a checkpoint of Fabric, of a Trainer with any strategy, or plain weights. Collective: every rank.
 
         Weights and optimizer states of a Trainer go to the model and the optimizers in ``state``, whatever their names
-        there. Without ``state``, tensors are read when they are needed.
-
-        Returns:
-            What was not restored.
+        there. Returns what was not restored; without ``state`` that is all, with tensors that are read when needed.
         """
         found = self._begin_session().checkpoints.load(path, weights_only)
         weights, excluded = found.get(_WEIGHTS), left_out_of(found)

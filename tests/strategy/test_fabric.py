@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from lightning_zero import (
     grad_norm,
     load_full_state_dict,
 )
+from lightning_zero.errors import ParameterAccessError
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import Net, assert_same, batches, quiet
@@ -62,10 +64,22 @@ class Attentive(nn.Module):
         return self.last(self.encoder(self.first(x).unsqueeze(0)).squeeze(0))
 
 
+class Residual(nn.Module):
+    """Adds what it is called with to what it computes, so that the dtype of that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()) + x * scale
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH)),
     "convolutional": Convolutional,
     "attentive": Attentive,
+    "residual": Residual,
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4),
@@ -131,7 +145,7 @@ def under_ddp_and_stages(play: Callable[[Any], dict[str, Any]], world_size: int 
 
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "separate"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mlp", "convolutional", "attentive"])
 def test_a_loop_does_what_it_does_under_ddp(model: str, kind: str, joint: bool) -> None:
     def play(strategy: Any) -> dict[str, Any]:
         fabric, module = launched(strategy), built(model)
@@ -176,12 +190,12 @@ def test_precisions(precision: Any) -> None:
         plugin = {"plugins": MixedPrecision("16-mixed", "cpu", scaler)} if precision == "16-mixed" else {}
         fabric = launched(strategy, **plugin or {"precision": precision})
         with fabric.init_module():
-            module = built()
+            module = built("residual")
         model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
         losses = []
         for index in range(12):
             x, y = data(index, fabric.global_rank)
-            out = model(x)
+            out = model(x, scale=y)
             assert out.dtype == torch.float32
             fabric.backward(F.mse_loss(out, y))
             fabric.clip_gradients(model, optimizer, max_norm=1e6, error_if_nonfinite=False)
@@ -194,15 +208,16 @@ def test_precisions(precision: Any) -> None:
 
 
 def test_what_else_a_loop_may_do() -> None:
-    """Two forwards for one backward, one that is thrown away, a closure, a scheduler, and two optimizers."""
+    """Two forwards for one backward, one that is thrown away, a closure, a scheduler, two optimizers, and a write."""
 
     def play(strategy: Any) -> dict[str, Any]:
         fabric, module = launched(strategy), built()
         first, last = module[0], module[-1]  # type: ignore[index]
-        model, adam, sgd = fabric.setup(
-            module, OPTIMIZERS["AdamW"](first.parameters()), OPTIMIZERS["SGD"](last.parameters())
+        model, adam, whole = fabric.setup(
+            module, OPTIMIZERS["AdamW"](first.parameters()), torch.optim.Adafactor(last.parameters(), lr=0.05)
         )
         scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
+        absent = isinstance(strategy, ZeroFabricStrategy) and strategy.settings.placement.shards_parameters
 
         def closure() -> Tensor:
             adam.zero_grad()
@@ -216,10 +231,42 @@ def test_what_else_a_loop_may_do() -> None:
             if index % 2:
                 model(x)
             losses.append(adam.step(closure))
-            sgd.step()
-            sgd.zero_grad()
+            whole.step()
+            whole.zero_grad()
             scheduler.step()
+            with full_parameters(model) if absent else nullcontext(), torch.no_grad():
+                last.weight.mul_(0.9)
         return {"losses": losses, "lr": adam.param_groups[0]["lr"], "weights": values(model)}
+
+    assert_same(under_ddp_and_stages(play))
+
+
+def test_a_lightning_module_that_is_thawed_and_gets_a_param_group() -> None:
+    """Fabric calls a LightningModule's steps through what ``setup`` gives. DDP does not average what was thawed."""
+
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric, module = launched(strategy), Net()
+        module.model.stem.requires_grad_(False)
+        model = fabric.setup_module(module)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.model.layers.parameters(), lr=0.01, eps=1e-4))
+        losses = []
+        for index in range(6):
+            if index == 2:
+                optimizer.add_param_group({"params": list(module.model.head.parameters())})
+            if index == 4 and isinstance(strategy, ZeroFabricStrategy):
+                module.model.stem.requires_grad_(True)
+            batch = module.data(index, 0)
+            module.data = lambda *_, batch=batch: batch  # type: ignore[method-assign]
+            module.log = lambda *_, **__: None  # type: ignore[method-assign]
+            loss = model.training_step(None, 0)
+            del module.data
+            fabric.backward(loss)
+            losses.append(loss.detach())
+            if index >= 4 and isinstance(strategy, ZeroFabricStrategy):
+                assert full_gradient(model, "model.stem.weight") is not None
+            optimizer.step()
+            module.zero_grad()
+        return {"losses": losses, "weights": values(model)}
 
     assert_same(under_ddp_and_stages(play))
 
@@ -254,8 +301,10 @@ def test_compiled_layers_train_and_a_compiled_step_is_refused() -> None:
     assert_same(under_ddp_and_stages(play))
 
 
-def test_collectives_and_loaders() -> None:
+def test_collectives_loaders_and_random_numbers() -> None:
     def play(strategy: Any) -> dict[str, Any]:
+        Fabric.seed_everything(7, verbose=False)
+        torch.rand(3)
         fabric = launched(strategy)
         fabric.barrier()
         rank = torch.tensor([float(fabric.global_rank)])
@@ -268,6 +317,7 @@ def test_collectives_and_loaders() -> None:
             "sum": fabric.all_reduce(rank, reduce_op="sum"),
             "gathered": gathered,
             "data": [batch for (batch,) in loader],
+            "random": torch.rand(3),
             "world": (fabric.world_size, fabric.global_rank, fabric.is_global_zero, fabric.local_rank),
         }
 
@@ -378,14 +428,13 @@ def test_checkpoints_of_a_trainer_and_of_fabric(tmp_path: Path) -> None:
             model, optimizer = fabric.setup(other, other.configure_optimizers())
             with pytest.raises(ValueError, match="the states of 1 optimizers, and `state` has 2"):
                 fabric.load(tmp_path / "trainer", {"net": model, "adam": optimizer, "again": optimizer})
-            fabric.load(tmp_path / "trainer", {"teacher": teacher, "net": model, "adam": optimizer}, strict=False)
-            assert fabric.load(tmp_path / "trainer", {"net": model})["optimizer_states"]
-            rest = fabric.load(tmp_path / "trainer", {"net": model, "adam": optimizer})
-            assert rest["global_step"] == 3
+            wanted = {"teacher": teacher, "net": model, "adam": optimizer}
+            rest = fabric.load(tmp_path / "trainer", wanted, strict=False)
+            assert (rest["global_step"], "optimizer_states" in rest) == (3, False)
             found = values(model), full_optimizer_state(model, name, "exp_avg")
             assert_same([{"ddp": {"all": expected}, "fabric": {"all": found}}], ["fabric"])
+            assert fabric.load(tmp_path / "trainer", {"net": model})["optimizer_states"]
             fabric.save(tmp_path / "fabric", {"net": model, "adam": optimizer})
-
             fresh, policy = Net(), CheckpointPolicy(initial_weights=str(tmp_path / "fabric"))
             begun = make_trainer(ZeroStrategy(stage=3, units=["Block"], checkpoint=policy), max_epochs=1)
             begun.validate(fresh, batches(1), verbose=False)
@@ -415,6 +464,26 @@ def test_raw_weights_filters_and_initial_weights(tmp_path: Path) -> None:
         policy = CheckpointPolicy(initial_weights=str(tmp_path / "raw.pt"))
         begun = launched(zero(2, checkpoint=policy)).setup_module(MODELS["convolutional"]())
         assert_same([{"ddp": expected, "begun": values(begun)}], ["begun"])
+
+    run_world(2, rank_main)
+
+
+def test_frozen_weights_are_left_out_and_a_save_goes_on_in_the_background(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        policy = CheckpointPolicy(exclude_frozen=True, async_save=True)
+        fabric, module = launched(zero(3, checkpoint=policy)), built("convolutional")
+        module.head.requires_grad_(False)
+        model = fabric.setup_module(module)
+        before = values(model)
+        fabric.save(tmp_path / "part", {"model": model})
+        with full_parameters(model), torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1.0)
+        fabric.strategy.session.checkpoints.wait()
+        with pytest.warns(UserWarning, match="saved without its frozen parameters: 2 keep") if rank == 0 else quiet():
+            fabric.load(tmp_path / "part", {"model": model})
+        expected = {name: value + name.startswith("head.") for name, value in before.items()}
+        assert_same([{"ddp": expected, "loaded": values(model)}], ["loaded"])
 
     run_world(2, rank_main)
 
@@ -457,6 +526,23 @@ def test_what_cannot_work_is_an_error(tmp_path: Path) -> None:
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
     run_world(1, rank_main)
+
+
+def test_another_strategy_does_not_get_the_gradients() -> None:
+    def rank_main(rank: int) -> None:
+        module = built()
+        for _ in range(2):  # this one may have it again
+            fabric = launched(zero(1))
+            model, optimizer = fabric.setup(module, OPTIMIZERS["SGD"](module.parameters()))
+            before = values(module)
+            train(fabric, model, optimizer, range(1))
+            assert not torch.equal(before["0.weight"], values(module)["0.weight"])
+        other = launched(DDPStrategy())
+        model, optimizer = other.setup(module, OPTIMIZERS["SGD"](module.parameters()))
+        with pytest.raises(ParameterAccessError, match="another strategy would train nothing"):
+            other.backward(model(data(0, rank)[0]).sum())
+
+    run_world(2, rank_main)
 
 
 def test_settings_that_are_refused() -> None:
