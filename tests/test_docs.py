@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -19,6 +20,7 @@ from torch import nn
 import lightning_zero
 from lightning_zero import build_plan
 from lightning_zero.checkpoint import save_checkpoint_directory
+from lightning_zero.cli import main
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.sharded import optimizer_rule
@@ -78,7 +80,7 @@ def commands() -> list[str]:
 
 
 def test_every_block_is_of_a_kind_that_is_run() -> None:
-    assert {block.language for block in BLOCKS} == {"python", "yaml", "bash"}
+    assert {block.language for block in BLOCKS} == {"python", "yaml", "bash", "text"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -120,6 +122,20 @@ def save_checkpoint(path: Path) -> None:
     state = {name: value.detach() for name, value in nn.Linear(3, 2).state_dict().items()}
     checkpoint = {"state_dict": state, "epoch": 1, "global_step": 10, "pytorch-lightning_version": "2.6.0"}
     save_checkpoint_directory(checkpoint, path, ControlGroup(None), plan_summary={})
+
+
+def shown() -> list[object]:
+    """Commands with what a page says that they print."""
+    pairs = [pair for pair in pairwise(BLOCKS) if pair[1].language == "text"]
+    return [pytest.param(block.text.splitlines()[-1], text.text, id=text.place) for block, text in pairs]
+
+
+@pytest.mark.parametrize(("command", "text"), shown())
+def test_what_is_shown_is_what_is_printed(capsys: pytest.CaptureFixture[str], command: str, text: str) -> None:
+    program, *arguments = shlex.split(command)
+    assert program == "lightning-zero"
+    main(arguments)
+    assert capsys.readouterr().out == text
 
 
 @pytest.mark.parametrize("command", commands())

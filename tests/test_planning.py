@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -384,7 +386,7 @@ def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     assert printed.startswith("7,500,000,000 parameters, AdamW, 64 processes\n")
     assert "Recommended: zero2. zero2 needs " in printed
-    assert "none needs 150 GB; zero1 needs 46.9 GB" in printed
+    assert "none needs 150 GB on the device; zero1 needs 46.9 GB on the device" in printed
 
 
 @pytest.mark.parametrize(
@@ -402,6 +404,53 @@ def test_the_stage_that_fits_is_recommended(arguments: list[str], recommended: s
 
     assert f"\n\nRecommended: {recommended}. " in text
     assert ("zero3_offload" in text.partition("Recommended")[0]) == (recommended in ("zero3_offload", "nothing"))
+
+
+def of_70b(*arguments: str) -> str:
+    """What a user reads at the end."""
+    command = [sys.executable, "-m", "lightning_zero", "plan", "--parameters=70B", "--trainer.precision=bf16-mixed"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
+    return done.stdout
+
+
+def test_host_memory_of_a_machine_is_shown_and_respected() -> None:
+    """18 bytes for each of 70 billion parameters, wherever they are."""
+    table, _, advice = of_70b("--world-size=8", "--device-memory=80GB").partition("Recommended: ")
+    assert re.search(r"^host memory of a machine, 8 ranks .* 1\.26 TB$", table, re.MULTILINE)
+    assert advice.startswith("zero3_offload. ")
+    assert "Its 8 ranks take 1.26 TB of host memory on each machine; how much there is was not said." in advice
+    four = ["--trainer.devices=8", "--trainer.num_nodes=4", "--device-memory=40GB"]
+    assert "Its 8 ranks take 315 GB of host memory on each machine; there are 512 GB." in of_70b(
+        *four, "--host-memory=512GB"
+    )
+    short = of_70b(*four, "--host-memory=256GB")
+    assert "Recommended: nothing." in short
+    assert "zero3 needs 43.8 GB on the device" in short
+    assert "zero3_offload needs 315 GB of host memory for 8 ranks of a machine, which has 256 GB" in short
+
+
+def test_ranks_on_cpus_share_the_memory_of_a_machine() -> None:
+    arguments = ["--parameters=1B", "--world-size=4", "--trainer.accelerator=cpu"]
+    assert "Recommended: none. " in plan_cli(*arguments, "--host-memory=64GB").describe()
+    assert "Recommended: zero1. " in plan_cli(*arguments, "--host-memory=40GB").describe()
+
+
+@pytest.mark.parametrize("option", ["--host-memory=1TB", "--activations=1GB"])
+def test_sizes_that_nothing_is_compared_with_are_refused(option: str) -> None:
+    with pytest.raises(SystemExit, match="together with --device-memory: give that too"):
+        plan_cli("--parameters=1B", "--world-size=4", option).describe()
+
+
+def test_one_unit_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of papers and data sheets."""
+    model = [MODEL, "--model.dim=1024", "--world-size=2", "--trainer.num_nodes=2"]
+    main(["plan", *model, "--device-memory=24GiB"])
+    printed = capsys.readouterr().out
+    assert set(re.findall(r"\d (\w*B)\b", printed)) >= {"MB", "GB"}
+    assert not re.findall(r"[KMGT]iB", printed)
+    peak = re.search(r"^total without activations .*  (.+)$", printed, re.MULTILINE)
+    stages = re.search(r"^at peak, without activations .*", printed, re.MULTILINE)
+    assert re.split("  +", stages[0])[4] == peak[1]
 
 
 def test_steps_on_accelerators_take_more() -> None:
@@ -422,6 +471,7 @@ def test_steps_on_accelerators_take_more() -> None:
         (["--device-memory=80XB", "--parameters=1B"], "--device-memory: a size in bytes"),
         (["--activations=-3", "--parameters=1B"], "--activations: a size in bytes"),
         (["--parameters=many"], "written as 7.5B"),
+        (["--parameters=1B", "--trainer.num_nodes=4"], "divides the 2 ranks, got 4"),
         (["--hf-config=missing"], "neither. Nothing is downloaded"),
     ],
 )

@@ -21,7 +21,7 @@ from lightning_zero.analysis.memory import (
     stage_memory,
 )
 from lightning_zero.analysis.optimizers import OptimizerCost
-from lightning_zero.analysis.report import format_decimal, table
+from lightning_zero.analysis.report import format_nbytes, table
 from lightning_zero.config import HostOffload, Offload, Placement, check_whole
 from lightning_zero.plan import ParameterSpec, Plan
 
@@ -79,6 +79,10 @@ class MemoryEstimate:
         counted: whether the model's parts are known. If not, slots, buckets and what autograd and a step make for
             single parameters are not in it.
         hosts: that the ranks are on, equally many on each.
+        accelerator: whether the ranks compute on one; otherwise the memory of their device is the host's.
+
+    Raises:
+        ValueError: if the hosts cannot have equally many ranks.
     """
 
     numel: int
@@ -87,6 +91,17 @@ class MemoryEstimate:
     stages: Mapping[str, StageMemory]
     counted: bool
     hosts: int = 1
+    accelerator: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.world_size % self.hosts:
+            raise ValueError(f"hosts must be a number that divides the {self.world_size} ranks, got {self.hosts}.")
+
+    def host_nbytes(self, name: str, *, activations_nbytes: int = 0) -> int:
+        """Host memory that all ranks of one host take: what is offloaded, and on the CPU all of a rank at its peak."""
+        stage = self.stages[name]
+        computing = 0 if self.accelerator else stage.peak.total + activations_nbytes
+        return self.world_size // self.hosts * (stage.host.total + computing)
 
     def leaving_nbytes(self, name: str) -> int:
         """Bytes that leave a host in a step. A stage's collectives sum up and hand on within hosts, and what leaves is
@@ -105,7 +120,7 @@ class MemoryEstimate:
 
         Args:
             device_nbytes: memory of one device.
-            host_nbytes: host memory for one rank; ``None``: enough.
+            host_nbytes: memory of one host, for all its ranks; ``None``: enough.
             activations_nbytes: what has to stay free on the device.
 
         Raises:
@@ -114,11 +129,11 @@ class MemoryEstimate:
         if min(device_nbytes, activations_nbytes, host_nbytes or 0) < 0:
             raise ValueError("Sizes of memory must not be negative.")
         room = device_nbytes - activations_nbytes
-        activations, device = format_decimal(activations_nbytes), format_decimal(device_nbytes)
+        activations, device = format_nbytes(activations_nbytes), format_nbytes(device_nbytes)
         if room < 0:
             reason = f"{activations} of activations do not fit into {device}."
             return Recommendation(name=None, reason=reason, fits=())
-        problems = {stage.name: _lacks(stage, room, host_nbytes) for stage in self.stages.values()}
+        problems = {name: self._lacks(name, room, host_nbytes, activations_nbytes) for name in self.stages}
         fits = tuple(name for name, problem in problems.items() if not problem)
         device += f" beside {activations} of activations" if activations_nbytes else ""
         more = "" if self.counted else " Slots and buckets, which a number of parameters does not tell, come on top."
@@ -129,11 +144,33 @@ class MemoryEstimate:
             )
             return Recommendation(name=None, reason=reason, fits=())
         needed = self.stages[fits[0]].peak.total
-        left = format_decimal(room - needed) + ("" if activations_nbytes else " for activations")
-        reason = f"{fits[0]} needs {format_decimal(needed)} at peak, which fits into {device} and leaves {left}.{more}"
+        left = format_nbytes(room - needed) + ("" if activations_nbytes else " for activations")
+        reason = f"{fits[0]} needs {format_nbytes(needed)} at peak, which fits into {device} and leaves {left}.{more}"
+        if self.stages[fits[0]].host.total or not self.accelerator:
+            held = format_nbytes(self.host_nbytes(fits[0], activations_nbytes=activations_nbytes))
+            given = "how much there is was not said"
+            if host_nbytes is not None:
+                given = f"there are {format_nbytes(host_nbytes)}"
+            reason += f" Its {self._ranks} take {held} of host memory on each machine; {given}."
         before = list(problems.values())[: list(problems).index(fits[0])]
         reason += f" Less would not do: {'; '.join(before)}." if before else " There is no need to split anything."
         return Recommendation(name=fits[0], reason=reason, fits=fits)
+
+    def _lacks(self, name: str, room: int, host_nbytes: int | None, activations_nbytes: int) -> str:
+        """Why it does not fit into so much of a device and of a host; empty if it does."""
+        missing, peak = [], self.stages[name].peak.total
+        held = self.host_nbytes(name, activations_nbytes=activations_nbytes)
+        if peak > room:
+            missing.append(f"{format_nbytes(peak)} on the device")
+        if host_nbytes is not None and held > host_nbytes:
+            there = format_nbytes(host_nbytes)
+            missing.append(f"{format_nbytes(held)} of host memory for {self._ranks} of a machine, which has {there}")
+        return f"{name} needs {' and '.join(missing)}" if missing else ""
+
+    @property
+    def _ranks(self) -> str:
+        ranks = self.world_size // self.hosts
+        return "1 rank" if ranks == 1 else f"{ranks:,} ranks"
 
     def describe(self, *, offload: bool = False) -> str:
         """A table for people, in units of 1000 as devices and papers have them.
@@ -144,43 +181,32 @@ class MemoryEstimate:
         stages = [stage for stage in self.stages.values() if offload or not stage.name.endswith("_offload")]
         if not stages[1:]:
             stages = list(self.stages.values())
-        columns = [{**_rows(stage), "leaves a host in a step": self.leaving_nbytes(stage.name)} for stage in stages]
+        columns = [self._rows(stage) for stage in stages]
         rows = [("bytes of one process", *(stage.name for stage in stages))]
         for word in columns[0]:
             sizes = [column[word] for column in columns]
             if any(sizes) or word.startswith("at "):
-                rows.append((word, *(format_decimal(size) if size else "-" for size in sizes)))
+                rows.append((word, *(format_nbytes(size) if size else "-" for size in sizes)))
         processes = "1 process" if self.world_size == 1 else f"{self.world_size:,} processes"
         lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {processes}", "", *table(rows)]
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
 
-
-def _rows(stage: StageMemory) -> dict[str, int]:
-    """Bytes in the order and in the words of the table."""
-    rest, peak = dict(stage.rest.items()), dict(stage.peak.items())
-    words = {name: _WORDS.get(name, name.replace("_", " ")) for name in rest}
-    return {
-        **{word: rest[name] for name, word in words.items()},
-        "at rest": stage.rest.total,
-        **{f"+ {word}": peak[name] - rest[name] for name, word in words.items()},
-        "at peak, without activations": stage.peak.total,
-        "host memory": stage.host.total,
-        "files": stage.disk.total,
-        "sent in a step": stage.sent_nbytes,
-    }
-
-
-def _lacks(stage: StageMemory, room: int, host_nbytes: int | None) -> str:
-    """Why it does not fit into so much of a device and of the host; empty if it does."""
-    if stage.peak.total > room:
-        return f"{stage.name} needs {format_decimal(stage.peak.total)}"
-    if host_nbytes is not None and stage.host.total > host_nbytes:
-        return (
-            f"{stage.name} needs {format_decimal(stage.host.total)} of host memory, of which there are "
-            f"{format_decimal(host_nbytes)}"
-        )
-    return ""
+    def _rows(self, stage: StageMemory) -> dict[str, int]:
+        """Bytes in the order and in the words of the table."""
+        rest, peak = dict(stage.rest.items()), dict(stage.peak.items())
+        words = {name: _WORDS.get(name, name.replace("_", " ")) for name in rest}
+        return {
+            **{word: rest[name] for name, word in words.items()},
+            "at rest": stage.rest.total,
+            **{f"+ {word}": peak[name] - rest[name] for name, word in words.items()},
+            "at peak, without activations": stage.peak.total,
+            "host memory": stage.host.total,
+            f"host memory of a machine, {self._ranks}": self.host_nbytes(stage.name),
+            "files": stage.disk.total,
+            "sent in a step": stage.sent_nbytes,
+            "leaves a host in a step": self.leaving_nbytes(stage.name),
+        }
 
 
 def estimate_memory(
@@ -280,7 +306,15 @@ def _of_plans(
     for name, plan in plans.items():
         rank = fullest_rank(plan, whole=cost.whole)
         stages.append(stage_memory(plan, name, rank, cost, receive_buffer=receive_buffer, accelerator=accelerator))
-    return _side_by_side(first.numel, first.world_size, cost, stages, hosts, counted=True)
+    return MemoryEstimate(
+        numel=first.numel,
+        world_size=first.world_size,
+        optimizer=cost,
+        stages={stage.name: stage for stage in stages},
+        counted=True,
+        hosts=hosts,
+        accelerator=accelerator,
+    )
 
 
 def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
@@ -315,21 +349,18 @@ def _of_count(
 ) -> MemoryEstimate:
     """``dtypes``: of the parameters, of compute, and that gradients are averaged in."""
     way = cost.way_on(accelerator)
-    stages = [
-        _stage_of_count(name, placement, offload is not None, numel, world_size, dtypes, cost, way)
+    stages = {
+        name: _stage_of_count(name, placement, offload is not None, numel, world_size, dtypes, cost, way)
         for name, (placement, offload) in {NONE: (None, None), **kinds}.items()
-    ]
-    return _side_by_side(numel, world_size, cost, stages, hosts, counted=False)
-
-
-def _side_by_side(
-    numel: int, world_size: int, cost: OptimizerCost, stages: list[StageMemory], hosts: int, *, counted: bool
-) -> MemoryEstimate:
-    if hosts < 1 or world_size % hosts:
-        raise ValueError(f"hosts must be a number that divides the {world_size} ranks, got {hosts}.")
-    by_name = {stage.name: stage for stage in stages}
+    }
     return MemoryEstimate(
-        numel=numel, world_size=world_size, optimizer=cost, stages=by_name, counted=counted, hosts=hosts
+        numel=numel,
+        world_size=world_size,
+        optimizer=cost,
+        stages=stages,
+        counted=False,
+        hosts=hosts,
+        accelerator=accelerator,
     )
 
 

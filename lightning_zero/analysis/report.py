@@ -20,7 +20,7 @@ from lightning_zero.analysis.traffic import Traffic, expected_traffic
 from lightning_zero.config import Tier
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan
 
-__all__ = ["ZeroPlan", "build_plan", "format_decimal", "format_nbytes", "table"]
+__all__ = ["ZeroPlan", "build_plan", "format_nbytes", "table"]
 
 LONGEST_NAME = 48
 """Characters of a unit's name that the table shows."""
@@ -198,16 +198,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Bytes for people, in binary units with three or four digits: ``"1.50 GiB"``."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
-
-
-def format_decimal(nbytes: int) -> str:
     """Bytes for people, in units of 1000 with three digits, as papers and data sheets have them: ``"31.4 GB"``."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -23,7 +23,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
+from lightning_zero.analysis import (
+    ADAM,
+    MemoryEstimate,
+    OptimizerCost,
+    Recommendation,
+    ZeroPlan,
+    build_plan,
+    estimate_memory,
+)
 from lightning_zero.checkpoint.consolidate import parse_size
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
 from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
@@ -101,7 +109,7 @@ class PlanCLI(ZeroCLI):
         add("hf_config", str, "A config.json, or a folder with one.")
         add("parameters", str, "A number of parameters instead of a model: 7.5B.")
         add("device_memory", str, "Memory of one device, for example 80GB or 24GiB: recommends a stage that fits.")
-        add("host_memory", str, "Host memory for each process. As much as it takes if not given.")
+        add("host_memory", str, "Memory of a machine, for all its processes: 512GB. As much as it takes if not given.")
         add("activations", str, "What has to stay free on the device.")
         add("stage", Stage, "ZeRO stage. From trainer.strategy if not given.")
         add("world_size", PositiveInt, "Number of processes. trainer.devices * trainer.num_nodes if not given.")
@@ -219,9 +227,22 @@ class PlanCLI(ZeroCLI):
                 dtype=self.dtype,
                 accelerator=not on_host,
                 receive_buffer=on_host and nodes > 1,
-                hosts=1 if self.settings["world_size"] % nodes else nodes,
+                hosts=nodes,
                 **settings,
             )
+
+    def _advice(self, estimate: MemoryEstimate) -> Recommendation | None:
+        memory, host, activations = self.sizes.values()
+        if memory is None and host is not None and not estimate.accelerator:
+            memory = host * estimate.hosts // estimate.world_size  # a rank's share of what is device and host in one
+        if memory is not None:
+            return estimate.recommend(memory, host_nbytes=host, activations_nbytes=activations or 0)
+        if host is not None or activations is not None:
+            raise SystemExit(
+                "lightning-zero plan: error: --host-memory and --activations are looked at together with "
+                "--device-memory: give that too, for example --device-memory 80GB."
+            )
+        return None
 
     def describe(self) -> str:
         """The plan, the stages side by side, and what to choose for the given memory."""
@@ -230,10 +251,7 @@ class PlanCLI(ZeroCLI):
             accelerator = self.config.trainer.accelerator != "cpu"
             parts.append(self.plan().describe(optimizer=self.optimizer, accelerator=accelerator))
         estimate = self.estimate()
-        memory, host, activations = self.sizes.values()
-        advice = None
-        if memory is not None:
-            advice = estimate.recommend(memory, host_nbytes=host, activations_nbytes=activations or 0)
+        advice = self._advice(estimate)
         offloading = advice is not None and (advice.name is None or advice.name.endswith("_offload"))
         parts.append(estimate.describe(offload=offloading or self.settings["offload"] is not None))
         if self.assumed:

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.analysis import MemoryEstimate, OptimizerCost, build_plan, estimate_memory
+from lightning_zero.analysis import MemoryEstimate, OptimizerCost, build_plan, estimate_memory, format_nbytes
 from lightning_zero.analysis.estimate import parse_count
 from lightning_zero.analysis.memory import fullest_rank
-from lightning_zero.analysis.report import format_decimal
 from lightning_zero.config import HostOffload, NvmeOffload
 
 GB = 10**9
@@ -201,14 +200,44 @@ def test_the_first_stage_that_fits_is_recommended(
 def test_the_reason_says_what_does_not_fit(estimate: MemoryEstimate) -> None:
     reason = estimate.recommend(20 * GB).reason
     assert "16.6 GB at peak, which fits into 20 GB and leaves 3.36 GB for activations" in reason
-    assert "none needs 120 GB; zero1 needs 31.4 GB" in reason
+    assert "none needs 120 GB on the device; zero1 needs 31.4 GB on the device" in reason
 
 
-def test_nothing_fits_without_host_memory(estimate: MemoryEstimate) -> None:
-    advice = estimate.recommend(GB, host_nbytes=GB)
+OF_8_MACHINES = {"world_size": 64, "hosts": 8, "accelerator": True, **HALF}
+
+
+def test_host_memory_is_that_of_a_machine_for_all_its_ranks() -> None:
+    estimate = estimate_memory("7.5B", **OF_8_MACHINES)
+    # On each of 8 machines an eighth of 16 bytes for each parameter, and of the 2 that they are gathered from.
+    assert estimate.host_nbytes("zero3_offload") == 18 * 7_500_000_000 // 8
+    assert estimate.host_nbytes("zero3") == 0
+    table = estimate.describe(offload=True)
+    row = next(line for line in table.splitlines() if line.startswith("host memory of a machine, 8 ranks"))
+    assert row.endswith(" 15 GB        16.9 GB")
+    assert "host memory" not in estimate.describe()
+    assert estimate.recommend(GB, host_nbytes=17 * GB).name == "zero3_offload"
+    advice = estimate.recommend(GB, host_nbytes=16 * GB)
     assert (advice.name, advice.fits) == (None, ())
-    # 16 bytes for each of 7.5e9 / 64 parameters, and the 2 that they are gathered from.
-    assert "zero3_offload needs 2.11 GB of host memory, of which there are 1 GB" in advice.reason
+    needs = "zero3_offload needs 16.9 GB of host memory for 8 ranks of a machine, which has 16 GB"
+    assert f"zero2_offload needs 15 GB on the device; {needs}." in advice.reason
+
+
+def test_host_memory_that_is_needed_is_said_where_nobody_gave_any() -> None:
+    estimate = estimate_memory("7.5B", **OF_8_MACHINES)
+    sentence = "Its 8 ranks take 16.9 GB of host memory on each machine; how much there is was not said."
+    assert sentence in estimate.recommend(GB).reason
+    assert "there are 20 GB" in estimate.recommend(GB, host_nbytes=20 * GB).reason
+    assert "host memory" not in estimate.recommend(40 * GB).reason
+
+
+def test_ranks_on_cpus_compute_in_host_memory() -> None:
+    """16 bytes of a parameter, and a temporary tensor of a step is not in a count."""
+    estimate = estimate_memory(1e9, world_size=4, hosts=2)
+    assert estimate.host_nbytes("none") == 2 * 16 * GB
+    assert estimate.host_nbytes("none", activations_nbytes=GB) == 2 * 17 * GB
+    assert estimate.host_nbytes("zero3_offload") == 2 * 4 * GB
+    assert estimate.recommend(16 * GB, host_nbytes=32 * GB).name == "none"
+    assert estimate.recommend(17 * GB, host_nbytes=32 * GB, activations_nbytes=GB).name == "zero1"
 
 
 def test_activations_may_be_too_many(estimate: MemoryEstimate) -> None:
@@ -253,7 +282,7 @@ def test_what_comes_and_goes_has_rows_of_its_own(model: nn.Module) -> None:
     ],
 )
 def test_decimal_units(nbytes: int, text: str) -> None:
-    assert format_decimal(nbytes) == text
+    assert format_nbytes(nbytes) == text
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
