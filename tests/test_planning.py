@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -437,7 +438,7 @@ def test_ranks_on_cpus_share_the_memory_of_a_machine() -> None:
 
 @pytest.mark.parametrize("option", ["--host-memory=1TB", "--activations=1GB"])
 def test_sizes_that_nothing_is_compared_with_are_refused(option: str) -> None:
-    with pytest.raises(SystemExit, match="together with --device-memory: give that too"):
+    with pytest.raises(SystemExit, match="need --device-memory beside them"):
         plan_cli("--parameters=1B", "--world-size=4", option).describe()
 
 
@@ -583,3 +584,110 @@ def test_without_transformers_the_error_says_what_to_install(llama: Path, monkey
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SystemExit, match="pip install transformers"):
         plan_cli(f"--hf-config={llama}", "--world-size=2")
+
+
+# ------------------------------------------------------------------------------------------------------------- links
+
+FOUR_MACHINES = ["--trainer.devices=8", "--trainer.num_nodes=4", "--trainer.accumulate_grad_batches=4"]
+LINKS = ["--link-between=100Gbit/s", "--link-within=300GB/s"]
+
+
+def test_seconds_on_links_are_shown_for_each_way() -> None:
+    """In zero1 rings carry 4 + 2 bytes of a parameter once; with shards of a machine 8 * 3 / 4 bytes leave it."""
+    printed = of_70b(*FOUR_MACHINES, *LINKS, "--device-memory=192GB")
+    assert ", 32 processes, 4 micro-steps in a step\n" in printed
+    rows = {row[0]: row[1:] for row in (re.split("  +", line) for line in printed.splitlines()) if len(row) == 7}
+    leaving = 6 * 70e9 * 31 / 32
+    assert rows["zero1"][1] == f"{leaving / 12.5e9:.3f} s"
+    assert rows["zero1"][3] == f"{leaving * 7 / 8 / 300e9:.3f} s"
+    assert rows['zero2 with shard_within="node"'][:2] == ["420 GB", "33.600 s"]
+    assert rows["zero1"][5] == "no"
+    assert rows['zero2 with shard_within="node"'][5] == "no"
+    # (4 * 4 + 2) bytes in zero2, (4 + 2 * 2) * 4 in zero3.
+    assert rows["zero2"][:2] == ["1.22 TB", f"{18 * 70e9 * 31 / 32 / 12.5e9:.3f} s"]
+    assert 'Fastest by the links: zero3 with shard_within="node", 33.600 s between hosts and ' in printed
+    assert "zero3 takes least memory: 173.600 s between hosts" in printed
+    assert "what overlaps with computation is not subtracted" in printed
+    assert " in int8" not in printed  # for CPUs so far
+    assert "_offload" not in printed
+
+
+def test_all_tables_are_of_a_step_with_all_its_micro_steps() -> None:
+    """``zero3`` reduces in each of them."""
+    arguments = [*SMALL, "--trainer.devices=8", "--trainer.accumulate_grad_batches=4"]
+    cli = plan_cli(*arguments)
+    must = cli.plan().expected_traffic(micro_steps=4)
+    assert must.reduce_scatter.nbytes == 4 * cli.plan().expected_traffic().reduce_scatter.nbytes
+    assert cli.estimate().stages["zero3"].traffic == must
+    assert re.search(
+        rf"^reduce-scatter +{must.reduce_scatter.calls} +{must.reduce_scatter.numel:,} ", cli.describe(), re.M
+    )
+    assert cli.numbers()["plan"]["traffic"] == asdict(must)
+
+
+def test_rounding_is_shown_for_processes_on_cpus() -> None:
+    printed = plan_cli(*SMALL, *FOUR_MACHINES, *LINKS, "--trainer.accelerator=cpu").describe()
+    for kind in ("bfloat16", "int8", "int4"):
+        assert re.search(rf"^zero3 in {kind} ", printed, re.MULTILINE)
+    assert "With Compression, which rounds: " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--link-between=10Gb/s", "--trainer.num_nodes=2"], "--link-between: a speed like '10Gbit/s'"),
+        (["--link-within=fast"], "--link-within: a speed like '10Gbit/s'"),
+        (["--link-between=10Gbit"], "between machines, and there is one: give --trainer.num_nodes"),
+    ],
+)
+def test_what_is_wrong_with_a_link_is_said_in_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["plan", "--world-size=2", "--parameters=1B", *arguments])
+
+
+def test_one_machine_has_links_within(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--world-size=8", "--parameters=1B", "--link-within=100GB/s"])
+    printed = capsys.readouterr().out
+    assert re.search(r"^zero1 +0 B +- +7 GB +0\.070 s ", printed, re.MULTILINE)
+    assert "shard_within" not in printed
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+
+
+def test_the_report_is_one_json_object() -> None:
+    arguments = ["--json", "--device-memory=80GB", "--host-memory=1TB", "--trainer.devices=8", "--trainer.num_nodes=4"]
+    report = json.loads(of_70b(*arguments, *LINKS))
+    assert set(report) == {"plan", "estimate", "recommended", "ways", "fastest"}
+    assert report["plan"] is None
+    estimate = report["estimate"]
+    assert (estimate["numel"], estimate["world_size"], estimate["hosts"]) == (70 * 10**9, 32, 4)
+    assert estimate["stages"]["zero3"]["rest"]["optimizer"] == 8 * 70 * 10**9 // 32
+    assert estimate["optimizer"]["name"] == "AdamW"
+    assert report["recommended"]["name"] == report["recommended"]["fits"][0] == "zero3"
+    ways = {(way["stage"], way["shard_within"], way["compression"]): way for way in report["ways"]}
+    assert ways["zero3_offload", None, None]["host_nbytes"] == 18 * 70 * 10**9 // 4
+    assert ways["zero3", "node", None]["between_nbytes"] == 420 * 10**9
+    assert ways["zero3", "node", None]["between_seconds"] == pytest.approx(33.6)
+    assert not ways["zero3", "node", None]["fits"]
+    assert report["fastest"] == ways["zero3", None, None]
+
+
+def test_the_report_of_a_model_has_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *SMALL, "--world-size=4", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    cli = plan_cli(*SMALL, "--world-size=4")
+    assert [unit["name"] for unit in report["plan"]["units"]] == [unit.name for unit in cli.plan().units]
+    assert sum(unit["numel"] for unit in report["plan"]["units"]) == report["estimate"]["numel"]
+    assert report["plan"]["traffic"]["all_gather"]["nbytes"] == cli.plan().expected_traffic().all_gather.nbytes
+    for name, stage in cli.estimate().stages.items():
+        found = report["estimate"]["stages"][name]
+        assert sum(found["peak"].values()) == stage.peak.total
+        assert next(way for way in report["ways"] if way["stage"] == name)["peak_nbytes"] == stage.peak.total
+    assert report["recommended"] is None
+
+
+def test_nothing_fits_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--parameters=7B", "--world-size=2", "--json", "--device-memory=1GB", "--host-memory=1GB"])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["recommended"]["name"], report["recommended"]["fits"], report["fastest"]) == (None, [], None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_zero.analysis.memory import (
 )
 from lightning_zero.analysis.optimizers import OptimizerCost
 from lightning_zero.analysis.report import format_nbytes, table
+from lightning_zero.analysis.traffic import CollectiveTraffic, Traffic, expected_traffic
 from lightning_zero.config import HostOffload, Offload, Placement, check_whole
 from lightning_zero.plan import ParameterSpec, Plan
 
@@ -80,9 +82,7 @@ class MemoryEstimate:
             single parameters are not in it.
         hosts: that the ranks are on, equally many on each.
         accelerator: whether the ranks compute on one; otherwise the memory of their device is the host's.
-
-    Raises:
-        ValueError: if the hosts cannot have equally many ranks.
+        micro_steps: forwards and backwards of a step.
     """
 
     numel: int
@@ -90,8 +90,9 @@ class MemoryEstimate:
     optimizer: OptimizerCost
     stages: Mapping[str, StageMemory]
     counted: bool
-    hosts: int = 1
-    accelerator: bool = False
+    hosts: int
+    accelerator: bool
+    micro_steps: int
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.world_size % self.hosts:
@@ -103,15 +104,19 @@ class MemoryEstimate:
         computing = 0 if self.accelerator else stage.peak.total + activations_nbytes
         return self.world_size // self.hosts * (stage.host.total + computing)
 
-    def leaving_nbytes(self, name: str) -> int:
-        """Bytes that leave a host in a step. A stage's collectives sum up and hand on within hosts, and what leaves is
-        the hosts' share; DDP's ring passes every host once with all that a rank sends."""
-        if self.hosts == 1:
-            return 0
-        sent = self.stages[name].sent_nbytes
-        if name == NONE:
-            return sent
-        return sent * self.world_size // (self.world_size - 1) * (self.hosts - 1) // self.hosts
+    def leaving_nbytes(self, name: str, *, rounded: str | None = None) -> int:
+        """Bytes that leave a host in a step, with ``Compression`` if it is in that format; see [Note: links].
+
+        In stage 3 weights are rounded as well, with ``"int4"`` gradients to ``"int8"``.
+        """
+        traffic = self.stages[name].traffic
+        if rounded is not None:
+            traffic = traffic.rounded(rounded, weights=name.startswith("zero3"))
+        return traffic.on_links(self.hosts, rings=name == NONE or self.accelerator)[0]
+
+    def within_nbytes(self, name: str) -> int:
+        """Bytes that one rank sends to others of its host in a step; see [Note: links]."""
+        return self.stages[name].traffic.on_links(self.hosts, rings=name == NONE or self.accelerator)[1]
 
     def recommend(
         self, device_nbytes: int, *, host_nbytes: int | None = None, activations_nbytes: int = 0
@@ -148,10 +153,8 @@ class MemoryEstimate:
         reason = f"{fits[0]} needs {format_nbytes(needed)} at peak, which fits into {device} and leaves {left}.{more}"
         if self.stages[fits[0]].host.total or not self.accelerator:
             held = format_nbytes(self.host_nbytes(fits[0], activations_nbytes=activations_nbytes))
-            given = "how much there is was not said"
-            if host_nbytes is not None:
-                given = f"there are {format_nbytes(host_nbytes)}"
-            reason += f" Its {self._ranks} take {held} of host memory on each machine; {given}."
+            has = "how much there is was not said" if host_nbytes is None else f"there are {format_nbytes(host_nbytes)}"
+            reason += f" Its {self._ranks} take {held} of host memory on each machine; {has}."
         before = list(problems.values())[: list(problems).index(fits[0])]
         reason += f" Less would not do: {'; '.join(before)}." if before else " There is no need to split anything."
         return Recommendation(name=fits[0], reason=reason, fits=fits)
@@ -188,6 +191,7 @@ class MemoryEstimate:
             if any(sizes) or word.startswith("at "):
                 rows.append((word, *(format_nbytes(size) if size else "-" for size in sizes)))
         processes = "1 process" if self.world_size == 1 else f"{self.world_size:,} processes"
+        processes += f", {self.micro_steps} micro-steps in a step" if self.micro_steps > 1 else ""
         lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {processes}", "", *table(rows)]
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
@@ -204,7 +208,7 @@ class MemoryEstimate:
             "host memory": stage.host.total,
             f"host memory of a machine, {self._ranks}": self.host_nbytes(stage.name),
             "files": stage.disk.total,
-            "sent in a step": stage.sent_nbytes,
+            "sent in a step": stage.traffic.sent_nbytes,
             "leaves a host in a step": self.leaving_nbytes(stage.name),
         }
 
@@ -220,14 +224,15 @@ def estimate_memory(
     accelerator: bool = False,
     receive_buffer: bool = False,
     hosts: int = 1,
+    shard_within: int | None = None,
+    micro_steps: int = 1,
     **settings: Any,
 ) -> MemoryEstimate:
     """Bytes of one rank for no stage and for each stage, at rest and at peak, before anything runs.
 
-    A module is counted to the byte, as this package will hold it, on the rank that holds most: ranks differ by padding,
-    and by what they own of an optimizer that needs whole parameters. A plan is counted for its own stage and for none.
-    A number of parameters is counted by the arithmetic of the ZeRO paper: parameters in ``param_dtype``, gradients in
-    ``reduce_dtype`` (else in ``dtype``), masters in ``dtype`` where that is another one, and the optimizer's state. ::
+    A module is counted to the byte, as this package will hold it, on the rank that holds most; a plan for its own stage
+    and none. A number of parameters is counted by the ZeRO paper's arithmetic: parameters in ``param_dtype``, gradients
+    in ``reduce_dtype`` (else ``dtype``), masters in ``dtype`` where that is another one, and the optimizer's state. ::
 
         estimate_memory(7.5e9, world_size=64, param_dtype=torch.float16, reduce_dtype=torch.float16)
 
@@ -235,14 +240,14 @@ def estimate_memory(
 
     Args:
         model: a module (on the meta device, if it is large), a plan, or a number of parameters such as ``"7.5B"``.
-        world_size: ranks that share the model. A plan has its own.
+        world_size, hosts: ranks, of which a plan has its own; hosts that they are on, equally many on each.
         optimizer: which, see ``OptimizerCost.of``.
         dtype: of the parameters, where the model is a number. Modules know theirs.
-        param_dtype: that the module computes in; ``None``: the parameters' own. A plan has its own.
-        reduce_dtype: that gradients are averaged in; likewise.
+        param_dtype, reduce_dtype: that it computes and averages gradients in; ``None``: the parameters', or a plan's.
         accelerator: whether it runs on one, where torch's optimizers take more memory for a step unless they are fused.
         receive_buffer: whether the transport keeps one: gloo does between hosts.
-        hosts: that the ranks are on, equally many on each.
+        shard_within: ranks in a row that share what a stage divides; ``None``: all.
+        micro_steps: forwards and backwards of a step.
         settings: of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``, ``broadcast_buffers``.
 
     Raises:
@@ -251,23 +256,28 @@ def estimate_memory(
     Source: ZeRO, section 5, table 1 and figure 1 (arXiv:1910.02054).
     """
     cost = OptimizerCost.of(optimizer)
+    told = {"optimizer": cost, "hosts": hosts, "accelerator": accelerator, "micro_steps": micro_steps}
     if isinstance(model, Plan):
-        if world_size not in (None, model.world_size) or settings or param_dtype or reduce_dtype:
+        if world_size not in (None, model.world_size) or settings or param_dtype or reduce_dtype or shard_within:
             raise ValueError("A plan has its own world size and settings: build another one instead.")
-        return _of_plans({_name_of(model): model}, cost, accelerator, receive_buffer, hosts)
+        return _of_plans({_name_of(model): model}, receive_buffer, **told)
     world_size = check_whole("world_size", world_size, least=1, unit="ranks")
-    # Optimizers of whole parameters are not offloaded from an accelerator: see optim/rules.py.
-    kinds = {name: kind for name, kind in _STAGES.items() if not (kind[1] and cost.whole and accelerator)}
+    kinds = _kinds(shard_within, offloads=not (shard_within or (cost.whole and accelerator)))
     if not isinstance(model, nn.Module):
         if settings:
             raise ValueError(f"A number of parameters has no {', '.join(sorted(settings))}: give the module.")
-        dtypes = dtype, param_dtype or dtype, reduce_dtype or dtype
-        return _of_count(parse_count(model), world_size, kinds, dtypes, cost, accelerator, hosts)
+        ranks, dtypes = (world_size, shard_within or world_size), (dtype, param_dtype or dtype, reduce_dtype or dtype)
+        return _of_count(parse_count(model), ranks, kinds, dtypes, **told)
     if settings.keys() & {"stage", "placement", "offload"}:
         raise ValueError("All stages are estimated, with and without offload; for a single one, build its plan.")
     settings |= {"world_size": world_size, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     plans = {name: Plan.build(model, placement=where, offload=on, **settings) for name, (where, on) in kinds.items()}
-    return _of_plans(plans, cost, accelerator, receive_buffer, hosts)
+    return _of_plans(plans, receive_buffer, **told)
+
+
+def _kinds(span: int | None, *, offloads: bool) -> dict[str, tuple[Placement, Offload | None]]:
+    # Neither with shard groups nor, for optimizers of whole parameters, from an accelerator: see optim/rules.py.
+    return {name: (replace(where, span=span), on) for name, (where, on) in _STAGES.items() if offloads or not on}
 
 
 def _name_of(plan: Plan) -> str:
@@ -298,23 +308,15 @@ def parse_count(text: float | str) -> int:
     return count
 
 
-def _of_plans(
-    plans: Mapping[str, Plan], cost: OptimizerCost, accelerator: bool, receive_buffer: bool, hosts: int
-) -> MemoryEstimate:
-    first = next(iter(plans.values()))
-    stages = [_without(first, cost, accelerator)]
+def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> MemoryEstimate:
+    """``told``: what the estimate says too."""
+    first, cost, accelerator = next(iter(plans.values())), told["optimizer"], told["accelerator"]
+    stages = {NONE: _without(first, cost, accelerator)}
     for name, plan in plans.items():
         rank = fullest_rank(plan, whole=cost.whole)
-        stages.append(stage_memory(plan, name, rank, cost, receive_buffer=receive_buffer, accelerator=accelerator))
-    return MemoryEstimate(
-        numel=first.numel,
-        world_size=first.world_size,
-        optimizer=cost,
-        stages={stage.name: stage for stage in stages},
-        counted=True,
-        hosts=hosts,
-        accelerator=accelerator,
-    )
+        stage = stage_memory(plan, name, rank, cost, receive_buffer=receive_buffer, accelerator=accelerator)
+        stages[name] = replace(stage, traffic=expected_traffic(plan, micro_steps=told["micro_steps"]))
+    return MemoryEstimate(numel=first.numel, world_size=first.world_size, stages=stages, counted=True, **told)
 
 
 def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
@@ -334,34 +336,25 @@ def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
     step = cost.step_nbytes([_nbytes(spec) for spec in reversed(trained)], accelerator)
     backward = replace(rest, weights=copies, raw_gradients=raw)
     peak = max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
-    sent = _sent(2 * gradients + sum(buffer.nbytes for buffer in plan.buffers), plan.world_size)
-    return StageMemory(name=NONE, rest=rest, peak=peak, sent_nbytes=sent)
+    reduced = CollectiveTraffic(numel=sum(spec.numel for spec in trained), nbytes=gradients)
+    buffers = CollectiveTraffic(nbytes=sum(buffer.nbytes for buffer in plan.buffers))
+    traffic = Traffic(all_reduce=reduced, broadcast=buffers, world_size=plan.world_size)
+    return StageMemory(name=NONE, rest=rest, peak=peak, traffic=traffic)
 
 
 def _of_count(
     numel: int,
-    world_size: int,
+    ranks: tuple[int, int],
     kinds: Mapping[str, tuple[Placement, Offload | None]],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    cost: OptimizerCost,
-    accelerator: bool,
-    hosts: int,
+    **told: Any,
 ) -> MemoryEstimate:
-    """``dtypes``: of the parameters, of compute, and that gradients are averaged in."""
-    way = cost.way_on(accelerator)
+    """``ranks``: all, and of a group. ``dtypes``: of parameters, of compute, and that gradients are averaged in."""
     stages = {
-        name: _stage_of_count(name, placement, offload is not None, numel, world_size, dtypes, cost, way)
+        name: _stage_of_count(name, placement, offload is not None, numel, ranks, dtypes, told)
         for name, (placement, offload) in {NONE: (None, None), **kinds}.items()
     }
-    return MemoryEstimate(
-        numel=numel,
-        world_size=world_size,
-        optimizer=cost,
-        stages=stages,
-        counted=False,
-        hosts=hosts,
-        accelerator=accelerator,
-    )
+    return MemoryEstimate(numel=numel, world_size=ranks[0], stages=stages, counted=False, **told)
 
 
 def _stage_of_count(
@@ -369,17 +362,16 @@ def _stage_of_count(
     placement: Placement | None,
     offload: bool,
     numel: int,
-    world_size: int,
+    ranks: tuple[int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    cost: OptimizerCost,
-    way: str,
+    told: Mapping[str, Any],
 ) -> StageMemory:
+    cost, micro_steps, share = told["optimizer"], told["micro_steps"], -(-numel // ranks[1])
     own, compute, reduced = (dtype.itemsize for dtype in dtypes)
     mixed = dtypes[0] != dtypes[1]
     # The paper's arithmetic has parameters and gradients in 16 bits wherever they are, and masters beside them.
     # Gradients in the masters' own dtype are those of autocast without a stage, and here with stage 3: no copy rests.
     autocast = mixed and own == reduced
-    share = -(-numel // world_size)
     sharded = placement is not None and placement.shards_parameters
     copied = autocast and placement is None  # by autograd, until backward
     stepped = numel if placement is None else share
@@ -397,17 +389,17 @@ def _stage_of_count(
     else:
         gradients = reduced * (share if placement is not None and placement.shards_gradients else numel)
         rest = Memory(parameters=parameters, masters=masters, gradients=gradients, optimizer=state)
-        made = cost.foreach * own * stepped if way == "foreach" else 0
+        made = cost.foreach * own * stepped if cost.way_on(told["accelerator"]) == "foreach" else 0
     copies = compute * numel if copied else 0
     peak = replace(rest, weights=copies) if copies > made else replace(rest, temporaries=made)
-    sent = 2 * reduced * numel if placement is None else (reduced + compute * (1 + sharded)) * numel
-    return StageMemory(name=name, rest=rest, peak=peak, host=host, sent_nbytes=_sent(sent, world_size))
+    part = partial(CollectiveTraffic, 1)
+    traffic = Traffic(all_reduce=part(numel, reduced * numel), world_size=ranks[0])
+    if placement is not None:
+        gathered = part(numel, compute * numel).times(2 * micro_steps if sharded else 1)
+        averaged = traffic.all_reduce.times(micro_steps if placement.shards_gradients else 1)
+        traffic = Traffic(gathered, averaged, CollectiveTraffic(), part(share, own * share), *ranks)
+    return StageMemory(name=name, rest=rest, peak=peak, host=host, traffic=traffic)
 
 
 def _nbytes(spec: ParameterSpec) -> int:
     return spec.numel * spec.dtype.itemsize
-
-
-def _sent(nbytes: int, world_size: int) -> int:
-    """Of collectives over flat buffers of so many bytes, what one rank sends."""
-    return nbytes * (world_size - 1) // world_size

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
 from lightning_zero.analysis.optimizers import ADAM, SEGMENT_NUMEL, SMALL_NUMEL, OptimizerCost
-from lightning_zero.analysis.traffic import lasting_slots, sent_nbytes
+from lightning_zero.analysis.traffic import Traffic, expected_traffic, lasting_slots
 from lightning_zero.config import HostOffload, NvmeOffload, Tier
 from lightning_zero.plan import (
     FETCH_UNITS,
@@ -146,7 +146,7 @@ class StageMemory:
         peak: on the device at the worst moment of a step, without activations.
         host: in host memory, because it is offloaded.
         disk: in files.
-        sent_nbytes: that a rank sends in a step, and receives.
+        traffic: of a step.
     """
 
     name: str
@@ -154,13 +154,13 @@ class StageMemory:
     peak: Memory
     host: HostBytes = field(default_factory=HostBytes)
     disk: DiskBytes = field(default_factory=DiskBytes)
-    sent_nbytes: int
+    traffic: Traffic
 
 
 def stage_memory(
     plan: Plan, name: str, rank: int, optimizer: OptimizerCost, *, receive_buffer: bool, accelerator: bool
 ) -> StageMemory:
-    """What a plan takes of one rank, everywhere; arguments as for ``expected_memory``."""
+    """What a plan takes of one rank, everywhere, with the traffic of one micro-step; see ``expected_memory``."""
     rest, peak = (
         expected_memory(
             plan, rank=rank, optimizer=optimizer, receive_buffer=receive_buffer, accelerator=accelerator, peak=peak
@@ -169,7 +169,7 @@ def stage_memory(
     )
     host = expected_host_memory(plan, rank=rank, optimizer_tensors=optimizer.state, accelerator=accelerator)
     disk = expected_disk(plan, rank=rank, optimizer_tensors=optimizer.state)
-    return StageMemory(name=name, rest=rest, peak=peak, host=host, disk=disk, sent_nbytes=sent_nbytes(plan))
+    return StageMemory(name=name, rest=rest, peak=peak, host=host, disk=disk, traffic=expected_traffic(plan))
 
 
 def expected_memory(

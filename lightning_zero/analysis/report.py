@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import takewhile
+from typing import Any
 
 from lightning_zero.analysis.memory import (
     DiskBytes,
@@ -41,7 +43,7 @@ class ZeroPlan(Plan):
     expected_host_memory = expected_host_memory
     expected_disk = expected_disk
 
-    def describe(self, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False) -> str:
+    def describe(self, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False, micro_steps: int = 1) -> str:
         """The plan as a table for people: units, totals, traffic and memory with that optimizer, on such a device."""
         placement, offload = self.placement, self.offload
         lines = [
@@ -52,8 +54,18 @@ class ZeroPlan(Plan):
         if offload is not None:
             what = " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
             lines.append(f"Offloaded to the {offload.tier.value}: {what}")
-        tables = (_unit_rows(self), _traffic_rows(expected_traffic(self)), _memory_rows(self, optimizer, accelerator))
+        traffic = expected_traffic(self, micro_steps=micro_steps)
+        tables = (_unit_rows(self), _traffic_rows(traffic), _memory_rows(self, optimizer, accelerator))
         return "\n\n".join("\n".join(block) for block in (lines, *map(table, tables)))
+
+    def numbers(self, micro_steps: int = 1) -> dict[str, Any]:
+        """The units and the traffic of a step, for programs."""
+        units = [
+            {"name": unit.name, "numel": sum(spec.numel for spec in unit.parameters), "slot": unit.slot}
+            for unit in self.units
+        ]
+        traffic = expected_traffic(self, micro_steps=micro_steps)
+        return {"prefetch": self.prefetch, "units": units, "traffic": asdict(traffic)}
 
 
 build_plan = ZeroPlan.build

@@ -12,25 +12,35 @@ the gradient shards are all-reduced across the groups (the second hop of MiCS, a
 elements counts n, of which a rank sends 2 (groups - 1) / groups.
 
 Prefetching changes when a unit is gathered, not how often, so it appears here only through the number of slots.
+
+[Note: links]
+
+Of n bytes that R hosts of S ranks gather or reduce, (R - 1) / R leave a host over gloo, which sums up and hands on
+within hosts, and a rank sends (S - 1) / S there. Rings, nccl's and DDP's, pass every host with all that a rank sends:
+(R S - 1) / (R S) leave it, and S - 1 of S ranks send as much within. Where shard groups are hosts, or parts of one,
+nothing leaves one but the all-reduces across groups, rings of a shard each. Buffers, which are few, count as gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan, make_pieces
 
 __all__ = [
+    "ROUNDED_NBYTES",
     "CollectiveTraffic",
     "Traffic",
     "expected_traffic",
     "gather_order",
     "lasting_slots",
-    "sent_nbytes",
 ]
+
+ROUNDED_NBYTES = {"bfloat16": 2.0, "int8": 1 + 4 / 64, "int4": 1 / 2 + 4 / 64}
+"""Of an element that ``Compression`` rounds, by the format, with its part of a scale."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +67,50 @@ class CollectiveTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one step, by kind. See [Note: Counting traffic]."""
+    """Collectives of one step, by kind, of so many ranks in shard groups of so many. See [Note: Counting traffic]."""
 
     all_gather: CollectiveTraffic = CollectiveTraffic()
     reduce_scatter: CollectiveTraffic = CollectiveTraffic()
     broadcast: CollectiveTraffic = CollectiveTraffic()
     all_reduce: CollectiveTraffic = CollectiveTraffic()
+    world_size: int = 1
+    group_size: int = 1
 
     @property
     def total(self) -> CollectiveTraffic:
         """All kinds together."""
         return self.all_gather + self.reduce_scatter + self.broadcast + self.all_reduce
+
+    @property
+    def sent_nbytes(self) -> int:
+        """What one rank sends; it receives as many."""
+        return self.on_links(1, rings=False)[1]
+
+    def rounded(self, kind: str, *, weights: bool) -> Traffic:
+        """Gradients, and ``weights`` too, in a format of ``Compression``; for weights the least is ``"int8"``."""
+
+        def narrow(part: CollectiveTraffic, kind: str) -> CollectiveTraffic:
+            return replace(part, nbytes=min(part.nbytes, int(part.numel * ROUNDED_NBYTES[kind])))
+
+        gathers = narrow(self.all_gather, "int8" if kind == "int4" else kind) if weights else self.all_gather
+        return replace(self, all_gather=gathers, reduce_scatter=narrow(self.reduce_scatter, kind))
+
+    def on_links(self, hosts: int, *, rings: bool) -> tuple[int, int]:
+        """Bytes that leave a host, and that a rank sends within its host, in ``rings`` or not: see [Note: links]."""
+        ranks, groups = self.world_size // hosts, self.world_size // self.group_size
+        leaving = within = 0
+        flat = self.all_gather.nbytes + self.reduce_scatter.nbytes
+        for nbytes, size in ((flat, self.group_size), (self.broadcast.nbytes, self.world_size)):
+            spanned, inside = max(1, size // ranks), min(size, ranks)  # hosts of a group, and its ranks on each
+            if rings and spanned > 1:
+                nbytes = nbytes * (size - 1) // size
+            leaving += nbytes if rings and spanned > 1 else nbytes * (spanned - 1) // spanned
+            within += nbytes * (inside - 1) // inside
+        ring = 2 * self.all_reduce.nbytes * (groups - 1) // groups
+        inside = max(1, ranks // self.group_size)  # ranks of a ring that are on one host
+        if hosts == 1:
+            return 0, within + ring
+        return leaving + ring * ranks // inside, within + ring * (inside - 1) // inside
 
 
 def expected_traffic(plan: Plan, *, micro_steps: int = 1) -> Traffic:
@@ -96,17 +139,7 @@ def expected_traffic(plan: Plan, *, micro_steps: int = 1) -> Traffic:
             units = gather_order(plan, micro_steps=micro_steps)
             layouts = (layout for index in units for layout in plan.units[index].layouts)
         gathered = _flat((layout.numel, layout.compute_dtype) for layout in layouts)
-    return Traffic(gathered, reduced, buffers, across)
-
-
-def sent_nbytes(plan: Plan, *, micro_steps: int = 1) -> int:
-    """What one rank sends in a step, of the bytes that ``expected_traffic`` counts; it receives as many."""
-    traffic = expected_traffic(plan, micro_steps=micro_steps)
-    world, group = plan.world_size, plan.group_size
-    sent = (traffic.all_gather.nbytes + traffic.reduce_scatter.nbytes) * (group - 1) // group
-    groups = world // group
-    sent += 2 * traffic.all_reduce.nbytes * (groups - 1) // groups
-    return sent + traffic.broadcast.nbytes * (world - 1) // world
+    return Traffic(gathered, reduced, buffers, across, plan.world_size, plan.group_size)
 
 
 def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ import json
 import os
 import warnings
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,15 +24,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.analysis import (
-    ADAM,
-    MemoryEstimate,
-    OptimizerCost,
-    Recommendation,
-    ZeroPlan,
-    build_plan,
-    estimate_memory,
-)
+from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
+from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from lightning_zero.checkpoint.consolidate import parse_size
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
 from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
@@ -74,7 +68,7 @@ def plan_command(args: Sequence[str]) -> str:
         load_from_checkpoint_support=False,
         parser_kwargs={"prog": "lightning-zero plan", "description": PlanCLI.__doc__},
     )
-    return cli.describe()
+    return json.dumps(cli.numbers(), indent=2) if cli.config.json else cli.describe()
 
 
 class PlanCLI(ZeroCLI):
@@ -111,6 +105,9 @@ class PlanCLI(ZeroCLI):
         add("device_memory", str, "Memory of one device, for example 80GB or 24GiB: recommends a stage that fits.")
         add("host_memory", str, "Memory of a machine, for all its processes: 512GB. As much as it takes if not given.")
         add("activations", str, "What has to stay free on the device.")
+        add("link_between", str, "Speed of a machine's link to the others, each way: 10Gbit/s. Shows seconds.")
+        add("link_within", str, "Speed of a process's link within its machine, each way: 100GB/s.")
+        parser.add_argument("--json", action="store_true", help="Print everything as one JSON object.")
         add("stage", Stage, "ZeRO stage. From trainer.strategy if not given.")
         add("world_size", PositiveInt, "Number of processes. trainer.devices * trainer.num_nodes if not given.")
         add("units", list[str], "Class names that become units.")
@@ -149,7 +146,10 @@ class PlanCLI(ZeroCLI):
         with _said_in_one_line():
             self.settings = _plan_settings(self.config)
             precision = _precision(self.config.trainer)
-            self.sizes = {name: _size(self.config, name) for name in ("device_memory", "host_memory", "activations")}
+            self.memory = _memory(self.config, self.settings["world_size"])
+            self.speeds = [_parsed(self.config, f"link_{name}", parse_speed) for name in ("between", "within")]
+            if self.speeds[0] and self.config.trainer.num_nodes == 1:
+                raise ValueError("--link-between is between machines, and there is one: give --trainer.num_nodes.")
             self.model = self._module()
             found_optimizer = self._optimizer()
         if self.model is not None:
@@ -213,7 +213,7 @@ class PlanCLI(ZeroCLI):
                 raise ValueError("--parameters is a number, of which there is no plan: give the model.")
             return build_plan(self.model, **self.settings)
 
-    def estimate(self) -> MemoryEstimate:
+    def estimate(self, shard_within: int | None = None) -> MemoryEstimate:
         """All stages side by side. Raises SystemExit if the settings do not fit the model."""
         settings = {name: value for name, value in self.settings.items() if name not in ("placement", "offload")}
         if self.model is None:
@@ -228,36 +228,47 @@ class PlanCLI(ZeroCLI):
                 accelerator=not on_host,
                 receive_buffer=on_host and nodes > 1,
                 hosts=nodes,
+                shard_within=shard_within,
+                micro_steps=trainer.accumulate_grad_batches,
                 **settings,
             )
 
-    def _advice(self, estimate: MemoryEstimate) -> Recommendation | None:
-        memory, host, activations = self.sizes.values()
-        if memory is None and host is not None and not estimate.accelerator:
-            memory = host * estimate.hosts // estimate.world_size  # a rank's share of what is device and host in one
-        if memory is not None:
-            return estimate.recommend(memory, host_nbytes=host, activations_nbytes=activations or 0)
-        if host is not None or activations is not None:
-            raise SystemExit(
-                "lightning-zero plan: error: --host-memory and --activations are looked at together with "
-                "--device-memory: give that too, for example --device-memory 80GB."
-            )
-        return None
+    def ways(self, estimate: MemoryEstimate) -> list[Way]:
+        """What links and memory a step takes, for every way to send what it sends."""
+        estimates: dict[str | None, MemoryEstimate] = {None: estimate}
+        if 1 < estimate.hosts < estimate.world_size:
+            estimates["node"] = self.estimate(estimate.world_size // estimate.hosts)
+        return ways_to_send(estimates, self.memory, self.speeds)
+
+    def numbers(self) -> dict[str, Any]:
+        """What ``describe`` says, in bytes and seconds; docs/planner.md has the keys."""
+        estimate = self.estimate()
+        ways = self.ways(estimate)
+        fastest = fastest_way(ways)
+        return {
+            "plan": None if self.model is None else self.plan().numbers(estimate.micro_steps),
+            "estimate": asdict(estimate),
+            "recommended": self.memory and asdict(estimate.recommend(**self.memory)),
+            "ways": [asdict(way) for way in ways],
+            "fastest": fastest and asdict(fastest),
+        }
 
     def describe(self) -> str:
         """The plan, the stages side by side, and what to choose for the given memory."""
-        parts = []
+        estimate, parts = self.estimate(), []
         if self.model is not None:
-            accelerator = self.config.trainer.accelerator != "cpu"
-            parts.append(self.plan().describe(optimizer=self.optimizer, accelerator=accelerator))
-        estimate = self.estimate()
-        advice = self._advice(estimate)
-        offloading = advice is not None and (advice.name is None or advice.name.endswith("_offload"))
-        parts.append(estimate.describe(offload=offloading or self.settings["offload"] is not None))
+            accelerator, steps = estimate.accelerator, estimate.micro_steps
+            parts.append(self.plan().describe(optimizer=self.optimizer, accelerator=accelerator, micro_steps=steps))
+        advice = None if self.memory is None else estimate.recommend(**self.memory)
+        offload = advice is not None and (advice.name is None or advice.name.endswith("_offload"))
+        offload = offload or self.settings["offload"] is not None
+        parts.append(estimate.describe(offload=offload))
         if self.assumed:
             parts.append("Which optimizer the model makes cannot be told without training it: AdamW is assumed.")
         if advice is not None:
             parts.append(f"Recommended: {advice.name or 'nothing'}. {advice.reason}")
+        if any(self.speeds):
+            parts.append(describe_ways([way for way in self.ways(estimate) if offload or "_offload" not in way.stage]))
         return "\n\n".join(parts)
 
 
@@ -352,10 +363,20 @@ def _precision(trainer: Namespace) -> ZeroPrecision:
     return ZeroPrecision(_PRECISIONS.get(str(trainer.precision), trainer.precision))
 
 
-def _size(config: Namespace, name: str) -> int | None:
-    """Bytes of an option."""
+def _memory(config: Namespace, world_size: int) -> dict[str, Any] | None:
+    """What there is, as ``recommend`` takes it; ``None`` if that is not said."""
+    device, host, activations = (_parsed(config, name) for name in ("device_memory", "host_memory", "activations"))
+    if device is None and host is not None and config.trainer.accelerator == "cpu":
+        device = host * config.trainer.num_nodes // world_size  # a rank's share of what is device and host in one
+    if device is None and (host or activations):
+        raise ValueError("--host-memory and --activations need --device-memory beside them, for example 80GB.")
+    return device and {"device_nbytes": device, "host_nbytes": host, "activations_nbytes": activations or 0}
+
+
+def _parsed(config: Namespace, name: str, parse: Callable[[str], Any] = parse_size) -> Any:
+    """Bytes of an option, or bytes a second."""
     try:
-        return None if config[name] is None else parse_size(config[name])
+        return None if config[name] is None else parse(config[name])
     except ValueError as error:
         raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from lightning_zero.analysis import CollectiveTraffic, OptimizerCost, ZeroPlan, build_plan, estimate_memory
-from lightning_zero.analysis.traffic import sent_nbytes
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import Placement
 from lightning_zero.engine.build import UnitBuilder
@@ -78,7 +77,7 @@ def test_bytes_sent(stage: int, micro_steps: int) -> None:
 
     within = (gathered + reduces * 4 * P) * (GROUP - 1) // GROUP
     across = 2 * (4 * P // GROUP) * (GROUPS - 1) // GROUPS
-    assert sent_nbytes(plan, micro_steps=micro_steps) == within + across
+    assert traffic.sent_nbytes == within + across
 
 
 def test_more_rests_and_less_is_sent_than_with_one_group() -> None:
@@ -86,10 +85,10 @@ def test_more_rests_and_less_is_sent_than_with_one_group() -> None:
     whole, parted = spanned(3, None), spanned(3)
     assert parted.expected_memory().masters == 2 * whole.expected_memory().masters
     stages = [estimate_memory(plan).stages["zero3"] for plan in (whole, parted)]
-    assert [stage.sent_nbytes for stage in stages] == [sent_nbytes(whole), sent_nbytes(parted)]
+    sent = [plan.expected_traffic().sent_nbytes for plan in (whole, parted)]
+    assert [stage.traffic.sent_nbytes for stage in stages] == sent
     # 14 gathers of a layer and 8 reductions: 22 / 8 of a model, of which 7/8 or 3/4 is sent.
-    assert sent_nbytes(whole) == 4 * P * 22 // 8 * 7 // 8
-    assert sent_nbytes(parted) == 4 * P * 22 // 8 * 3 // 4 + 4 * P // 4
+    assert sent == [4 * P * 22 // 8 * 7 // 8, 4 * P * 22 // 8 * 3 // 4 + 4 * P // 4]
 
 
 def test_buffers_go_to_all_ranks() -> None:
@@ -102,7 +101,7 @@ def test_buffers_go_to_all_ranks() -> None:
     traffic = alone.expected_traffic()
     assert not traffic.all_gather.calls
     assert not traffic.reduce_scatter.calls
-    assert sent_nbytes(alone) == 2 * traffic.all_reduce.nbytes * 3 // 4 + nbytes * 3 // 4
+    assert traffic.sent_nbytes == 2 * traffic.all_reduce.nbytes * 3 // 4 + nbytes * 3 // 4
 
 
 def test_whole_parameters_have_an_owner_in_each_group() -> None:

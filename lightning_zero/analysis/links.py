@@ -1,0 +1,103 @@
+"""How long a step is busy with the links between hosts and within them, for every way to send what it sends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from lightning_zero.analysis.estimate import NONE, MemoryEstimate
+from lightning_zero.analysis.report import format_nbytes, table
+from lightning_zero.analysis.traffic import ROUNDED_NBYTES
+
+__all__ = ["Way", "describe_ways", "fastest_way", "parse_speed", "ways_to_send"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A stage and how it sends: whether memory is enough for it and how much it takes, bytes and seconds of a step.
+
+    ``between`` is the link of a host to the others, ``within`` that of a rank to others of its host. ``host_nbytes`` is
+    for all ranks of a host, ``compression`` what gradients are rounded to, seconds 0 where no speed is known.
+    """
+
+    stage: str
+    shard_within: str | None
+    compression: str | None
+    fits: bool
+    peak_nbytes: int
+    host_nbytes: int
+    between_nbytes: int
+    within_nbytes: int
+    between_seconds: float
+    within_seconds: float
+
+    def __str__(self) -> str:
+        shards = f' with shard_within="{self.shard_within}"' if self.shard_within else ""
+        return f"{self.stage}{shards}" + (f" in {self.compression}" if self.compression else "")
+
+
+def ways_to_send(
+    estimates: Mapping[str | None, MemoryEstimate], memory: Mapping[str, Any] | None, speeds: Sequence[float | None]
+) -> list[Way]:
+    """Of all stages, from what changes least to what changes most.
+
+    ``estimates``: by ``shard_within``. ``memory``: arguments of ``recommend``; ``None``: everything fits. ``speeds``:
+    between hosts and within them, bytes a second, each way.
+    """
+    ways = []
+    for name, (shard_within, estimate) in product(estimates[None].stages, estimates.items()):
+        if name not in estimate.stages or (shard_within and name == NONE):
+            continue
+        fits = memory is None or name in estimate.recommend(**memory).fits
+        alone = shard_within or estimate.hosts == 1 or estimate.accelerator or name == NONE
+        for kind in (None, *(() if alone else ROUNDED_NBYTES)):
+            nbytes = estimate.leaving_nbytes(name, rounded=kind), estimate.within_nbytes(name)
+            seconds = [sent / speed if speed else 0.0 for sent, speed in zip(nbytes, speeds, strict=True)]
+            peak, host = estimate.stages[name].peak.total, estimate.host_nbytes(name)
+            ways.append(Way(name, shard_within, kind, fits, peak, host, *nbytes, *seconds))
+    return ways
+
+
+def fastest_way(ways: Sequence[Way], *, rounded: bool = False) -> Way | None:
+    """Of what fits, and without ``rounded`` rounds nothing; of equals the one that takes least memory."""
+    fitting = [way for way in ways if way.fits and (rounded or not way.compression)]
+    # Copies to the host and back, which offloading takes, are on no link: only if nothing else fits.
+    fitting = [way for way in fitting if not way.stage.endswith("_offload")] or fitting
+    return min(fitting, key=lambda way: (way.between_seconds + way.within_seconds, way.peak_nbytes), default=None)
+
+
+def describe_ways(ways: Sequence[Way]) -> str:
+    """A table for people, and which way is the fastest."""
+    rows: list[Sequence[str]] = [("a step on the links", "leaves a host", "in", "sent within", "in", "at peak", "fits")]
+    for way in ways:
+        links = ((way.between_nbytes, way.between_seconds), (way.within_nbytes, way.within_seconds))
+        cells = [text for nbytes, time in links for text in (format_nbytes(nbytes), f"{time:,.3f} s" if time else "-")]
+        rows.append((str(way), *cells, format_nbytes(way.peak_nbytes), "yes" if way.fits else "no"))
+    best, rounded, advice = fastest_way(ways), fastest_way(ways, rounded=True), "nothing, as nothing fits."
+    if best and rounded:
+        least = min((way for way in ways if way.fits), key=lambda way: way.peak_nbytes)
+        advice = f"{best}, {_costs(best)}."
+        if least.peak_nbytes < best.peak_nbytes:
+            advice += f" Of what fits {least} takes least memory: {_costs(least)}."
+        if rounded.compression:
+            advice += f" With Compression, which rounds: {rounded}, {_costs(rounded)}."
+    lines = [*table(rows), "", "Seconds add up, and what overlaps with computation is not subtracted."]
+    return "\n".join([*lines, "", f"Fastest by the links: {advice}"])
+
+
+def _costs(way: Way) -> str:
+    links = (way.between_seconds, "between hosts"), (way.within_seconds, "within")
+    seconds = " and ".join(f"{time:,.3f} s {link}" for time, link in links if time)
+    host = f" and {format_nbytes(way.host_nbytes)} of a host" if way.host_nbytes else ""
+    return f"{seconds or '0 s'} in a step, {format_nbytes(way.peak_nbytes)} at peak{host}"
+
+
+def parse_speed(text: str) -> float:
+    """Bytes a second of ``"10Gbit"``, ``"10Gbit/s"`` or ``"1.25GB/s"``, in units of 1000; else ValueError."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(bit|B)(?:/s)?", text)
+    if matched is None or not float(matched[1]):
+        raise ValueError(f"a speed like '10Gbit/s' or '1.25GB/s' is needed, got {text!r}")
+    return float(matched[1]) * 1000.0 ** " KMGT".index(matched[2].upper() or " ") / (8 if matched[3] == "bit" else 1)
