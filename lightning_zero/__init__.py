@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from jsonargparse.typing import class_from_function
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -63,7 +64,8 @@ def register_strategies() -> None:
     """Make ``zero1``, ``zero2`` and ``zero3`` known to Trainer and Fabric, and the same with ``_offload`` behind.
 
     Those keep the optimizer in host memory, ``zero3_offload`` the parameters too. A name that somebody registered
-    before stays theirs.
+    before stays theirs. To command lines and configurations each is also a class, ``lightning_zero.zero3``, with the
+    arguments of ``ZeroStrategy`` but for ``stage``: ``--trainer.strategy=zero3 --trainer.strategy.prefetch=2``.
     """
     on_host, parameters_too = HostOffload(), HostOffload(parameters=True)
     for stage, what, offload in (
@@ -72,14 +74,19 @@ def register_strategies() -> None:
         (3, "parameters as well", parameters_too),
     ):
         description = f"ZeRO stage {stage}: shards {what}"
-        _register(f"zero{stage}", description, stage=stage)
-        _register(f"zero{stage}_offload", f"{description}; keeps it in host memory", stage=stage, offload=offload)
+        _register(f"zero{stage}", description, stage)
+        _register(f"zero{stage}_offload", f"{description}; keeps it in host memory", stage, offload)
 
 
-def _register(name: str, description: str, **settings: Any) -> None:
+def _register(name: str, description: str, stage: Any, default: HostOffload | None = None) -> None:
+    def make(offload: HostOffload | NvmeOffload | None = default, **others: Any) -> ZeroStrategy:
+        return ZeroStrategy(stage, offload=offload, **others)
+
+    if name not in StrategyRegistry and name not in globals():
+        class_from_function(make, ZeroStrategy, name=name)  # becomes an attribute of this module
     for registry, strategy in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):
         if name not in registry:
-            registry.register(name, strategy, description=description, **settings)
+            registry.register(name, strategy, description=description, stage=stage, offload=default)
 
 
 _TWIN = "pytorch_lightning.strategies"

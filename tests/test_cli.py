@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_zero import ZeroCLI, ZeroStrategy
 from lightning_zero.cli import main
-from lightning_zero.config import HostOffload, NvmeOffload, Offload
+from lightning_zero.config import CheckpointPolicy, HostOffload, NvmeOffload, Offload
 from tests.helpers.script import run_forked, run_script
 
 BORING = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
@@ -83,6 +84,56 @@ def test_offload_by_class(tmp_path: Path, kind: str, settings: str, expected: Of
     file.write_text(cli.parser.dump(cli.config))
     again = ZeroCLI(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
     assert again.trainer.strategy.offload == expected
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+@pytest.mark.parametrize("cli_class", [LightningCLI, ZeroCLI])
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "expected"),
+    [
+        ("auto", ["--trainer.strategy=zero1", "--trainer.strategy.bucket_mib=3"], ZeroStrategy(1, bucket_mib=3.0)),
+        ("zero2", ["--trainer.strategy.bucket_mib=3"], ZeroStrategy(2, bucket_mib=3.0)),
+        (
+            "zero2",
+            ["--trainer.strategy.checkpoint.async_save=true", "--trainer.strategy.prefetch=0"],
+            ZeroStrategy(2, checkpoint=CheckpointPolicy(async_save=True), prefetch=0),
+        ),
+        ("{class_path: zero3, init_args: {prefetch: 1}}", [], ZeroStrategy(3, prefetch=1)),
+        (
+            "{class_path: lightning_zero.zero3, init_args: {prefetch: 1}}",
+            ["--trainer.strategy.bucket_mib=3"],
+            ZeroStrategy(3, prefetch=1, bucket_mib=3.0),
+        ),
+        (
+            "zero1",
+            ["--trainer.strategy=zero2_offload", "--trainer.strategy.bucket_mib=3"],
+            ZeroStrategy(2, bucket_mib=3.0, offload=HostOffload()),
+        ),
+        (
+            "zero3_offload",
+            ["--trainer.strategy.offload.pin_mib=64"],
+            ZeroStrategy(3, offload=HostOffload(parameters=True, pin_mib=64.0)),
+        ),
+        (
+            "zero3",
+            ["--trainer.strategy.offload=lightning_zero.NvmeOffload", "--trainer.strategy.offload.path=/var/tmp"],
+            ZeroStrategy(3, offload=NvmeOffload(path="/var/tmp")),
+        ),
+    ],
+)
+def test_a_name_takes_arguments(
+    tmp_path: Path, cli_class: type[LightningCLI], strategy: str, arguments: list[str], expected: ZeroStrategy
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"trainer: {{accelerator: cpu, devices: 1, logger: false, strategy: {strategy}}}")
+    cli = cli_class(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}", *arguments])
+
+    assert type(cli.trainer.strategy) is ZeroStrategy
+    assert cli.trainer.strategy.settings == expected.settings
+    # What LightningCLI saves beside the checkpoints gives the same again.
+    file.write_text(cli.parser.dump(cli.config))
+    again = cli_class(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
+    assert again.trainer.strategy.settings == expected.settings
 
 
 @pytest.mark.usefixtures("_bare_command_line")

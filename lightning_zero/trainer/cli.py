@@ -306,10 +306,11 @@ def _arguments(configured: Namespace) -> dict[str, Any]:
 def _plan_settings(config: Namespace) -> dict[str, Any]:
     """Keyword arguments of ``build_plan``: options of the command line, else those of the configured strategy."""
     strategy, given = config.trainer.strategy, {}
-    if isinstance(strategy, str) and strategy.startswith("zero") and strategy in StrategyRegistry:
-        given = StrategyRegistry[strategy]["init_params"]
-    elif isinstance(strategy, Namespace) and strategy.class_path.rpartition(".")[2] == "ZeroStrategy":
-        given = _arguments(strategy)
+    name = strategy.class_path.rpartition(".")[2] if isinstance(strategy, Namespace) else str(strategy)
+    if name.startswith("zero") and name in StrategyRegistry:
+        given = StrategyRegistry[name]["init_params"]
+    if isinstance(strategy, Namespace) and (given or name == "ZeroStrategy"):
+        given = {**given, **_arguments(strategy)}
     names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers")
     settings = {name: given[name] for name in names if given.get(name) is not None}
     for name in ("stage", "units", "bucket_mib", "prefetch"):
