@@ -140,9 +140,9 @@ def test_a_name_takes_arguments(
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("HostOffload", "paramters: true", "Option 'paramters' is not accepted"),
-        ("HostOffload", "pin_mib: much", 'Parser key "pin_mib"'),
-        ("HostOffload", "path: /var/tmp", "Option 'path' is not accepted"),
+        ("HostOffload", "paramters: true", "HostOffload has no argument 'paramters'. Did you mean parameters?"),
+        ("HostOffload", "pin_mib: much", "trainer.strategy.offload.pin_mib: expected one of float, null, found 'much'"),
+        ("HostOffload", "path: /var/tmp", "HostOffload has no argument 'path'. There are optimizer, parameters, "),
         ("NvmeOffload", "parameters: true", "the following arguments are required: path"),
     ],
 )
@@ -155,6 +155,102 @@ def test_a_wrong_setting_of_offload_is_named(
         ZeroCLI(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
 
     assert message in capsys.readouterr().err
+
+
+NO_ZER3 = "trainer.strategy: there is no strategy 'zer3'. Did you mean zero3? There are zero1, zero1_offload, "
+STRATEGY = "--trainer.strategy="
+CLASS = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {%s}}"
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ("", [f"{STRATEGY}zer3"], NO_ZER3),
+        ("", [f"{STRATEGY}zer3", "--trainer.strategy.prefetch=1"], NO_ZER3),
+        ("strategy: zer3", [], NO_ZER3),
+        ("strategy: {class_path: zer3, init_args: {prefetch: 1}}", [], NO_ZER3),
+        (
+            "",
+            [f"{STRATEGY}lightning_zero.ZeroStratgy"],
+            "'lightning_zero.ZeroStratgy'. Did you mean lightning_zero.Zer",
+        ),
+        ("strategy: {name: zero3}", [], "expected a name, or class_path and init_args, found {'name': 'zero3'}. There"),
+        (
+            "strategy: zero2",
+            ["--trainer.strategy.bucket_mbi=3"],
+            "trainer.strategy: lightning_zero.zero2 has no argument 'bucket_mbi'. Did you mean bucket_mib?",
+        ),
+        (CLASS % "bucket_mbi: 3", [], "ZeroStrategy has no argument 'bucket_mbi'. Did you mean bucket_mib?"),
+        (CLASS % "checkpoint: {asnyc_save: true}", [], "'checkpoint.asnyc_save'. Did you mean checkpoint.async_save?"),
+        (
+            "",
+            [f"{STRATEGY}zero2", "--trainer.strategy.stage=3"],
+            "zero2 has no argument 'stage'. There are offload, un",
+        ),
+        (CLASS % "bucket_mib: much", [], "trainer.strategy.bucket_mib: expected float, found 'much'."),
+        (CLASS % "stage: 4", [], "trainer.strategy.stage: expected one of 1, 2, 3, found '4'."),
+        (
+            "",
+            ["--trainer.strategy.checkpoint.format=shraded"],
+            "checkpoint.format: expected one of 'sharded', 'consolidated', found 'shraded'. Did you mean sharded?",
+        ),
+        (CLASS % "offload: HostOfload", [], ".NvmeOffload, null, found 'HostOfload'. Did you mean HostOffload?"),
+        (
+            "",
+            ["--trainer.strategy.bucket_mib=-3"],
+            "trainer.strategy: bucket_mib must be a positive number of MiB, got ",
+        ),
+        (
+            CLASS % "offload: {optimizer: false}",
+            [],
+            "HostOffload with optimizer=False and parameters=False offloads no",
+        ),
+        ("", ["--trainer.stratgy=zero2"], "arguments: --trainer.stratgy=zero2. Did you mean trainer.strategy?"),
+        ("stratgy: zero2", [], "stratgy'. Did you mean trainer.strategy?"),
+        ("", ["--trainer.max_epochs=x"], "trainer.max_epochs: expected one of int, null, found 'x'."),
+        ("", ["--optimizer=Adam", "--optimizer.lrr=1"], "torch.optim.Adam has no argument 'lrr'. Did you mean lr?"),
+        ("", ["--optimizer=nowhere.Adam"], "optimizer: No module named 'nowhere', found 'nowhere.Adam'."),
+        ("max_epochs: [", [], "error: Problems parsing config: while parsing a flow "),
+    ],
+)
+@pytest.mark.parametrize("commands", [False, True])
+def test_a_wrong_option_is_named_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    commands: bool,
+    config: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"trainer:\n  accelerator: cpu\n  devices: 1\n  logger: false\n  {config}\n")
+    command = ["fit", "--trainer.fast_dev_run=true"] if commands else []
+    with pytest.raises(SystemExit) as stopped:
+        ZeroCLI(
+            BoringModel,
+            run=commands,
+            seed_everything_default=False,
+            args=[*command, f"--config={tmp_path / 'config.yaml'}", *arguments],
+        )
+
+    assert stopped.value.code == 2
+    tip, error = (line for line in capsys.readouterr().err.splitlines() if line.startswith(("tip: ", "error: ", "  ")))
+    assert tip.endswith("--help")
+    assert message in error
+
+
+class Picky(BoringModel):
+    """A model of somebody who refuses a setting."""
+
+    def __init__(self, width: int | str = 1) -> None:
+        super().__init__()
+        raise ValueError(f"width {width} is too small")
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+def test_what_a_model_raises_is_its_own() -> None:
+    with pytest.raises(ValueError, match="width 1 is too small"):
+        ZeroCLI(Picky, run=False, seed_everything_default=False, args=["--trainer.strategy.bucket_mib=3"])
 
 
 # ----------------------------------------------------------------------------------------------------------- commands

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import warnings
-from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPla
 from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from lightning_zero.checkpoint.consolidate import parse_size
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
+from lightning_zero.trainer.cli_parser import OneLineParser, no_strategy, refused_by_the_class
 from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
 
 __all__ = ["PlanCLI", "ZeroCLI", "plan_command"]
@@ -43,19 +43,47 @@ _PRECISIONS: Mapping[str, PrecisionName] = {
     "None": "32-true",
 }
 
-_NAMELESS = "\nThe configuration does not say which class the model is of: give it, as in --model my_module.MyModel."
-
 
 class ZeroCLI(LightningCLI):
     """``LightningCLI`` with the ZeRO strategies registered and ``zero3`` as the default strategy.
 
-    Takes what ``LightningCLI`` takes; ``trainer_defaults`` and the configuration override the default strategy.
+    Takes what ``LightningCLI`` takes; ``trainer_defaults`` and the configuration override the default strategy. An
+    option or a setting that does not exist ends the program with one line that names it, and what may have been meant.
     """
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make the parser, which says errors in one line unless ``parser_class`` is another."""
+        if self.parser_class is LightningArgumentParser:
+            self.parser_class = OneLineParser
+        return super().init_parser(**kwargs)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what ``LightningCLI`` adds."""
         self.trainer_defaults = {"strategy": DEFAULT_STRATEGY, **self.trainer_defaults}
         super().add_core_arguments_to_parser(parser)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse ``args``. Raises SystemExit for a wrong option, or a strategy that does not exist."""
+        super().parse_arguments(parser, args)
+        self._check_strategy()
+
+    def instantiate_classes(self) -> None:
+        """Make the strategy and all that it trains. Raises SystemExit for a wrong setting of a class of this package.
+
+        What the user's classes raise is theirs.
+        """
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if (message := refused_by_the_class(str(error))) is None:
+                raise
+            self.parser.error(message)
+
+    def _check_strategy(self) -> None:
+        command = self.config.get("subcommand")
+        strategy = self.config.get(f"{command}.trainer.strategy" if command else "trainer.strategy")
+        if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry.available_strategies()):
+            self.parser.error(no_strategy(strategy))
 
 
 def plan_command(args: Sequence[str]) -> str:
@@ -125,15 +153,9 @@ class PlanCLI(ZeroCLI):
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
         else:
-            parser.exit_on_error = False
-            try:
-                self.config = parser.parse_args(_class_first(list(args or ())))
-            except ArgumentError as error:
-                parser.exit_on_error = True
-                nameless = "'lightning.LightningModule'" in str(error)  # what stands for a class that is not said
-                parser.error(f"{error}{_NAMELESS if nameless else ''}")
-            parser.exit_on_error = True
+            self.config = parser.parse_args(_class_first(list(args or ())))
         self.config["seed_everything"] = False
+        self._check_strategy()
 
     def instantiate_classes(self) -> None:
         """Build the model, on the meta device, and nothing else. Raises SystemExit for a missing or wrong setting."""
