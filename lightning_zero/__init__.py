@@ -5,6 +5,10 @@ Importing this package registers the strategy names, and lets Lightning's ``load
 
 from __future__ import annotations
 
+from lightning_zero.cli import answer_for_help
+
+answer_for_help()  # `lightning-zero fit --help` ends here, before the imports that take seconds
+
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder

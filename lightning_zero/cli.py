@@ -1,4 +1,4 @@
-"""The command line: ``lightning-zero`` (= ``python -m lightning_zero``)."""
+"""The command line: ``lightning-zero`` (= ``python -m lightning_zero``). Its help imports no torch: that takes long."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from lightning_zero.trainer import checkpoint_cli
-from lightning_zero.trainer.cli import ZeroCLI, plan_command
+from lightning_zero.trainer.cli_texts import PLAN, consolidate_parser, inspect_parser, short_help
 
-__all__ = ["ZeroCLI", "main"]
+__all__ = ["answer_for_help", "main"]
 
 _COMMANDS = {
     "plan": "print how a model would be split over processes, and what that takes; needs one process and no memory",
@@ -21,8 +21,6 @@ _COMMANDS = {
     "test": "one pass over the test data",
     "predict": "predictions for the predict data",
 }
-
-_TOOLS = {"inspect": checkpoint_cli.inspect, "consolidate": checkpoint_cli.consolidate}
 
 
 def _run_tool(tool: Callable[[Sequence[str]], int], args: Sequence[str]) -> None:
@@ -48,16 +46,13 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: for wrong options, and with 1 if a command found something wrong.
     """
     given = sys.argv[1:] if args is None else list(args)
-    parser = argparse.ArgumentParser(
-        prog="lightning-zero",
-        description="ZeRO for PyTorch Lightning. `lightning-zero COMMAND --help` lists a command's options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n" + "\n".join(f"  {name:<13}{text}" for name, text in _COMMANDS.items()),
-    )
-    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help=f"one of {', '.join(_COMMANDS)}")
-    command = parser.parse_args(given[:1]).command
-    if command in _TOOLS:
-        _run_tool(_TOOLS[command], given[1:])
+    command = _command(given)
+    # What follows imports torch and Lightning.
+    from lightning_zero.trainer import checkpoint_cli
+    from lightning_zero.trainer.cli import ZeroCLI, plan_command
+
+    if command in ("inspect", "consolidate"):
+        _run_tool(getattr(checkpoint_cli, command), given[1:])
         return
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `--model my_module.MyModel`, as with `python -m lightning_zero`
@@ -65,3 +60,38 @@ def main(args: Sequence[str] | None = None) -> None:
         ZeroCLI(args=None if args is None else given)
         return
     print(plan_command(given[1:]))  # noqa: T201
+
+
+def answer_for_help() -> None:
+    """Print the help that this process was started for, or that there is no such command, and exit; else do nothing.
+
+    For the package to call before it imports anything heavy. What is not ``lightning-zero`` is let be.
+    """
+    argv = getattr(sys, "argv", None) or [""]
+    if (sys.orig_argv[-len(argv)] if argv[0] == "-m" else Path(argv[0]).stem) in ("lightning-zero", "lightning_zero"):
+        try:
+            try:
+                _command(argv[1:])
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:  # the reader has seen enough, as `head` has
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None
+
+
+def _command(given: Sequence[str]) -> str:
+    """The command that is asked for. Raises SystemExit after its help, and for one that does not exist."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-zero",
+        description="ZeRO for PyTorch Lightning. `lightning-zero COMMAND --help` lists a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="commands:\n" + "\n".join(f"  {name:<13}{text}" for name, text in _COMMANDS.items()),
+    )
+    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help=f"one of {', '.join(_COMMANDS)}")
+    command: str = parser.parse_args(given[:1]).command
+    if list(given[1:]) in (["-h"], ["--help"]):
+        tools = {"inspect": inspect_parser, "consolidate": consolidate_parser}
+        text = PLAN if command == "plan" else f"{_COMMANDS[command]}."
+        print(tools[command]().format_help() if command in tools else short_help(command, text))  # noqa: T201
+        raise SystemExit(0)
+    return command

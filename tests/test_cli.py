@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -209,7 +210,7 @@ CLASS = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {%s}}"
         ("", ["--trainer.stratgy=zero2"], "arguments: --trainer.stratgy=zero2. Did you mean trainer.strategy?"),
         ("stratgy: zero2", [], "stratgy'. Did you mean trainer.strategy?"),
         ("", ["--trainer.max_epochs=x"], "trainer.max_epochs: expected one of int, null, found 'x'."),
-        ("", ["--optimizer=Adam", "--optimizer.lrr=1"], "torch.optim.Adam has no argument 'lrr'. Did you mean lr?"),
+        ("", ["--optimizer=torch.optim.Adam", "--optimizer.lrr=1"], "torch.optim.Adam has no argument 'lrr'. Did you mean lr?"),
         ("", ["--optimizer=nowhere.Adam"], "optimizer: No module named 'nowhere', found 'nowhere.Adam'."),
         ("max_epochs: [", [], "error: Problems parsing config: while parsing a flow "),
     ],
@@ -269,6 +270,50 @@ def test_help_lists_the_commands(tmp_path: Path, module: bool) -> None:
         for command in ("plan", "inspect", "consolidate", "fit", "validate", "test", "predict")
     )
     assert not stderr
+
+
+OPTIONS = {
+    "plan": ("--hf-config ", "--device-memory ", "--config FILE ", "--model CLASS ", "--trainer.NAME ", "--help-all "),
+    "inspect": ("--tensors ", "--no-verify"),
+    "consolidate": ("--format {ckpt,safetensors,fsdp}", "--max-shard-size "),
+    **dict.fromkeys(
+        ("fit", "validate", "test", "predict"),
+        ("--config FILE ", "--model CLASS ", "--trainer.strategy NAME ", "--trainer.NAME ", "--help-all "),
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["", *OPTIONS])
+def test_help_is_quick(tmp_path: Path, command: str) -> None:
+    """What takes seconds is to import these, so they are not: here they cannot be."""
+    for module in ("torch", "lightning", "jsonargparse"):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError(f'{__name__} is imported')")
+    arguments = [*filter(None, [command]), "--help"]
+    stdout, stderr = run_script(["-m", "lightning_zero", *arguments], cwd=tmp_path)
+    (tmp_path / "lightning-zero").write_text("from lightning_zero.cli import main\nmain()\n")
+
+    assert stdout.startswith(f"usage: lightning-zero {command}".rstrip())
+    assert all(option in stdout for option in OPTIONS.get(command, OPTIONS))
+    assert not stderr
+    assert run_script(["lightning-zero", *arguments[:-1], "-h"], cwd=tmp_path) == (stdout, "")
+
+
+def test_programs_of_others_are_not_asked(tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text("import lightning_zero, sys\nprint('mine', *sys.argv[1:])\n")
+    stdout, _ = run_script(["fit.py", "fit", "--help"], cwd=tmp_path)
+
+    assert stdout == "mine fit --help\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_help_all_lists_what_help_leaves_out(tmp_path: Path, command: str) -> None:
+    short, _ = run_script(["-m", "lightning_zero", command, "--help"], cwd=tmp_path)
+    stdout, _ = run_script(["-m", "lightning_zero", command, "--help-all"], cwd=tmp_path)
+
+    options = re.findall(r"^  --([\w.-]+) ", short, re.MULTILINE)
+    assert len(options) >= 9
+    assert all(f"--{option}" in stdout for option in options if "NAME" not in option)
+    assert "--trainer.gradient_clip_algorithm " in stdout
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -12,40 +11,14 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_zero.checkpoint import is_checkpoint_directory_at
-from lightning_zero.checkpoint.consolidate import consolidate_checkpoint, parse_size
+from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.checkpoint.inspection import inspect_checkpoint
 from lightning_zero.checkpoint.load import verify_checkpoint
 from lightning_zero.checkpoint.verification import Verification
 from lightning_zero.errors import CheckpointError
+from lightning_zero.trainer.cli_texts import UNVERIFIABLE, consolidate_parser, inspect_parser
 
 __all__ = ["consolidate", "inspect"]
-
-_UNVERIFIABLE = 3
-_INSPECT = (
-    "Print what is inside a checkpoint and verify its files. Exits with 1 if it is damaged or no checkpoint, and with "
-    f"{_UNVERIFIABLE} if nothing is wrong with it, but files without checksums may have changed."
-)
-_CONSOLIDATE = """\
-Write a checkpoint of any kind as ordinary files, with the memory of one process and never of a model.
-
-SOURCE is a sharded directory (of this package, of Lightning's strategies or of torch.distributed.checkpoint), a .ckpt
-file, or safetensors. OUT decides what is written:
-
-  OUT.ckpt          one file as Trainer.save_checkpoint writes it on one device: for load_from_checkpoint, and for
-                    Trainer.fit(ckpt_path=...) without this package (also .pt, .pth, .bin)
-  OUT.safetensors   one file of weights
-  OUT               a directory of safetensors files as Hugging Face has it, with an index if there are several
-
-With --format fsdp, OUT is a sharded directory for Lightning's FSDPStrategy. SOURCE must be one of this package or of
-ModelParallelStrategy. Only names differ, so the data files of this package's directories are shared (hard links) where
-the file system allows it, and either directory can be deleted.
-"""
-_EXAMPLES = """\
-examples:
-  lightning-zero consolidate runs/last.ckpt full.ckpt
-  lightning-zero consolidate runs/last.ckpt my-model/ --dtype bfloat16 --max-shard-size 2GB --prefix model.
-  lightning-zero consolidate runs/last.ckpt for-fsdp.ckpt --format fsdp
-"""
 
 
 def inspect(args: Sequence[str]) -> int:
@@ -55,15 +28,7 @@ def inspect(args: Sequence[str]) -> int:
 
     Raises SystemExit for ``--help``, or with 2 for wrong options.
     """
-    parser = argparse.ArgumentParser(prog="lightning-zero inspect", description=_INSPECT)
-    parser.add_argument("checkpoint", metavar="DIR", help="a checkpoint: directory, file or URL")
-    parser.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="read all files and compare their checksums (default); sizes are compared always",
-    )
-    parser.add_argument("--tensors", action="store_true", help="list every weight with its dtype, shape and size")
+    parser = inspect_parser()
     options = parser.parse_args(args)
     path, verify = options.checkpoint, options.verify
     with _for_the_terminal(parser.prog):
@@ -82,7 +47,7 @@ def inspect(args: Sequence[str]) -> int:
         if verified:
             return 1
         print(f"\n{verified.doubt()}." if verified.unverified else "\nVerified: every file is whole.")  # noqa: T201
-        return 0 if verified.is_whole else _UNVERIFIABLE
+        return 0 if verified.is_whole else UNVERIFIABLE
 
 
 def consolidate(args: Sequence[str]) -> int:
@@ -90,35 +55,7 @@ def consolidate(args: Sequence[str]) -> int:
 
     Arguments and errors as for ``inspect``.
     """
-    parser = argparse.ArgumentParser(
-        prog="lightning-zero consolidate",
-        description=_CONSOLIDATE,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("source", metavar="SOURCE", help="the checkpoint to read: directory, file or URL")
-    add("out", metavar="OUT", help="the file or directory to write")
-    add(
-        "--format", choices=["ckpt", "safetensors", "fsdp"], help="what to write, where the name of OUT does not say it"
-    )
-    add("--dtype", metavar="DTYPE", help="cast floating-point weights, for example to bfloat16")
-    add(
-        "--max-shard-size",
-        "--max_shard_size",
-        type=_size,
-        default="5GB",
-        metavar="SIZE",
-        help="of a file in a directory of safetensors, for example 500MB or 2GiB (default: %(default)s)",
-    )
-    add(
-        "--weights-only",
-        "--weights_only",
-        action="store_true",
-        help="leave the state of optimizers, schedulers and callbacks out of a .ckpt; safetensors never hold it",
-    )
-    add("--prefix", metavar="PREFIX", help="cut this beginning off the weights' names, for example model.")
-    add("--overwrite", action="store_true", help="replace what OUT has already; never the source")
+    parser = consolidate_parser()
     options = parser.parse_args(args)
     with _for_the_terminal(parser.prog):
         try:
@@ -131,13 +68,6 @@ def consolidate(args: Sequence[str]) -> int:
     for path in written:
         print(path)  # noqa: T201
     return 0
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _verified(path: str, nbytes: int | None) -> Verification:

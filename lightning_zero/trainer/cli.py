@@ -7,12 +7,13 @@ import importlib
 import json
 import os
 import warnings
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from jsonargparse import Namespace
@@ -27,7 +28,7 @@ from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPla
 from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from lightning_zero.checkpoint.consolidate import parse_size
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
-from lightning_zero.trainer.cli_parser import OneLineParser, no_strategy, refused_by_the_class
+from lightning_zero.trainer.cli_texts import PLAN, PLAN_OPTIONS, in_one_line, no_strategy, refused_by_the_class
 from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
 
 __all__ = ["PlanCLI", "ZeroCLI", "plan_command"]
@@ -44,6 +45,27 @@ _PRECISIONS: Mapping[str, PrecisionName] = {
 }
 
 
+class OneLineParser(LightningArgumentParser):
+    """``LightningArgumentParser`` whose errors are one line, without the usage: that names a hundred options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print what is wrong, and exit with 2. What jsonargparse catches, in parsers of its own, stays as it is."""
+        if self.exit_on_error:
+            parser = getattr(ex, "subcommand_parser", None) or self
+            parser.usage = SUPPRESS
+            message = in_one_line(message, parser._options_of, StrategyRegistry.available_strategies())
+        super().error(message, ex)
+
+    def _options_of(self, path: str) -> list[str]:
+        """The names that this parser knows, or (of a path) a class's arguments; none where those cannot be found."""
+        parser = LightningArgumentParser(exit_on_error=False) if path else self
+        module, _, name = path.rpartition(".")
+        with suppress(Exception):  # this is about another error
+            parser.add_class_arguments(getattr(importlib.import_module(module), name), fail_untyped=False)
+        names = [name[2:] for action in parser._actions for name in action.option_strings if name.startswith("--")]
+        return [name for name in names if not name.endswith(("help", "help-all", "+"))]
+
+
 class ZeroCLI(LightningCLI):
     """``LightningCLI`` with the ZeRO strategies registered and ``zero3`` as the default strategy.
 
@@ -55,35 +77,30 @@ class ZeroCLI(LightningCLI):
         """Make the parser, which says errors in one line unless ``parser_class`` is another."""
         if self.parser_class is LightningArgumentParser:
             self.parser_class = OneLineParser
-        return super().init_parser(**kwargs)
+        parser = super().init_parser(**kwargs)
+        parser.add_argument("--help-all", action="help", help="Show this help.")
+        return parser
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what ``LightningCLI`` adds."""
         self.trainer_defaults = {"strategy": DEFAULT_STRATEGY, **self.trainer_defaults}
         super().add_core_arguments_to_parser(parser)
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse ``args``. Raises SystemExit for a wrong option, or a strategy that does not exist."""
-        super().parse_arguments(parser, args)
-        self._check_strategy()
-
     def instantiate_classes(self) -> None:
-        """Make the strategy and all that it trains. Raises SystemExit for a wrong setting of a class of this package.
-
-        What the user's classes raise is theirs.
-        """
+        """Make what is configured. Raises SystemExit for a strategy that does not exist, or that refuses a setting."""
+        self._check_strategy()
         try:
             super().instantiate_classes()
         except ValueError as error:
-            if (message := refused_by_the_class(str(error))) is None:
-                raise
-            self.parser.error(message)
+            if (refusal := refused_by_the_class(str(error))) is None:
+                raise  # what the user's classes raise is theirs
+            self.parser.error(refusal)
 
     def _check_strategy(self) -> None:
-        command = self.config.get("subcommand")
+        command, names = self.config.get("subcommand"), StrategyRegistry.available_strategies()
         strategy = self.config.get(f"{command}.trainer.strategy" if command else "trainer.strategy")
-        if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry.available_strategies()):
-            self.parser.error(no_strategy(strategy))
+        if isinstance(strategy, str) and strategy.lower() not in ("auto", *names):
+            self.parser.error(no_strategy(strategy, names))
 
 
 def plan_command(args: Sequence[str]) -> str:
@@ -94,19 +111,13 @@ def plan_command(args: Sequence[str]) -> str:
         seed_everything_default=False,
         save_config_callback=None,
         load_from_checkpoint_support=False,
-        parser_kwargs={"prog": "lightning-zero plan", "description": PlanCLI.__doc__},
+        parser_kwargs={"prog": "lightning-zero plan", "description": PLAN},
     )
     return json.dumps(cli.numbers(), indent=2) if cli.config.json else cli.describe()
 
 
 class PlanCLI(ZeroCLI):
-    """Shows how a model would be split over processes, what every stage would take of each, and which one to choose.
-
-    The model is the configuration's (or --model), that of a Hugging Face configuration (--hf-config), or a number of
-    parameters (--parameters). It is built on the meta device: nothing is trained or allocated. Understands every option
-    of ``fit``, so that the configuration of a run can be given as it is; what concerns data is not looked at. The
-    stage, the number of processes and the other settings of the plan come from ``trainer`` unless they are given.
-    """
+    """Shows how a model would be split; ``PLAN`` says what of. Nothing is trained or allocated."""
 
     model: nn.Module | None
 
@@ -123,26 +134,12 @@ class PlanCLI(ZeroCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what describes the model and the machine, and the settings of the plan."""
 
-        def add(name: str, of: Any, text: str) -> None:
-            """An option that may be left out, with its hyphens as hyphens too."""
+        types = {"stage": Stage, "world_size": PositiveInt, "bucket_mib": PositiveFloat, "prefetch": NonNegativeInt}
+        types |= {"units": list[str], "offload": Literal["host", "nvme", "none"]}
+        for name, text in PLAN_OPTIONS.items():  # all may be left out, and have their hyphens as hyphens too
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-            parser.add_argument(*spellings, type=of | None, default=None, help=text)
-
-        add("hf_config", str, "A config.json, or a folder with one.")
-        add("parameters", str, "A number of parameters instead of a model: 7.5B.")
-        add("device_memory", str, "Memory of one device, for example 80GB or 24GiB: recommends a stage that fits.")
-        add("host_memory", str, "Memory of a machine, for all its processes: 512GB. As much as it takes if not given.")
-        add("activations", str, "What has to stay free on the device.")
-        add("link_between", str, "Speed of a machine's link to the others, each way: 10Gbit/s. Shows seconds.")
-        add("link_within", str, "Speed of a process's link within its machine, each way: 100GB/s.")
-        parser.add_argument("--json", action="store_true", help="Print everything as one JSON object.")
-        add("stage", Stage, "ZeRO stage. From trainer.strategy if not given.")
-        add("world_size", PositiveInt, "Number of processes. trainer.devices * trainer.num_nodes if not given.")
-        add("units", list[str], "Class names that become units.")
-        add("bucket_mib", PositiveFloat, "Size of a gradient bucket in MiB (stages 1 and 2).")
-        add("prefetch", NonNegativeInt, "Units gathered ahead (stage 3).")
-        rests = "Where optimizer state rests, in stage 3 parameters too. From trainer.strategy if not given."
-        add("offload", Literal["host", "nvme", "none"], rests)
+            kind: dict[str, Any] = {"type": types.get(name, str) | None, "default": None}
+            parser.add_argument(*spellings, help=text, **({"action": "store_true"} if name == "json" else kind))
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse ``args``, the command line without the word ``plan``.
@@ -155,10 +152,10 @@ class PlanCLI(ZeroCLI):
         else:
             self.config = parser.parse_args(_class_first(list(args or ())))
         self.config["seed_everything"] = False
-        self._check_strategy()
 
     def instantiate_classes(self) -> None:
         """Build the model, on the meta device, and nothing else. Raises SystemExit for a missing or wrong setting."""
+        self._check_strategy()
         given = [name for name in ("model", "hf_config", "parameters") if self.config.get(name) is not None]
         if len(given) != 1:
             found = f", not {' and '.join(given)}" if given else ""
