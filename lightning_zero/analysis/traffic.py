@@ -24,7 +24,7 @@ nothing leaves one but the all-reduces across groups, rings of a shard each. Buf
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -67,14 +67,14 @@ class CollectiveTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one step, by kind, of so many ranks in shard groups of so many. See [Note: Counting traffic]."""
+    """Collectives of one step, by kind, of so many ranks in groups of so many. See [Note: Counting traffic]."""
 
     all_gather: CollectiveTraffic = CollectiveTraffic()
     reduce_scatter: CollectiveTraffic = CollectiveTraffic()
     broadcast: CollectiveTraffic = CollectiveTraffic()
     all_reduce: CollectiveTraffic = CollectiveTraffic()
-    world_size: int = 1
-    group_size: int = 1
+    world_size: int = field(default=1, compare=False)
+    group_size: int = field(default=1, compare=False)
 
     @property
     def total(self) -> CollectiveTraffic:
