@@ -92,6 +92,6 @@ def _command(given: Sequence[str]) -> str:
     if list(given[1:]) in (["-h"], ["--help"]):
         tools = {"inspect": inspect_parser, "consolidate": consolidate_parser}
         text = PLAN if command == "plan" else f"{_COMMANDS[command]}."
-        print(tools[command]().format_help() if command in tools else short_help(command, text))  # noqa: T201
+        print(tools[command]().format_help() if command in tools else short_help(command, text), end="")  # noqa: T201
         raise SystemExit(0)
     return command

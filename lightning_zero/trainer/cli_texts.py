@@ -63,12 +63,12 @@ PLAN_OPTIONS = {
     "link_between": "Speed of a machine's link to the others, each way: 10Gbit/s. Shows seconds.",
     "link_within": "Speed of a process's link within its machine, each way: 100GB/s.",
     "json": "Print everything as one JSON object.",
-    "stage": "ZeRO stage. From trainer.strategy if not given.",
+    "stage": "ZeRO stage: 1, 2 or 3. From trainer.strategy if not given.",
     "world_size": "Number of processes. trainer.devices * trainer.num_nodes if not given.",
     "units": "Class names that become units.",
     "bucket_mib": "Size of a gradient bucket in MiB (stages 1 and 2).",
     "prefetch": "Units gathered ahead of the one that computes (stage 3).",
-    "offload": "Where optimizer state rests, in stage 3 parameters too. From trainer.strategy if not given.",
+    "offload": "Where optimizer state rests, in stage 3 parameters too: host, nvme, none. As trainer.strategy has it.",
 }
 RUN_OPTIONS = {
     "config FILE": "A configuration. What stands behind it overrides it.",
@@ -78,6 +78,7 @@ RUN_OPTIONS = {
     "trainer.strategy NAME": "zero1, zero2, zero3 (default), each also with _offload, or one of Lightning.",
     "trainer.strategy.NAME": "An argument of it. --trainer.strategy.help zero3 lists them.",
     "trainer.NAME": "An argument of the Trainer, such as devices, precision, max_epochs.",
+    "ckpt_path PATH": "The checkpoint to go on from, or to evaluate: a directory or a file.",
     "print_config": "Print the configuration, with every option and its default, and exit.",
     "help-all": "Show every option, of the Trainer too, and exit. Takes some seconds.",
 }
@@ -87,7 +88,7 @@ def short_help(command: str, what: str) -> str:
     """What ``lightning-zero COMMAND --help`` prints for a command of the Trainer, which has hundreds of options."""
     plan = {name.replace("_", "-"): text for name, text in PLAN_OPTIONS.items() if command == "plan"}
     options = "\n".join(f"  --{name:<23}{text}" for name, text in {**plan, **RUN_OPTIONS}.items())
-    return f"usage: lightning-zero {command} [options]\n\n{what.strip()}\n\noptions:\n{options}"
+    return f"usage: lightning-zero {command} [options]\n\n{what.strip()}\n\noptions:\n{options}\n"
 
 
 def inspect_parser() -> argparse.ArgumentParser:
