@@ -87,11 +87,14 @@ class Traffic:
         return self.on_links(1, rings=False)[1]
 
     def rounded(self, kind: str, *, weights: bool) -> Traffic:
-        """Gradients, and ``weights`` too, in a format of ``Compression``; for weights the least is ``"int8"``."""
+        """Gradients, and ``weights`` too, in a format of ``Compression``; for weights the least is ``"int8"``. Between
+        groups that share shards only gradients go."""
 
         def narrow(part: CollectiveTraffic, kind: str) -> CollectiveTraffic:
             return replace(part, nbytes=min(part.nbytes, int(part.numel * ROUNDED_NBYTES[kind])))
 
+        if self.group_size < self.world_size:
+            return replace(self, all_reduce=narrow(self.all_reduce, kind))
         gathers = narrow(self.all_gather, "int8" if kind == "int4" else kind) if weights else self.all_gather
         return replace(self, all_gather=gathers, reduce_scatter=narrow(self.reduce_scatter, kind))
 
