@@ -145,6 +145,6 @@ def refusal(names: Sequence[str], use: str) -> ParameterAccessError:
         "over the ranks, and brought only to a forward or a backward that nothing compiles, traces or transforms, on "
         "its own thread. To look at values, change them, or take `state_dict()`, use `with "
         "lightning_zero.full_parameters(module):` on every rank; for an average of weights, do so in a callback at the "
-        "end of an epoch. To save, `trainer.save_checkpoint` needs none of this. Another strategy cannot run what is "
-        "sharded: give it a `copy.deepcopy(module)` that was made there."
+        "end of an epoch. To save, `trainer.save_checkpoint` and `fabric.save` need none of this. Another strategy "
+        "cannot run what is sharded: give it a `copy.deepcopy(module)` that was made there."
     )

@@ -45,8 +45,8 @@ def gradient_of(name: str) -> Meaning:
         "Read `.grad` anew, or keep a copy of it: clone it while it is there.",
         "To read it whole: `lightning_zero.full_gradient(module, name)`. To see and edit gradients whole, as under "
         "DDP: `with lightning_zero.full_gradients(module):`, on every rank. For norms: "
-        "`lightning_zero.grad_norm(module)`. To clip: `gradient_clip_val` or `self.clip_gradients(...)`. Elementwise "
-        "edits work as they are, for example `grad.mul_(mask)` or `grad[rows] = 0`.",
+        "`lightning_zero.grad_norm(module)`. To clip: `gradient_clip_val`, `self.clip_gradients(...)` or "
+        "`fabric.clip_gradients(...)`. Elementwise edits work as they are: `grad.mul_(mask)` or `grad[rows] = 0`.",
     )
 
 

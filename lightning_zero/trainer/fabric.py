@@ -328,7 +328,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint of Fabric, of a Trainer with any strategy, or plain weights. Collective: every rank.
+        """Load a checkpoint of Fabric or a Trainer, with any strategy, or plain weights. Collective: every rank.
 
         Weights and optimizer states of a Trainer go to the model and the optimizers in ``state``, whatever their names
         there. Returns what was not restored; without ``state`` that is all, with tensors that are read when needed.
@@ -342,18 +342,18 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             self._rename(found, wanted)
         if wanted:
             _validate_keys_for_strict_loading(wanted.keys(), found.keys(), strict=strict)
-        for name, target in list(wanted.items()):
-            if name not in found:
-                continue
-            value = found.pop(name)
+        for name in [name for name in wanted if name in found]:
+            target, value = wanted[name], found.pop(name)
             if self._is_sharded(target):
                 self.session.module_state().load(value, strict, excluded)
             elif isinstance(target, Optimizer):
                 self._optimizer_state(target).load(value, strict=strict, weights=weights)
-            elif isinstance(target, _Stateful):
-                target.load_state_dict(_read(value), **({"strict": strict} if isinstance(target, nn.Module) else {}))
             else:
-                wanted[name] = _read(value)
+                value = tree_map_only(StoredTensor, StoredTensor.read, value)
+                if isinstance(target, _Stateful):
+                    target.load_state_dict(value, **({"strict": strict} if isinstance(target, nn.Module) else {}))
+                else:
+                    wanted[name] = value
         return found
 
     def _rename(self, checkpoint: dict[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -376,8 +376,3 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
 
     def _is_sharded(self, value: Any) -> bool:
         return self._module is not None and (value is self._module or value is self._module.module)
-
-
-def _read(value: Any) -> Any:
-    """The same with tensors in memory in place of those on disk."""
-    return tree_map_only(StoredTensor, StoredTensor.read, value)

@@ -445,6 +445,29 @@ def test_checkpoints_of_a_trainer_and_of_fabric(tmp_path: Path) -> None:
     run_world(2, rank_main)
 
 
+@pytest.mark.parametrize("source", ["ddp", "consolidated"])
+def test_a_file_is_gone_on_from(source: str, tmp_path: Path) -> None:
+    """One that Fabric has written under DDP, and a directory of ours that was made a file."""
+
+    def rank_main(rank: int) -> None:
+        with quiet():
+            fabric = launched(DDPStrategy() if source == "ddp" else zero(1))
+            model, optimizer = saved(fabric, tmp_path / "saved")
+            expected = train(fabric, model, optimizer, range(3, 6)), values(model)
+            name = "saved"
+            if source == "consolidated":
+                name = "whole.ckpt"
+                if rank == 0:
+                    consolidate_checkpoint(tmp_path / "saved", tmp_path / name)
+                fabric.barrier()
+            fabric, model, optimizer, state, rest = resumed(tmp_path, 3, name)
+            assert (state["step"], state["scheduler"].last_epoch, rest["note"]) == (3, 7, "x")
+            found = train(fabric, model, optimizer, range(3, 6)), values(model)
+            assert_same([{"ddp": {"all": expected}, "resumed": {"all": found}}], ["resumed"])
+
+    run_world(2, rank_main)
+
+
 def test_raw_weights_filters_and_initial_weights(tmp_path: Path) -> None:
     torch.save(built("convolutional").state_dict(), tmp_path / "raw.pt")
 

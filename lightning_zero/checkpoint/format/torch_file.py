@@ -413,7 +413,10 @@ def load_torch(
 def _as_checkpoint(loaded: Any, where: str) -> dict[str, Any]:
     """Lightning's layout for what a torch file held."""
     if isinstance(loaded, Mapping) and all(isinstance(key, str) for key in loaded):
-        if isinstance(loaded.get("state_dict"), Mapping):
+        # Fabric's users choose names. Of what is in a bare state dict, only an extra state may hold tensors.
+        named = [part for key, part in loaded.items() if isinstance(part, Mapping) and not key.endswith("_extra_state")]
+        tensors = any(isinstance(value, Tensor) for part in named for value in part.values())
+        if tensors or isinstance(loaded.get("state_dict"), Mapping):
             return dict(loaded)
         if any(isinstance(value, Tensor) for value in loaded.values()):
             return {"state_dict": dict(loaded)}
