@@ -18,7 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import (
+    ActivationPolicy,
     CheckpointPolicy,
+    HostOffload,
     ZeroFabricStrategy,
     ZeroPrecision,
     ZeroStrategy,
@@ -160,6 +162,32 @@ def test_a_loop_does_what_it_does_under_ddp(model: str, kind: str, joint: bool) 
         with torch.no_grad():
             losses.append(wrapped(data(77, fabric.global_rank)[0]))
         return {"losses": losses, "weights": values(wrapped)}
+
+    assert_same(under_ddp_and_stages(play))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_numbers_of_ranks(world_size: int) -> None:
+    """With more than two ranks, sums over them are rounded in another order."""
+
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric, module = launched(strategy, world_size), built()
+        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+        return {"losses": train(fabric, model, optimizer, range(4)), "weights": values(model)}
+
+    assert_same(under_ddp_and_stages(play, world_size), bound=0.0 if world_size == 1 else 1e-5)
+
+
+def test_offload_and_recomputation() -> None:
+    def play(strategy: Any) -> dict[str, Any]:
+        if isinstance(strategy, ZeroFabricStrategy):
+            placement = strategy.settings.placement
+            offload = HostOffload(parameters=placement.shards_parameters)
+            stage = 1 + placement.shards_gradients + placement.shards_parameters
+            strategy = zero(stage, offload=offload, activations=ActivationPolicy(checkpointing=["Linear"]))
+        fabric, module = launched(strategy), built("attentive")
+        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+        return {"losses": train(fabric, model, optimizer, range(4)), "weights": values(model)}
 
     assert_same(under_ddp_and_stages(play))
 
