@@ -210,7 +210,7 @@ CLASS = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {%s}}"
         ("", ["--trainer.stratgy=zero2"], "arguments: --trainer.stratgy=zero2. Did you mean trainer.strategy?"),
         ("stratgy: zero2", [], "stratgy'. Did you mean trainer.strategy?"),
         ("", ["--trainer.max_epochs=x"], "trainer.max_epochs: expected one of int, null, found 'x'."),
-        ("", ["--optimizer=torch.optim.Adam", "--optimizer.lrr=1"], "torch.optim.Adam has no argument 'lrr'. Did you mean lr?"),
+        ("", ["--optimizer=torch.optim.Adam", "--optimizer.lrr=1"], "Adam has no argument 'lrr'. Did you mean lr?"),
         ("", ["--optimizer=nowhere.Adam"], "optimizer: No module named 'nowhere', found 'nowhere.Adam'."),
         ("max_epochs: [", [], "error: Problems parsing config: while parsing a flow "),
     ],

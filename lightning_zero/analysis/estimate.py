@@ -107,8 +107,8 @@ class MemoryEstimate:
     def leaving_nbytes(self, name: str, *, rounded: str | None = None) -> int:
         """Bytes that leave a host in a step, with ``Compression`` if it is in that format; see [Note: links].
 
-        In stage 3 weights are rounded as well, with ``"int4"`` gradients to ``"int8"``; those of stages 1 and 2, which may
-        be in mixed precision, are not counted so.
+        In stage 3 weights are rounded as well, with ``"int4"`` gradients to ``"int8"``. Those of stages 1 and 2, which
+        may be in mixed precision, are not counted so.
         """
         traffic = self.stages[name].traffic
         if rounded is not None and name != NONE:

@@ -1,4 +1,4 @@
-"""Weights in another layout than a transformers model has, as most files have: renamed, fused and split as it says.
+"""Models of transformers, and weights in another layout than they have, as most files: renamed, fused and split.
 
 Of every architecture, transformers (5.0 and later) knows how the layout of files becomes that of modules: a Mixtral's
 ``block_sparse_moe.experts.3.w1.weight`` is a part of ``mlp.experts.gate_up_proj``. It is asked for that. What is made
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import math
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.errors import CheckpointError, some
 from lightning_zero.session.names import unwrapped
 
-__all__ = ["in_layout_of"]
+__all__ = ["in_layout_of", "model_of_config"]
 
 
 def in_layout_of(module: nn.Module, own: Collection[str], stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -214,3 +216,42 @@ def _keeps_rows(operation: Any) -> bool:
 def _read(value: Any) -> Tensor:
     tensor: Tensor = value.read() if isinstance(value, StoredTensor) else value
     return tensor
+
+
+def model_of_config(path: str) -> nn.Module:
+    """Build the model that a ``config.json``, or a folder with one, describes, on the meta device.
+
+    The class is the configuration's first architecture where ``transformers`` has it, else what it makes a causal
+    language model of. Nothing is downloaded, and no code that comes with a configuration is executed.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(
+            f"--hf-config is a config.json or a folder with one, and {path!r} is neither. Nothing is downloaded: "
+            "fetch the file of a model from the Hugging Face Hub first."
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ValueError(f"{file} has no 'model_type', so it does not describe a model of transformers.")
+    try:
+        transformers: Any = importlib.import_module("transformers")  # which this package does not depend on
+    except ImportError as error:
+        raise ValueError(
+            f"--hf-config needs the package `transformers` ({error}). Install it with `pip install transformers`, or "
+            "give --parameters."
+        ) from error
+    try:
+        config = transformers.AutoConfig.for_model(**content)
+        named = [getattr(transformers, name, None) for name in content.get("architectures") or ()]
+        # Any name may stand in a file.
+        classes = [found for found in named if isinstance(found, type) and issubclass(found, nn.Module)]
+        with torch.device("meta"):
+            model: nn.Module = (classes or [transformers.AutoModelForCausalLM.from_config])[0](config)
+    except Exception as error:  # whatever the library raises for a configuration that it cannot use
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"transformers cannot build the model of {file}: {type(error).__name__}: {reason}") from error
+    return model

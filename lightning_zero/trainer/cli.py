@@ -11,7 +11,6 @@ from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn
 
@@ -28,6 +27,7 @@ from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPla
 from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from lightning_zero.checkpoint.consolidate import parse_size
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
+from lightning_zero.session.huggingface import model_of_config
 from lightning_zero.trainer.cli_texts import PLAN, PLAN_OPTIONS, in_one_line, no_strategy, refused_by_the_class
 from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
 
@@ -182,7 +182,7 @@ class PlanCLI(ZeroCLI):
 
     def _module(self) -> nn.Module | None:
         if self.config.hf_config is not None:
-            return _model_of(self.config.hf_config)
+            return model_of_config(self.config.hf_config)
         if self.config.model is None:
             return None
         with torch.device("meta"):
@@ -414,42 +414,3 @@ def _optimizers_in(found: Any) -> Iterator[Optimizer]:
 
 def _numel(optimizer: Optimizer) -> int:
     return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _model_of(path: str) -> nn.Module:
-    """Build the model that a ``config.json``, or a folder with one, describes, on the meta device.
-
-    The class is the configuration's first architecture where ``transformers`` has it, else what it makes a causal
-    language model of. Nothing is downloaded, and no code that comes with a configuration is executed.
-    """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        raise ValueError(
-            f"--hf-config is a config.json or a folder with one, and {path!r} is neither. Nothing is downloaded: "
-            "fetch the file of a model from the Hugging Face Hub first."
-        )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise ValueError(f"{file} has no 'model_type', so it does not describe a model of transformers.")
-    try:
-        transformers: Any = importlib.import_module("transformers")  # which this package does not depend on
-    except ImportError as error:
-        raise ValueError(
-            f"--hf-config needs the package `transformers` ({error}). Install it with `pip install transformers`, or "
-            "give --parameters."
-        ) from error
-    try:
-        config = transformers.AutoConfig.for_model(**content)
-        named = [getattr(transformers, name, None) for name in content.get("architectures") or ()]
-        # Any name may stand in a file.
-        classes = [found for found in named if isinstance(found, type) and issubclass(found, nn.Module)]
-        with torch.device("meta"):
-            model: nn.Module = (classes or [transformers.AutoModelForCausalLM.from_config])[0](config)
-    except Exception as error:  # whatever the library raises for a configuration that it cannot use
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"transformers cannot build the model of {file}: {type(error).__name__}: {reason}") from error
-    return model

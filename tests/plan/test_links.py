@@ -27,11 +27,13 @@ MEASURED = {
     ("zero1", None, None): 4.01,
     ("zero1", "int8", None): 2.54,
     ("zero1", None, 2): 4.01,
+    ("zero1", "int8", 2): 1.07,
     ("zero2", None, None): 4.01,
     ("zero2", "int8", None): 2.54,
     ("zero3", None, None): 5.00,
     ("zero3", "int8", None): 1.33,
     ("zero3", None, 2): 4.01,
+    ("zero3", "int8", 2): 1.07,
 }
 
 
