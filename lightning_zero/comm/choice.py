@@ -75,6 +75,8 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
             groups.told = problem
         apart = exchange.compression if len(groups.hosts) > 1 else None
         if hops is None:
+            if exchange.secondary_shards and len(groups.hosts) > 1 and groups.control.rank == 0:
+                _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
             return _over_gloo(groups, streams, apart)
         between = _over_gloo(hops.between, streams, apart)
         return HierarchicalCollectives(groups, hops, streams, between, exchange.secondary_shards)

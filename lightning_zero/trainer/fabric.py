@@ -89,8 +89,8 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         precision: ``ZeroPrecision``, or one of Fabric's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
         timeout: how long a rank waits for the others before it raises; also for their part of a checkpoint.
-        settings: ``units``, ``shard_within``, ``compression``, ``bucket_mib``, ``prefetch``, ``offload``,
-            ``activations``, ``checkpoint`` and ``broadcast_buffers``, as for ``ZeroStrategy``.
+        settings: ``units``, ``shard_within``, ``compression``, ``secondary_shards``, ``bucket_mib``, ``prefetch``,
+            ``offload``, ``activations``, ``checkpoint`` and ``broadcast_buffers``, as for ``ZeroStrategy``.
 
     Raises:
         TypeError: for an unknown setting.

@@ -163,6 +163,16 @@ def test_a_world_of_one_host_keeps_nothing() -> None:
     run_world(2, run)
 
 
+def test_hosts_of_different_sizes_keep_nothing_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    def run(rank: int) -> tuple[int | None, str]:
+        net = fit(Net(), True)
+        return net.trainer.strategy.engine.plan.placement.keeping, caplog.text  # type: ignore[attr-defined]
+
+    found = run_world(3, run, environment=TWO_HOSTS)
+    assert [kept for kept, _ in found] == [None] * 3
+    assert "secondary_shards does nothing" in found[0][1]
+
+
 class Uneven(Net):
     """Rank 1 alone writes to its slice."""
 
