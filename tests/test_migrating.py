@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -20,7 +18,6 @@ from lightning.pytorch.strategies import (
 )
 
 import lightning_zero
-from lightning_zero.errors import CheckpointError
 from lightning_zero.optim.gradients import LossScaler
 from tests.helpers.script import ROOT
 
@@ -94,12 +91,3 @@ def test_names_of_strategies_are_registered() -> None:
     shown = {span for span in spans(PAGE) if re.fullmatch(r"zero\d(_offload)?", span)}
     assert shown <= known
     assert {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"} <= shown
-
-
-def test_a_directory_of_deepspeed_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").mkdir()
-    torch.save({"module": {}}, tmp_path / "checkpoint" / "mp_rank_00_model_states.pt")
-    (tmp_path / "latest").write_text("checkpoint")
-
-    with pytest.raises(CheckpointError, match=r"zero_to_fp32\.py make a file of its weights first"):
-        lightning_zero.load_full_state_dict(tmp_path)

@@ -59,8 +59,8 @@ def consolidate_checkpoint(
     Runs in one process and needs memory for a piece of one tensor. Checksums that the source has are verified.
 
     Args:
-        source: a sharded directory of this package, of Lightning's strategies or of ``torch.distributed.checkpoint``, a
-            ``.ckpt`` file, or safetensors.
+        source: a sharded directory of this package, of Lightning's strategies, ``torch.distributed.checkpoint`` or
+            DeepSpeed (its weights, in ZeRO stages 1 to 3), a ``.ckpt`` file, or safetensors.
         out: ``*.ckpt`` (or ``.pt``, ``.pth``, ``.bin``): one file as ``Trainer.save_checkpoint`` writes it on one
             device, which ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)`` read without this package.
             ``*.safetensors``: one file of weights. Anything without a suffix is a directory of safetensors files as

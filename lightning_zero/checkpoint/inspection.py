@@ -31,6 +31,7 @@ _KINDS = {
     Kind.OWN: "sharded directory of lightning_zero",
     Kind.FOREIGN: "sharded directory of torch.distributed.checkpoint",
     Kind.HUGGING_FACE: "directory of safetensors",
+    Kind.DEEPSPEED: "sharded directory of DeepSpeed",
     Kind.SAFETENSORS: "safetensors file",
     Kind.TORCH: "torch file",
 }
@@ -178,7 +179,7 @@ def _files(found: Found, path: str | os.PathLike[str]) -> dict[str, int]:
         return {found.name: found.files.size(found.name)}
     if is_remote(path):
         return {}
-    entries = sorted(local_path(path).iterdir())
+    entries = sorted(local_path(found.files.name).iterdir())  # in `path`, or a folder in it
     return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from enum import Enum, auto
 from typing import Any, Literal, NamedTuple
 
+from lightning_zero.checkpoint.deepspeed import LATEST_FILE, deepspeed_folder, read_deepspeed_directory
 from lightning_zero.checkpoint.directories import (
     Directory,
     ForeignDirectory,
@@ -69,8 +70,8 @@ def open_checkpoint(
     """Read what a checkpoint says of itself; tensors stay on disk until they are asked for.
 
     Args:
-        path: a directory of ours, of Lightning's sharded strategies or of ``dcp.save``; a torch file; a safetensors
-            file or directory; a local path or a URL.
+        path: a directory of ours, of Lightning's sharded strategies, of ``dcp.save`` or of DeepSpeed; a torch file; a
+            safetensors file or directory; a local path or a URL.
         control: the ranks.
         verify: read everything that has a checksum and compare it, the files shared out among the ranks. A warning on
             rank 0 names what has none. ``"sample"`` compares a part of each file of our own format only; see
@@ -123,7 +124,7 @@ def open_checkpoint(
 def is_checkpoint_directory_at(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a directory, local or behind a URL, that ``open_checkpoint`` reads. Looks at names only."""
     try:
-        return find_checkpoint(path).kind in (Kind.OWN, Kind.FOREIGN, Kind.HUGGING_FACE)
+        return find_checkpoint(path).kind in (Kind.OWN, Kind.FOREIGN, Kind.HUGGING_FACE, Kind.DEEPSPEED)
     except CheckpointError:
         return False
 
@@ -137,6 +138,7 @@ class Kind(Enum):
     OWN = auto()  # a directory with our record
     FOREIGN = auto()  # a directory with DCP's index
     HUGGING_FACE = auto()  # a directory with safetensors of the usual names
+    DEEPSPEED = auto()  # a directory with `latest`, or the folder of one save in it
     SAFETENSORS = auto()  # a file of that ending
     TORCH = auto()  # any other file
 
@@ -170,10 +172,11 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
     files = open_folder(path, follow_links=True)
     if files.has(INDEX_FILE) or files.has(SINGLE_FILE):
         return Found(Kind.HUGGING_FACE, files)
+    if (folder := deepspeed_folder(path)) is not None:
+        return Found(Kind.DEEPSPEED, folder)
     raise CheckpointError(
         f"The directory '{os.fspath(path)}' is no checkpoint: it has neither {RECORD_FILE} nor {METADATA_FILE}, "
-        f"{SINGLE_FILE} or {INDEX_FILE}. If it was being written, use the one before. If it is "
-        "DeepSpeed's, which is not read, have its zero_to_fp32.py make a file of its weights first."
+        f"{SINGLE_FILE}, {INDEX_FILE} or DeepSpeed's `{LATEST_FILE}`. If it was being written, use the one before."
     )
 
 
@@ -186,6 +189,8 @@ def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bo
         return read_foreign_directory(files, weights_only)
     if kind is Kind.HUGGING_FACE:
         return _withsamples(read_safetensors_directory(files), files)
+    if kind is Kind.DEEPSPEED:
+        return read_deepspeed_directory(files)
     if kind is Kind.SAFETENSORS:
         return _withsamples(read_safetensors(files, name), files)
     with files.copied(name) if isinstance(files, HttpFiles) else nullcontext() as copied:
@@ -241,6 +246,7 @@ def _checks(found: Found, *, sampled: bool = False) -> list[Check]:
         return []
     if kind is Kind.FOREIGN:
         return foreign_checks(ForeignDirectory(files))
-    if kind is Kind.TORCH:
-        return [archive_check(files, StoredBytes(name, 0, files.size(name)), f"'{files.name}/{name}'")]
+    if kind in (Kind.TORCH, Kind.DEEPSPEED):
+        names = [name] if kind is Kind.TORCH else [name for name, _ in read_deepspeed_directory(files).digest]
+        return [archive_check(files, StoredBytes(name, 0, files.size(name)), f"'{name}'") for name in names]
     return [unverifiable_check(f"{files.name}/{name}" if name else files.name)]

@@ -169,12 +169,12 @@ def _holds(value: Any, kind: type[Tensor], depth: int = 0) -> bool:
     return False
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a structure, in order. What is in it several times, also in itself, is looked through once."""
+def tensors_in(value: Any, kind: Any = Tensor) -> Iterator[Any]:
+    """The tensors, or what is of another kind, in a structure, in order. What is in it twice is looked through once."""
     ahead, seen = [value], set()
     while ahead:
         value = ahead.pop()
-        if isinstance(value, Tensor):
+        if isinstance(value, kind):
             yield value
         elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
