@@ -279,6 +279,22 @@ def shapes(content: dict[str, Any], name: str, shape: Any) -> None:
             group[name] = shape
 
 
+class Forged:
+    """A tensor with more elements than its storage."""
+
+    def __reduce__(self) -> Any:
+        rebuild, (storage, start, _, *rest) = torch.ones(3).__reduce_ex__(2)
+        return rebuild, (storage, start, (1000,), *rest)
+
+
+def doubled(times: int) -> Any:
+    """A little that is a lot with what it shares written out."""
+    value: Any = ()
+    for _ in range(times):
+        value = (value, value)
+    return value
+
+
 BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
     "no rank 1": (
         2,
@@ -358,8 +374,18 @@ BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
     ),
     "a way out": (
         2,
-        lambda s: (s.root / "latest").write_text("../c"),
-        r"names the folder '\.\./c', which is not there",
+        lambda s: (s.root / "latest").write_text("../c/checkpoint"),
+        r"names the folder '\.\./c/checkpoint'",
+    ),
+    "beyond its bytes": (
+        2,
+        lambda s: s.change(s.model(2), lambda c: c["module"].update(mean=Forged())),
+        r"mp_rank_00\S* cannot be used: ValueError: a tensor of shape \(1000,\) claims more than its 12 bytes",
+    ),
+    "doubled": (
+        2,
+        lambda s: s.change(s.model(2), lambda c: c.update(more=doubled(60))),
+        r"mp_rank_00\S* cannot be used",
     ),
     "an empty folder": (
         2,
