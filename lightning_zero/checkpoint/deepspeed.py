@@ -35,7 +35,7 @@ from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import start_of
 from lightning_zero.checkpoint.format.typed_json import DTYPES
-from lightning_zero.checkpoint.storage.files import Files, open_folder, read_bytes
+from lightning_zero.checkpoint.storage.files import Files, is_folder, open_folder, read_bytes
 from lightning_zero.checkpoint.storage.ranges import open_range
 from lightning_zero.errors import CheckpointError, shortened
 
@@ -77,8 +77,9 @@ def deepspeed_folder(path: str | os.PathLike[str]) -> Files | None:
     names = (_WHOLE_MODEL, _MODEL.format(0), *(name.format(0) for name in _OPTIMIZERS), *_OTHERS)
     if not tag:
         return files if any(files.has(name) for name in names[:-1]) else None
-    if tag not in (".", "..") and tag.isprintable() and "/" not in tag and files.has(tag):
-        files = open_folder(f"{os.fspath(path).rstrip('/')}/{tag}", follow_links=True)
+    place = f"{os.fspath(path).rstrip('/')}/{tag}"
+    if tag not in (".", "..") and tag.isprintable() and "/" not in tag and is_folder(place):
+        files = open_folder(place, follow_links=True)
         if any(files.has(name) for name in names):
             return files
     raise CheckpointError(
@@ -207,15 +208,14 @@ def _open_all(files: Files) -> tuple[list[_Archive], list[_Archive]]:
     if beyond := [name.format(world_size) for name in patterns if files.has(name.format(world_size))]:
         raise _mixed(files, f"'{beyond[0]}' is beyond the {world_size} ranks of '{first.name}'")
     opened = [_Archive(files, source, name) for name in wanted]
-    model = opened[0]
     for one in opened[-world_size:]:
         if (found := _world_size(one)) != world_size:
             raise _mixed(files, f"'{one.name}' is of {found} ranks, '{first.name}' of {world_size}")
     for one in opened[:-world_size]:
-        if any(one.content.get(key) != model.content.get(key) for key in ("param_shapes", "global_steps")):
-            raise _mixed(files, f"'{one.name}' has other shapes or steps than '{model.name}'")
-    if model.content.get("mp_world_size", 1) != 1 or not isinstance(model.content.get("module"), dict):
-        raise CheckpointError(_REFUSED.format(files.name, "of model or pipeline parallelism", model.name))
+        if any(one.content.get(key) != opened[0].content.get(key) for key in ("param_shapes", "global_steps")):
+            raise _mixed(files, f"'{one.name}' has other shapes or steps than '{opened[0].name}'")
+    if opened[0].content.get("mp_world_size", 1) != 1 or not isinstance(opened[0].content.get("module"), dict):
+        raise CheckpointError(_REFUSED.format(files.name, "of model or pipeline parallelism", opened[0].name))
     return opened[:-world_size], opened[-world_size:]
 
 

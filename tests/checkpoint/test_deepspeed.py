@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
@@ -163,7 +164,7 @@ class Save:
         self.write(name, content)
 
 
-def found(path: Path) -> dict[str, Any]:
+def found(path: Path | str) -> dict[str, Any]:
     with pytest.warns(UserWarning, match=r"Left out.*hyper_parameters\.odd.*deepspeed_of_a_test\.Scaler.*\.kind"):
         return open_checkpoint(path, control())
 
@@ -213,6 +214,16 @@ def test_it_is_consolidated_inspected_and_loaded(tmp_path: Path, foreign: types.
     text = inspect_checkpoint(save.root).describe()
     assert "sharded directory of DeepSpeed" in text
     assert save.model(stage) in text
+
+
+def test_it_is_read_from_an_object_store(tmp_path: Path, foreign: types.ModuleType) -> None:
+    save, store = Save(tmp_path / "c", 3, 2, foreign), fsspec.filesystem("memory")
+    store.put(str(save.root), "/deepspeed", recursive=True)
+    try:
+        for url in ("memory://deepspeed", "memory://deepspeed/checkpoint"):
+            assert_same(read(found(url)["state_dict"]), save.values)
+    finally:
+        store.rm("/deepspeed", recursive=True)
 
 
 def test_the_padding_behind_each_parameter_is_skipped(tmp_path: Path, foreign: types.ModuleType) -> None:
@@ -282,9 +293,12 @@ def shapes(content: dict[str, Any], name: str, shape: Any) -> None:
 class Forged:
     """A tensor with more elements than its storage."""
 
+    def __init__(self, numel: int, stride: int) -> None:
+        self.size = ((numel,), (stride,))
+
     def __reduce__(self) -> Any:
-        rebuild, (storage, start, _, *rest) = torch.ones(3).__reduce_ex__(2)
-        return rebuild, (storage, start, (1000,), *rest)
+        rebuild, (storage, start, _, _, *rest) = torch.ones(3).__reduce_ex__(2)
+        return rebuild, (storage, start, *self.size, *rest)
 
 
 def doubled(times: int) -> Any:
@@ -379,8 +393,13 @@ BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
     ),
     "beyond its bytes": (
         2,
-        lambda s: s.change(s.model(2), lambda c: c["module"].update(mean=Forged())),
+        lambda s: s.change(s.model(2), lambda c: c["module"].update(mean=Forged(1000, 1))),
         r"mp_rank_00\S* cannot be used: ValueError: a tensor of shape \(1000,\) claims more than its 12 bytes",
+    ),
+    "one element over and over": (
+        2,
+        lambda s: s.change(s.model(2), lambda c: c["module"].update(mean=Forged(1 << 40, 0))),
+        "a tensor claims the shape",
     ),
     "doubled": (
         2,
