@@ -40,6 +40,7 @@ SMALL = {
     "memory": ["--models=1m", "--worlds=2", "--precisions=fp32", "--engines", "zero3", "--results=."],
     "scaling": ["--worlds", "8", "--blocks=2", "--units", "4", "--rounds=1", "--steps=1", "--results=."],
     "gpu": [],
+    "links": ["--model=1m", "--hosts", "2", "8", "--results=."],
     "network": ["--model=1m", "--engines", "zero3-node", "--rates", "1gbit", "--rounds=1", "--tokens", "1", "8"],
     "changing_order": ["--width=16", "--blocks=3", "--rows=4", "--rounds=1", "--steps=1"],
     "verification": ["--mb=2", "--repeat=1"],
