@@ -45,7 +45,7 @@ ORDER = {
     "session": {"session"},
     "leaves": {"debug", "loading"},
     "trainer": {"trainer"},
-    "door": {"__init__", "__main__", "cli"},
+    "door": {"__init__", "__main__", "cli", "ray"},
 }
 LAYER = {name: layer for layer, names in ORDER.items() for name in names}
 # These do not know each other although one stands above the other: `session` puts them together.
@@ -62,7 +62,7 @@ DISTRIBUTED = {"comm/": "torch.distributed", "checkpoint/": "torch.distributed.c
 DISTRIBUTED |= dict.fromkeys(("_torch.py", "trainer/processes.py"), "torch.distributed")
 LIGHTNING = {"trainer", "leaves", "door"}
 HOOKS = {"engine", "optim", "session", "init"}
-THIRD_PARTY = {"torch", "lightning", "lightning_utilities", "torchmetrics", "jsonargparse", "fsspec", "tqdm"}
+THIRD_PARTY = {"torch", "lightning", "lightning_utilities", "torchmetrics", "jsonargparse", "fsspec", "ray", "tqdm"}
 
 
 class Source:

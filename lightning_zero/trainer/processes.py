@@ -48,6 +48,10 @@ NOT_SET_UP = (
     "start_method='fork' or 'spawn' only in the processes that run it, which end with it. Save in a callback "
     "(ModelCheckpoint), or take `state_dict()` of the module, which has its weights."
 )
+_HOW_MANY = (
+    "Start as many processes as devices times nodes, or let the Trainer (or Fabric) start them. In a worker of Ray "
+    "Train, use lightning_zero.ray.RayZeroStrategy with plugins=[RayLightningEnvironment()]."
+)
 
 
 class _Workers(_MultiProcessingLauncher):
@@ -88,7 +92,10 @@ class Processes:
         """The device of this process."""
         if self.parallel_devices is None:
             raise RuntimeError("The Trainer (or Fabric) has not assigned devices to the strategy yet.")
-        return self.parallel_devices[self.local_rank]
+        place = self.local_rank if self.num_ranks == self.num_nodes * self.num_processes else 0
+        if place >= self.num_processes:
+            raise RuntimeError(f"This process has local rank {place}, but devices={self.num_processes}. {_HOW_MANY}")
+        return self.parallel_devices[place]
 
     @property
     def num_processes(self) -> int:
@@ -96,9 +103,17 @@ class Processes:
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def num_ranks(self) -> int:
+        """How many processes run on all machines: as many as were asked for, or as others gave one device each."""
+        asked, environment = self.num_nodes * self.num_processes, self.cluster_environment
+        if asked != 1 or environment is None or not environment.creates_processes_externally:
+            return asked
+        return environment.world_size()
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """How the data are shared out."""
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        return {"num_replicas": self.num_ranks, "rank": self.global_rank}
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -119,7 +134,7 @@ class Processes:
             raise ValueError(f"start_method must be one of {known}, or None, got {method!r}.")
         if environment is None:
             return
-        others = environment.creates_processes_externally and not isinstance(environment, LightningEnvironment)
+        others = environment.creates_processes_externally and type(environment) is not LightningEnvironment
         if method != "popen" and not others:
             self._launcher: Any = _Workers(self, method)  # type: ignore[arg-type]
         elif several or not _IS_INTERACTIVE:  # a notebook is no script to run again, and its one process needs nobody
@@ -130,7 +145,7 @@ class Processes:
         """Tell the cluster environment who this process is."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            self.cluster_environment.set_world_size(self.num_ranks)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
@@ -154,12 +169,10 @@ class Processes:
             connections[dist.group.WORLD.group_name] = opened  # type: ignore[union-attr]
             watch_ranks()
             destroy_default_group_at_exit()  # Lightning does so for nccl only
-        expected = self.num_nodes * self.num_processes
-        if dist.get_world_size() != expected:
+        if dist.get_world_size() != self.num_ranks:
             raise RuntimeError(
                 f"The process group has {dist.get_world_size()} ranks, but devices={self.num_processes} and "
-                f"num_nodes={self.num_nodes} ask for {expected}. Start as many processes as devices times nodes, or "
-                "let the Trainer (or Fabric) start them."
+                f"num_nodes={self.num_nodes} ask for {self.num_ranks}. {_HOW_MANY}"
             )
 
     def _begin_session(self) -> ZeroSession:
