@@ -49,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> None:
     command = _command(given)
     # What follows imports torch and Lightning.
     from lightning_zero.trainer import checkpoint_cli
-    from lightning_zero.trainer.cli import ZeroCLI, plan_command
+    from lightning_zero.trainer.cli import ZeroCLI
 
     if command in ("inspect", "consolidate"):
         _run_tool(getattr(checkpoint_cli, command), given[1:])
@@ -59,7 +59,15 @@ def main(args: Sequence[str] | None = None) -> None:
     if command != "plan":
         ZeroCLI(args=None if args is None else given)
         return
-    print(plan_command(given[1:]))  # noqa: T201
+    _run_tool(plan, given[1:])
+
+
+def plan(args: Sequence[str]) -> int:
+    """Print what ``lightning-zero plan`` has to say; 0."""
+    from lightning_zero.trainer.cli import plan_command
+
+    print(plan_command(args), flush=True)  # noqa: T201
+    return 0
 
 
 def answer_for_help() -> None:
@@ -68,7 +76,8 @@ def answer_for_help() -> None:
     For the package to call before it imports anything heavy. What is not ``lightning-zero`` is let be.
     """
     argv = getattr(sys, "argv", None) or [""]
-    if (sys.orig_argv[-len(argv)] if argv[0] == "-m" else Path(argv[0]).stem) in ("lightning-zero", "lightning_zero"):
+    program = sys.orig_argv[-len(argv)] if argv[0] == "-m" else Path(argv[0]).name
+    if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
         try:
             try:
                 _command(argv[1:])

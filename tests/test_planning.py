@@ -169,8 +169,8 @@ def test_plan_of_a_model_larger_than_any_memory() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stage=3"], r"--world_size is needed: trainer\.devices is 'auto'"),
-        (["--trainer.devices=-1"], r"--world_size is needed: trainer\.devices is -1"),
+        (["--stage=3"], r"--world-size is needed: trainer\.devices is 'auto'"),
+        (["--trainer.devices=-1"], r"--world-size is needed: trainer\.devices is -1"),
         (["--trainer.strategy=ddp", "--world_size=2"], r"--stage is needed: trainer\.strategy is 'ddp'"),
         (["--world_size=2", "--units=[Missing]"], "Missing"),
         (

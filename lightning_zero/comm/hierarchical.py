@@ -11,7 +11,8 @@ Sums are those of the tree over all ranks (``sums``) where S is a power of two a
 [Note: what a host keeps]
 Backward needs the weights of forward, and a later micro-step or validation the same again. Where a host's ranks keep
 what came from other hosts, each of them a part, it comes once after each change of weights, and the first hop is a copy
-from then on. All ranks take part in all gathers, in one order, so that all know alike what is kept.
+from then on. All ranks take part in all gathers, in one order, so that all know alike what is kept; and where an error
+has stopped them in different places, each gives all of it up.
 Source: ZeRO++ (arXiv:2306.10209), section 3.2, where it is hpZ.
 """
 

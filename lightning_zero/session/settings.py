@@ -73,7 +73,7 @@ class SessionSettings:
     def check(self, plan: ZeroPlan) -> None:
         """Raise ValueError where a setting does not go with how the module is laid out."""
         weights = None if self.compression is None else self.compression.weights
-        mixed = any(layout.compute_dtype != layout.dtype for layout in plan.trainable_layouts)
+        mixed = any(layout.compute_dtype != layout.dtype for layout in plan.layouts)
         if weights is not None and plan.trainable_layouts and not (mixed or self.placement.shards_parameters):
             raise ValueError(
                 f"Compression.weights={weights!r} is for stage 3, and for mixed precision. Here ranks keep the weights "

@@ -369,7 +369,7 @@ def _world_size(devices: Any, num_nodes: int) -> int:
     if isinstance(devices, list) and devices:
         devices = len(devices)
     if not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"--world_size is needed: trainer.devices is {devices!r}.")
+        raise ValueError(f"--world-size is needed: trainer.devices is {devices!r}.")
     return devices * num_nodes
 
 

@@ -219,9 +219,11 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward, after which gradients are those of all ranks. Collective: every rank."""
         self._in_backward, scaler = True, self.precision.scaler
-        with self.session.backward():
-            (tensor if scaler is None else scaler.scale(tensor)).backward(*args, **kwargs)
-        self._in_backward = False
+        try:
+            with self.session.backward():
+                (tensor if scaler is None else scaler.scale(tensor)).backward(*args, **kwargs)
+        finally:
+            self._in_backward = False
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""

@@ -360,6 +360,22 @@ def test_weights_that_ranks_keep_in_full_precision_stay_exact(stage: int) -> Non
     run_world(2, run, environment={RANKS_PER_HOST: "1"})
 
 
+def test_where_only_layers_in_full_precision_are_trained() -> None:
+    """Nothing that is trained is rounded; what is frozen was never sent."""
+
+    class Norms(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers.requires_grad_(False)
+            self.layers.append(nn.LayerNorm(1))
+
+    def run(rank: int) -> None:
+        plugin = ZeroPrecision("bf16-mixed", full_precision=["LayerNorm"])
+        fit(1, BOTH, net=Norms(), plugins=plugin)
+
+    run_world(2, run, environment={RANKS_PER_HOST: "1"})
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_stages_agree_in_mixed_precision(tmp_path: Path, precision: str) -> None:
     """To the bit, from the first batch on; runs resume so, and differ from those where only gradients are rounded."""

@@ -155,6 +155,24 @@ def test_weights_cross_once_a_step_and_rest_in_parts() -> None:
     run_world(4, run, timeout=120, environment=TWO_HOSTS)
 
 
+class Frozen(Net):
+    """Of which a part never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+
+def test_what_does_not_change_never_crosses_again() -> None:
+    def run(rank: int) -> None:
+        counter = Sent()
+        fit(Frozen(), True, batches=4, callbacks=[counter])
+        assert all("parameters of unit 'blocks.1'" not in step for step in counter.steps[1:])
+        assert all(step["parameters of unit 'blocks.2'"] == 1 for step in counter.steps)
+
+    run_world(4, run, timeout=120, environment=TWO_HOSTS)
+
+
 def test_a_world_of_one_host_keeps_nothing() -> None:
     def run(rank: int) -> None:
         net = fit(Net(), True)

@@ -125,7 +125,6 @@ class UnitSchedule:
         """Whether something beside what stays was gathered in the running phase."""
         self._amid = False
         self._version = 0  # of the masters; see ``_changed``
-        self._state = 0  # of the weights: what was gathered of one is good for all of it
         self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
         self.guard = SavedTensorGuard(restore, self.was_read)
         self._root_is_guarded = False
@@ -289,8 +288,10 @@ class UnitSchedule:
     def void(self, units: Sequence[int]) -> None:
         """The same between phases, of which each begins with what is in the masters then. Sends nothing."""
         self._masters = self._streams.mark()
-        self._state += 1
-        self._spoil_old({self._at[index] for index in units if index in self._at})
+        changed = {self._at[index] for index in units if index in self._at}
+        for unit in changed or self.sharded:
+            unit.content += 1
+        self._spoil_old(changed)
         if self._fetcher is not None:
             self._fetcher.forget()
         self._order.forget(units)
@@ -319,7 +320,7 @@ class UnitSchedule:
         for unit in self.sharded:
             self._collectives.abandon(unit.pending)
             unit.abandon()
-        self._failure, self._state = None, self._state + 1  # ranks have come to different places
+        self._failure = None
         self._order.abandon()
 
     def _take_over(self) -> None:
@@ -419,10 +420,9 @@ class UnitSchedule:
         if not stays and not self.gathered:  # what was written since the phase began counts
             self.gathered = True
             self._version |= 1
-        version = None if self._amid and stays else self._version
         where = self._collectives, self._streams, self._masters, self._fetcher
         with self._spans.of(Phase.GATHER, unit.name, unit.nbytes) if self._spans.heard else _NOTHING:
-            failure = unit.launch(*where, not self._order.recording, version, self._state)
+            failure = unit.launch(*where, not self._order.recording, None if self._amid and stays else self._version)
         self._failure = self._failure or failure
         if unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
             self.guard.watch(unit.storage)

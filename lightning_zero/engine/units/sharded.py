@@ -122,6 +122,8 @@ class ShardedUnit(Unit):
         self.pins = 0
         self.kept = False
         """Whether it holds on to its storage until the phase ends, because user code wrote there."""
+        self.content = 0
+        """A number for the values of its weights, alike on all ranks, of which each comes once."""
         self.kin = frozenset((self.index, *plan.ancestors))
         """Units that stay while this one is in backward: itself, and those around it."""
         self.pending: list[Pending] = []
@@ -203,7 +205,6 @@ class ShardedUnit(Unit):
         fetcher: Fetcher | None,
         in_place: bool = False,
         version: int | None = None,
-        state: int = 0,
     ) -> OffloadError | None:
         """Start gathering the full parameters, into the slot unless somebody still computes there.
 
@@ -214,7 +215,6 @@ class ShardedUnit(Unit):
             fetcher: brings shards from where they rest; ``None``: all rest on the device.
             in_place: compute in the shard if it is the whole unit, and gather nothing.
             version: of the shards; ``None`` if they may change before all ranks have gathered them.
-            state: a number for their values now, alike on all ranks, of which each comes once.
 
         Returns why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
         Collective: every rank, in the agreed order of units.
@@ -242,7 +242,7 @@ class ShardedUnit(Unit):
             if streams.beside:
                 streams.wait(masters)
             for number, (flat, source, buffer) in enumerate(zip(self.flats, self.sources, buffers, strict=True)):
-                content = (self.index, number), state
+                content = (self.index, number), self.content
                 if fetcher is None or not flat.rest.offloaded:
                     pending.append(collectives.all_gather(buffer, self._what, None, source, version, content))
                 else:  # this rank's part of the gather must come, whatever happens
@@ -371,6 +371,7 @@ class ShardedUnit(Unit):
             self.storage.owner = None
         self.storage, self.pending, self._views, self.state = None, [], self.home_views, UnitState.SHARDED
         self.pins, self.outstanding, self.in_backward, self.kept = 0, 0, False, False
+        self.content += 1  # ranks have come to different places
 
     def _carve(self, slot: Slot) -> list[Tensor]:
         layouts = [flat.layout for flat in self.flats]
