@@ -155,7 +155,8 @@ class MemoryEstimate:
         if self.stages[fits[0]].host.total or not self.accelerator:
             held = format_nbytes(self.host_nbytes(fits[0], activations_nbytes=activations_nbytes))
             has = "how much there is was not said" if host_nbytes is None else f"there are {format_nbytes(host_nbytes)}"
-            reason += f" Its {self._ranks} take {held} of host memory on each machine; {has}."
+            takes = "takes" if self._ranks.startswith("1 ") else "take"
+            reason += f" Its {self._ranks} {takes} {held} of host memory on each machine; {has}."
         before = list(problems.values())[: list(problems).index(fits[0])]
         reason += f" Less would not do: {'; '.join(before)}." if before else " There is no need to split anything."
         return Recommendation(name=fits[0], reason=reason, fits=fits)
