@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_zero.trainer.cli_texts import PLAN, consolidate_parser, inspect_parser, short_help
@@ -23,15 +24,26 @@ _COMMANDS = {
 }
 
 
+@contextmanager
+def _while_somebody_reads() -> Iterator[None]:
+    """Print all that a block has to say. SystemExit with 1 if the reader has seen enough, as ``head`` has."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # nothing more can be printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
 def _run_tool(tool: Callable[[Sequence[str]], int], args: Sequence[str]) -> None:
     try:
-        code = tool(args)
+        with _while_somebody_reads():
+            code = tool(args)
     except KeyboardInterrupt:
         print(f"lightning-zero {tool.__name__}: interrupted", file=sys.stderr)  # noqa: T201
         code = 130  # as shells have it
-    except BrokenPipeError:  # the reader has seen enough, as `head` has; nothing more can be printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
     if code:
         raise SystemExit(code)
 
@@ -66,7 +78,7 @@ def plan(args: Sequence[str]) -> int:
     """Print what ``lightning-zero plan`` has to say; 0."""
     from lightning_zero.trainer.cli import plan_command
 
-    print(plan_command(args), flush=True)  # noqa: T201
+    print(plan_command(args))  # noqa: T201
     return 0
 
 
@@ -78,14 +90,8 @@ def answer_for_help() -> None:
     argv = getattr(sys, "argv", None) or [""]
     program = sys.orig_argv[-len(argv)] if argv[0] == "-m" else Path(argv[0]).name
     if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
-        try:
-            try:
-                _command(argv[1:])
-            finally:
-                sys.stdout.flush()
-        except BrokenPipeError:  # the reader has seen enough, as `head` has
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(1) from None
+        with _while_somebody_reads():
+            _command(argv[1:])
 
 
 def _command(given: Sequence[str]) -> str:

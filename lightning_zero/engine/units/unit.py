@@ -200,6 +200,10 @@ class ReplicatedUnit(Unit):
             if self.always_bound and flat.rest.offloaded:
                 flat.shown = flat.weights
 
+    def content_of(self, number: int) -> Content:
+        """What is gathered into a buffer; ``None`` where the user's parameters are that, and so have to be exact."""
+        return None if self.always_bound else ((self.index, number), self.version)
+
     def bind(self) -> None:
         """Let the user's parameters be the full values."""
         if not self.held:
@@ -273,12 +277,9 @@ class PublishedWeights:
         self.settle([unit])
         with self._spans.of(Phase.PUBLISH, unit.name, unit.nbytes), untracked():
             what = f"parameters of '{unit.name}'"
-            contents: list[Content] = [None] * len(unit.buffers)
-            if not unit.always_bound:
-                contents = [((unit.index, number), unit.version) for number, _ in enumerate(unit.buffers)]
             self._arriving[unit] = [
-                self._collectives.all_gather(buffer, what, content=content)
-                for buffer, content in zip(unit.buffers, contents, strict=True)
+                self._collectives.all_gather(buffer, what, content=unit.content_of(number))
+                for number, buffer in enumerate(unit.buffers)
             ]
 
     def after_step(self, inside: bool) -> None:
