@@ -101,10 +101,11 @@ class ZeroPrecision(Precision):
                 "buffers must be 'cast' or 'keep', and 'keep' only applies to bf16-true and 16-true, got "
                 f"buffers={buffers!r} with precision={precision!r}."
             )
-        if full_precision and (precision not in _MIXED or isinstance(full_precision, str)):
+        named = not isinstance(full_precision, str) and all(isinstance(name, str) for name in full_precision)
+        if full_precision and (precision not in _MIXED or not named):
             raise ValueError(
-                "full_precision must be a list of class names, and only applies to bf16-mixed and 16-mixed, got "
-                f"full_precision={full_precision!r} with precision={precision!r}."
+                "full_precision must be a list of class names such as ['Router'], and only applies to bf16-mixed and "
+                f"16-mixed, got full_precision={full_precision!r} with precision={precision!r}."
             )
         self.precision = precision
         self.full_precision: Sequence[str] = tuple(full_precision)

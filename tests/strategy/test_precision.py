@@ -685,3 +685,5 @@ def test_a_class_in_full_precision_has_to_be_there() -> None:
         build_plan(Islands(), world_size=2, param_dtype=torch.bfloat16, full_precision=["Nobody"])
     with pytest.raises(ValueError, match="full_precision must be a list"):
         ZeroPrecision("32-true", full_precision=["Router"])
+    with pytest.raises(ValueError, match="a list of class names such as"):
+        ZeroPrecision("bf16-mixed", full_precision=[nn.LayerNorm])
