@@ -16,9 +16,8 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Streams, runs_beside
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage.checksums import PageChecksums
 from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.files import DataFile, FileSystem, Region, amount
+from lightning_zero.storage.files import DataFile, FileSystem, PageChecksums, Region, amount
 from lightning_zero.storage.folder import DATA, RunFolder, find_leftovers
 from lightning_zero.storage.host import PAGE_NBYTES, BufferPool, HostMemory, host_memory, padded_nbytes
 from lightning_zero.storage.pipeline import Pipeline, Workers

@@ -52,7 +52,7 @@ _STREAMS = "comm/streams.py"
 _ON_BEHALF = {"wait", "receive", "order", "settle", "drain", "mark", "result"}
 _WIRE = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_", "c10d::broadcast_"}
 # What makes memory that may lie on either side.
-_EITHER = ("optim/", "comm/control.py", "trainer/loaders.py", "storage/checksums.py", "storage/file")
+_EITHER = ("optim/", "comm/control.py", "trainer/loaders.py", "storage/file")
 _ANSWERS = {"aten::_local_scalar_dense", "aten::equal"}  # the host waits for what they say
 _NO_DATA = {"aten::set_", "aten::resize_"}  # change what a tensor shows, not what is there
 _SWEEP = 256  # works between two looks for memory that only its owner has used

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage import FileTensor, NvmeStore, Request
-from lightning_zero.storage.checksums import PageChecksums
+from lightning_zero.storage.files import PageChecksums
 from lightning_zero.storage.host import PAGE_NBYTES, host_memory
 from lightning_zero.storage.tiers import WINDOW_ALIGNMENT
 from tests.helpers.world import run_world
