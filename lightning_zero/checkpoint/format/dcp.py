@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_zero.checkpoint.format.checksums import ChecksummedFile
+from lightning_zero.checkpoint.format.claims import follow
 from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, memory_identity, tile
 from lightning_zero.checkpoint.format.items import Leaf
-from lightning_zero.checkpoint.format.pickled import follow
 from lightning_zero.checkpoint.format.record import FileEntry, TensorItem
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored, is_plain

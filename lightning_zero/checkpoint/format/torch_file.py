@@ -34,7 +34,7 @@ import fsspec
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.claims import ZIP, check_expanded, check_torch_file
+from lightning_zero.checkpoint.format.claims import END, END_64, LOCATOR_64, ZIP, check_expanded, check_torch_file
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
@@ -50,9 +50,6 @@ _NO_DATE = 0x21  # the first day a zip can name
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END_64 = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR_64 = struct.Struct("<4sIQI")
-_END = struct.Struct("<4sHHHHIIH")
 _MAX_16 = 0xFFFF
 _MAX_32 = 0xFFFFFFFF
 
@@ -158,7 +155,7 @@ class TorchFile:
         self._add("version", b"3\n")
         self._by_key = {place.key: place for place in self.places if place.key is not None}
         directory = sum(len(record.central(0)) for record in self._records)
-        self.nbytes = self._records[-1].end + directory + _END_64.size + _LOCATOR_64.size + _END.size
+        self.nbytes = self._records[-1].end + directory + END_64.size + LOCATOR_64.size + END.size
 
     def __getitem__(self, key: Hashable) -> Place:
         """The place of the holes with a key."""
@@ -212,10 +209,10 @@ def _large_extra(nbytes: int, header: int) -> bytes:
 
 def _end(count: int, offset: int, nbytes: int) -> bytes:
     """The end of the directory, in the 64-bit form that torch always writes, and its pointer from the old one."""
-    end = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, offset)
-    locator = _LOCATOR_64.pack(b"PK\x06\x07", 0, offset + nbytes, 1)
+    end = END_64.pack(b"PK\x06\x06", END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, offset)
+    locator = LOCATOR_64.pack(b"PK\x06\x07", 0, offset + nbytes, 1)
     short = min(count, _MAX_16)
-    return end + locator + _END.pack(b"PK\x05\x06", 0, 0, short, short, min(nbytes, _MAX_32), min(offset, _MAX_32), 0)
+    return end + locator + END.pack(b"PK\x05\x06", 0, 0, short, short, min(nbytes, _MAX_32), min(offset, _MAX_32), 0)
 
 
 def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
