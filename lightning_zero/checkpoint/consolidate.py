@@ -24,9 +24,9 @@ from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, is_plain
 from lightning_zero.checkpoint.fsdp import write_fsdp_directory
 from lightning_zero.checkpoint.load import open_checkpoint
-from lightning_zero.checkpoint.pieces import Pieces, progress_bar, write_bytes
 from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
+from lightning_zero.checkpoint.writing import Pieces, progress_bar, write_bytes
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
 

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.checksums import combine
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.format.items import Leaf, put_together
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import is_plain
-from lightning_zero.checkpoint.pieces import Pieces, write_bytes
 from lightning_zero.checkpoint.save import SUMMARY_KEY, Divided, divide
 from lightning_zero.checkpoint.storage.files import local_output
 from lightning_zero.checkpoint.storage.publish import StagedFile
+from lightning_zero.checkpoint.writing import Pieces, combine, write_bytes
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 

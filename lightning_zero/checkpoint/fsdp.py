@@ -27,8 +27,6 @@ from typing import Any
 from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
 from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
-from lightning_zero.checkpoint.pieces import progress_bar
-from lightning_zero.checkpoint.save import new_file
 from lightning_zero.checkpoint.storage.files import (
     WRITTEN_NBYTES,
     Files,
@@ -39,6 +37,7 @@ from lightning_zero.checkpoint.storage.files import (
     read_bytes,
 )
 from lightning_zero.checkpoint.storage.publish import Staging
+from lightning_zero.checkpoint.writing import new_file, progress_bar
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["write_fsdp_directory"]

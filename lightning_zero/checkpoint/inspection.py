@@ -16,8 +16,8 @@ from lightning_zero.checkpoint.format.items import tensors_in
 from lightning_zero.checkpoint.format.record import RECORD_FILE
 from lightning_zero.checkpoint.format.typed_json import Decoder, Inexpressible, dtype_name
 from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, open_checkpoint
-from lightning_zero.checkpoint.pieces import stored_identity
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
+from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
 from lightning_zero.errors import CheckpointError, shortened, some

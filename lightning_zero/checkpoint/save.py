@@ -12,23 +12,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.destination import Destination, RemoteDestination
 from lightning_zero.checkpoint.directories import load_safely
-from lightning_zero.checkpoint.format.checksums import ChecksummedFile
-from lightning_zero.checkpoint.format.dcp import (
-    BoxItem,
-    Index,
-    StoredBox,
-    StoredBytes,
-    Written,
-    to_metadata,
-    write_leaves,
-)
+from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, linear, memory_identity
 from lightning_zero.checkpoint.format.items import Leaf, changed, check_savable, describe, digest, disagreement, split
 from lightning_zero.checkpoint.format.record import (
@@ -48,11 +39,12 @@ from lightning_zero.checkpoint.format.torch_file import TorchFile
 from lightning_zero.checkpoint.format.typed_json import Encoder, Inexpressible, dtype_name, is_plain, type_name
 from lightning_zero.checkpoint.storage.files import is_remote
 from lightning_zero.checkpoint.storage.ranges import MAX_INDEX_NBYTES
+from lightning_zero.checkpoint.writing import ChecksummedFile, Written, new_file, write_leaves
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["SUMMARY_KEY", "Divided", "divide", "new_file", "no_garbage_collection", "save_checkpoint_directory"]
+__all__ = ["SUMMARY_KEY", "Divided", "divide", "no_garbage_collection", "save_checkpoint_directory"]
 
 SUMMARY_KEY = "lightning_zero"
 """Top-level key of what only this package wants to know of a checkpoint."""
@@ -357,15 +349,6 @@ def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[s
         for file in opened:
             files[name] = FileEntry(file.nbytes, file.checksum)
         return encoder, encoded
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that did not exist, durable when the context ends."""
-    with open(path, "xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _own_version() -> str:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
 from lightning_zero.checkpoint.format.claims import new_tensor
-from lightning_zero.checkpoint.pieces import stored_identity
+from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder

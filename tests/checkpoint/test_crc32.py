@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.checkpoint.format.checksums import ChecksummedFile, combine
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
+from lightning_zero.checkpoint.writing import ChecksummedFile, combine
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 1000, 65_537])

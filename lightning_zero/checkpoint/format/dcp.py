@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.15
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -33,15 +29,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.format.checksums import ChecksummedFile
 from lightning_zero.checkpoint.format.claims import follow
-from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, memory_identity, tile
-from lightning_zero.checkpoint.format.items import Leaf
-from lightning_zero.checkpoint.format.record import FileEntry, TensorItem
-from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored, is_plain
+from lightning_zero.checkpoint.format.flat_shard import Box, tile
+from lightning_zero.checkpoint.format.record import TensorItem
+from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored
 
-__all__ = ["BoxItem", "Index", "StoredBox", "StoredBytes", "Written", "parse_metadata", "to_metadata", "write_leaves"]
+__all__ = ["BoxItem", "Index", "StoredBox", "StoredBytes", "parse_metadata", "to_metadata"]
 
 
 class StoredBytes(NamedTuple):
@@ -276,8 +269,6 @@ def _path(value: Any) -> tuple[Any, ...]:
 
 # -------------------------------------------------------------------------------------------------------------- writing
 
-_BUFFER_NBYTES = 1 << 20  # of what is written at a time of many small archives
-
 
 def to_metadata(index: Index) -> bytes:
     """The content of ``.metadata``, for the readers of stock directories."""
@@ -294,91 +285,3 @@ def to_metadata(index: Index) -> bytes:
             places[MetadataIndex(name, box.offsets, number)] = _StorageInfo(*archive)
         entries[name] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), chunks)
     return pickle.dumps(Metadata(entries, dict(index.paths), places))
-
-
-class Written(NamedTuple):
-    """One entry of this rank's data file.
-
-    Attributes:
-        key: the DCP name.
-        box: of the tensor; ``None`` for a value.
-        archive: where the entry lies.
-        elements: byte of the file where they begin as raw memory; ``None`` if there are none.
-        crc32: of the elements; ``None`` if unknown.
-    """
-
-    key: str
-    box: Box | None
-    archive: StoredBytes
-    elements: int | None = None
-    crc32: int | None = None
-
-
-def write_leaves(
-    folder: Path, rank: int, suffix: str, leaves: Mapping[str, Leaf]
-) -> tuple[list[Written], dict[str, FileEntry]]:
-    """Write one rank's data file as DCP does: an archive per box or value. Durable; no file if there is nothing.
-
-    Of a tensor on another device or in a file, a piece at a time is copied to the host.
-
-    Raises:
-        OSError: if the file could not be written.
-    """
-    parts = [(key, box, value) for key, leaf in leaves.items() for box, value in _parts(leaf.value)]
-    if not parts:
-        return [], {}
-    path = folder / f"__{rank}_0{suffix}.distcp"
-    written: list[Written] = []
-    done: dict[Any, Written] = {}
-    with open(path, "xb", buffering=_BUFFER_NBYTES) as raw:
-        file = ChecksummedFile(raw, torch.serialization.get_crc32_options())
-        for key, box, value in parts:
-            identity = None if box is None else _identity(box, value)
-            if identity not in done:
-                written.append(_write(file, path.name, key, box, value))
-            else:  # a tied parameter: one copy on disk under two names
-                written.append(done[identity]._replace(key=key, box=box))
-            if identity is not None:
-                done[identity] = written[-1]
-        raw.flush()
-        os.fsync(raw.fileno())
-    return written, {path.name: FileEntry(file.nbytes, file.checksum)}
-
-
-def _parts(value: Any) -> Iterator[tuple[Box | None, Any]]:
-    """The boxes of a tensor with their elements. A tensor of a class of its own is a value: its class would be lost."""
-    if isinstance(value, FlatShard) and value.numel():
-        start = 0
-        for box in value.boxes:
-            end = start + math.prod(box.sizes)
-            yield box, value.local[start:end]
-            start = end
-    elif isinstance(value, FlatShard) or is_plain(value):  # also without elements: DCP has to know of it
-        elements = value.local if isinstance(value, FlatShard) else value.detach()
-        yield Box((0,) * value.dim(), tuple(value.shape)), elements
-    else:
-        yield None, value
-
-
-def _identity(box: Box, elements: Tensor) -> Any:
-    """What two boxes share that are the same memory and would give the same archive."""
-    if not elements.numel() or not elements.is_contiguous():
-        return None
-    return memory_identity(elements), box.sizes, elements.is_conj(), elements.is_neg()
-
-
-def _write(file: ChecksummedFile, name: str, key: str, box: Box | None, value: Any) -> Written:
-    begin = file.nbytes
-    if box is None:
-        layout = TorchFile(value)
-        file.write_archive(layout)
-        return Written(key, None, StoredBytes(name, begin, layout.nbytes))
-    layout = _layout(value.dtype, box.sizes)
-    (crc32,) = file.write_archive(layout, value)
-    elements = begin + layout.places[0].offset if value.numel() else None
-    return Written(key, box, StoredBytes(name, begin, layout.nbytes), elements, crc32)
-
-
-@lru_cache(maxsize=256)
-def _layout(dtype: torch.dtype, sizes: tuple[int, ...]) -> TorchFile:
-    return TorchFile(Hole(0, dtype, sizes))
