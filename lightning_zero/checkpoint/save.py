@@ -35,7 +35,7 @@ from lightning_zero.checkpoint.format.record import (
     TensorItem,
     ValueItem,
 )
-from lightning_zero.checkpoint.format.torch_file import TorchFile
+from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Encoder, Inexpressible, dtype_name, is_plain, type_name
 from lightning_zero.checkpoint.storage.files import is_remote
 from lightning_zero.checkpoint.storage.ranges import MAX_INDEX_NBYTES
@@ -205,18 +205,6 @@ def no_garbage_collection() -> Iterator[None]:
 _ALIGNMENT = 64  # bytes, of the tensors in meta.bin
 
 
-class _Outline(NamedTuple):
-    """What the record says of a leaf but where it lies: a tensor (``dtype``), a JSON value, or a blob (neither)."""
-
-    path: tuple[Any, ...]
-    stored_path: tuple[str | int, ...]
-    type: str
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    value: Any = None
-    has_value: bool = False
-
-
 class _Part(NamedTuple):
     """What one rank wrote: the entries of its data file, that file, what the record says of what it owns, and what
     is lost.
@@ -224,25 +212,28 @@ class _Part(NamedTuple):
 
     written: list[Written]
     files: dict[str, FileEntry]
-    outlines: dict[str, _Outline]
+    outlines: dict[str, Leaf]
     lost: list[str]
 
 
-def _outline(leaf: Leaf, lost: list[str]) -> _Outline:
-    """What the record says of a leaf; ``lost`` gets it if loading does not give it back in a program like this one."""
+def _outline(leaf: Leaf, lost: list[str]) -> Leaf:
+    """A leaf with what the record says of its value in the place of it, but where it lies: a hole for a tensor, an item
+    for a JSON value, or the name of the class of a blob. ``lost`` gets it if loading does not give it back in a program
+    like this one.
+    """
     value, kind = leaf.value, type_name(leaf.value)
-    what = (leaf.path, leaf.stored_path, kind)
     if isinstance(value, FlatShard) or is_plain(value):
-        return _Outline(*what, dtype=value.dtype, shape=tuple(value.shape))
+        return leaf._replace(value=Hole(None, value.dtype, tuple(value.shape)))
     if not isinstance(value, Tensor):
         with suppress(Inexpressible):
-            return _Outline(*what, value=Encoder(strict=True).encode(value), has_value=True)
-    if not leaf.is_container:
-        archive = io.BytesIO()
-        torch.save(value, archive)
-        if load_safely(archive) is None:
-            lost.append(_named([leaf.key], kind))
-    return _Outline(*what)
+            return leaf._replace(value=ValueItem(leaf.path, Encoder(strict=True).encode(value)))
+    if leaf.is_container:
+        return leaf._replace(value=ValueItem(leaf.path, {}))
+    archive = io.BytesIO()
+    torch.save(value, archive)
+    if load_safely(archive) is None:
+        lost.append(_named([leaf.key], kind))
+    return leaf._replace(value=kind)
 
 
 def _named(path: Sequence[Any], kind: str) -> str:
@@ -260,11 +251,7 @@ def _write_record(
         What does not come back when this is loaded in a program like this one, each with its class.
     """
     directory, (meta_file, tensors_file) = destination.path, map(destination.named, (META_FILE, META_TENSORS_FILE))
-    written: dict[str, list[Written]] = {}
-    for part in parts:
-        for entry in part.written:
-            written.setdefault(entry.key, []).append(entry)
-    items = {key: _item(key, found, written) for part in parts for key, found in part.outlines.items()}
+    items, index = _items(parts)
     with new_file(directory / meta_file) as file:
         archive = ChecksummedFile(file)
         archive.write_archive(TorchFile(rest))
@@ -274,11 +261,11 @@ def _write_record(
     if encoder.unsupported and load_safely(io.BytesIO((directory / meta_file).read_bytes())) is None:
         lost += [_named(path, kind) for path, kind in encoder.unsupported]
     destination.deliver(list(described))
-    index = _index(parts, written)
+    metadata = to_metadata(index)
     with new_file(directory / METADATA_FILE) as file:
-        file.write(index)
+        file.write(metadata)
     if not destination.suffix:  # where names are new with every save, ``.metadata`` is replaced after the record
-        described[METADATA_FILE] = FileEntry(len(index), zlib.crc32(index))
+        described[METADATA_FILE] = FileEntry(len(metadata), zlib.crc32(metadata))
     files = {name: entry for part in parts for name, entry in part.files.items()} | described
     sizes = destination.sizes()
     for name, listed in files.items():
@@ -300,34 +287,36 @@ def _write_record(
     return lost
 
 
-def _item(key: str, outline: _Outline, written: Mapping[str, list[Written]]) -> Item:
-    entries = written.get(key, [])
-    if outline.has_value:
-        return ValueItem(outline.path, outline.value)
-    if outline.dtype is None:
-        return BlobItem(outline.path, outline.type, *entries[0].archive)
-    chunks = []
-    for entry in entries:
-        if entry.box is not None and entry.elements is not None:
-            start, numel = linear(outline.shape, entry.box.offsets), math.prod(entry.box.sizes)
-            chunks.append(Chunk(start, numel, entry.archive.file, entry.elements, entry.crc32))
-    try:
-        return TensorItem(outline.path, outline.dtype, outline.shape, tuple(sorted(chunks)))
-    except ValueError as error:
-        raise ValueError(f"of '{key}', {error}") from error
-
-
-def _index(parts: Sequence[_Part], written: Mapping[str, list[Written]]) -> bytes:
-    """``.metadata``. Of empty containers DCP knows nothing."""
-    items: dict[str, BoxItem | StoredBytes] = {}
+def _items(parts: Sequence[_Part]) -> tuple[dict[str, Item], Index]:
+    """What the record says of every value, and what ``.metadata`` does. Of empty containers DCP knows nothing."""
+    written: dict[str, list[Written]] = {}
+    for entry in (entry for part in parts for entry in part.written):
+        written.setdefault(entry.key, []).append(entry)
+    items: dict[str, Item] = {}
+    index: dict[str, BoxItem | StoredBytes] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for key, outline in ((key, outline) for part in parts for key, outline in part.outlines.items() if key in written):
-        entries = written[key]
-        paths[key], items[key] = outline.stored_path, entries[0].archive
-        if outline.dtype is not None:
-            boxes = tuple(StoredBox(entry.box, entry.archive) for entry in entries if entry.box is not None)
-            items[key] = BoxItem(outline.path, outline.dtype, outline.shape, (), boxes)
-    return to_metadata(Index(items, paths))
+    for key, (path, stored_path, found) in (pair for part in parts for pair in part.outlines.items()):
+        entries = written.get(key, [])
+        if entries:
+            paths[key], index[key] = stored_path, entries[0].archive
+        if isinstance(found, ValueItem):
+            items[key] = found
+        elif isinstance(found, str):
+            items[key] = BlobItem(path, found, *entries[0].archive)
+        else:
+            chunks, boxes = [], []
+            for entry in entries:
+                if entry.box is not None:
+                    boxes.append(StoredBox(entry.box, entry.archive))
+                    if entry.elements is not None:
+                        start, numel = linear(found.shape, entry.box.offsets), math.prod(entry.box.sizes)
+                        chunks.append(Chunk(start, numel, entry.archive.file, entry.elements, entry.crc32))
+            try:
+                items[key] = TensorItem(path, found.dtype, found.shape, tuple(sorted(chunks)))
+                index[key] = BoxItem(path, found.dtype, found.shape, (), tuple(boxes))
+            except ValueError as error:
+                raise ValueError(f"of '{key}', {error}") from error
+    return items, Index(index, paths)
 
 
 def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[str, FileEntry]) -> tuple[Encoder, Any]:

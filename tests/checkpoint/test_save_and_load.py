@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import zlib
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,13 @@ def test_shards_in_a_tuple_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"'ema(\.a)?' holds sharded parameters in a tuple: use a list"):
             save_alone(tmp_path / "c", {"state_dict": {}, "ema": ema})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_dictionary_of_a_class_of_its_own_comes_back_as_a_dict(tmp_path: Path) -> None:
+    state = {"state": UserDict(), "param_groups": []}
+    loaded = save_alone(tmp_path / "c", {"state_dict": {}, "optimizer_states": [state]})
+    assert loaded == {"state_dict": {}, "optimizer_states": [{"state": {}, "param_groups": []}]}
+    assert type(loaded["optimizer_states"][0]["state"]) is dict
 
 
 def test_the_checkpoint_and_its_tensors_are_not_changed(tmp_path: Path) -> None:
