@@ -41,14 +41,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.format.typed_json import (
-    DTYPES,
-    Decoder,
-    Encoder,
-    check_stored,
-    dtype_name,
-    strict_json,
-)
+from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, Encoder, check_stored, dtype_name, strict_json
 
 __all__ = ["BlobItem", "Chunk", "FileEntry", "Index", "Item", "RECORD_FILE", "Record", "TensorItem", "ValueItem"]
 

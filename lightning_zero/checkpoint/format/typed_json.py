@@ -200,13 +200,14 @@ class Encoder:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if kind in _SCALARS:
-            return {_TAG: kind.__name__, "value": _SCALARS[kind](value)}
+            return {_TAG: kind.__name__, "value": _SCALARS[kind][0](value)}
         if isinstance(value, pathlib.PurePath) and kind.__module__.partition(".")[0] == "pathlib":
             name = "Path" if isinstance(value, pathlib.Path) else kind.__name__
             return {_TAG: "path", "type": name, "value": str(value)}
         if isinstance(value, Enum) and _enum_class(kind.__module__, kind.__qualname__) is kind:
             return {_TAG: "enum", "module": kind.__module__, "type": kind.__qualname__, "value": value.name}
-        if kind.__module__ == "numpy" and _is_small_array(value):
+        is_number = kind.__module__ == "numpy" and hasattr(value, "nbytes") and value.dtype.kind in "biufcmM"
+        if is_number and value.nbytes <= _INLINE_NBYTES:
             shape = None if kind.__name__ != "ndarray" else list(value.shape)
             return {_TAG: "numpy", "dtype": value.dtype.str, "shape": shape, "value": _text(value.tobytes())}
         raise Inexpressible(type_name(value))
@@ -297,26 +298,21 @@ def _text(content: bytes | memoryview) -> str:
     return base64.b64encode(content).decode("ascii")
 
 
-# By class, what is written under its name, and by that name, what is read of it.
-_SCALARS: dict[type, Callable[[Any], Any]] = {
-    bytes: _text,
-    complex: lambda value: [Encoder().encode(value.real), Encoder().encode(value.imag)],
-    torch.dtype: lambda value: dtype_name(value),
-    torch.device: str,
-    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
-    date: date.isoformat,
-    datetime: datetime.isoformat,
+# By class, what is written under its name, and what is read of that.
+_SCALARS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: (_text, base64.b64decode),
+    complex: (
+        lambda value: [Encoder().encode(value.real), Encoder().encode(value.imag)],
+        lambda value: complex(*map(Decoder().decode, value)),
+    ),
+    torch.dtype: (dtype_name, DTYPES.__getitem__),
+    torch.device: (str, torch.device),
+    timedelta: (lambda value: [value.days, value.seconds, value.microseconds], lambda value: timedelta(*value)),
+    date: (date.isoformat, date.fromisoformat),
+    datetime: (datetime.isoformat, datetime.fromisoformat),
 }
-_READ: dict[str, Callable[[Any], Any]] = {
-    "float": lambda value: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[value],
-    "bytes": base64.b64decode,
-    "complex": lambda value: complex(*map(Decoder().decode, value)),
-    "dtype": lambda value: DTYPES[value],
-    "device": torch.device,
-    "timedelta": lambda value: timedelta(*value),
-    "date": date.fromisoformat,
-    "datetime": datetime.fromisoformat,
-}
+_READ = {kind.__name__: read for kind, (_, read) in _SCALARS.items()}
+_READ["float"] = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__
 
 
 def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
@@ -326,11 +322,6 @@ def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
     if not content:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
-
-
-def _is_small_array(value: Any) -> bool:
-    """Whether a numpy object is a scalar or array of numbers, few enough to be written inline."""
-    return hasattr(value, "nbytes") and value.dtype.kind in "biufcmM" and value.nbytes <= _INLINE_NBYTES
 
 
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}\w{1,2}\])?")
