@@ -27,14 +27,6 @@ __all__ = ["Inspection", "inspect_checkpoint", "readable_size"]
 _CELL_LETTERS = 400  # a column is as wide as its longest cell
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
 _RESIDENCES = ("parameters", "gradients", "optimizer")
-_KINDS = {
-    Kind.OWN: "sharded directory of lightning_zero",
-    Kind.FOREIGN: "sharded directory of torch.distributed.checkpoint",
-    Kind.HUGGING_FACE: "directory of safetensors",
-    Kind.DEEPSPEED: "sharded directory of DeepSpeed",
-    Kind.SAFETENSORS: "safetensors file",
-    Kind.TORCH: "torch file",
-}
 
 
 class TensorGroup:
@@ -142,7 +134,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
         writer["lightning"] = version
     moment = {"epoch": "epoch", "global_step": "global step"}
     facts = {
-        "format": _KINDS[found.kind],
+        "format": found.kind.value,
         "written by": ", ".join(f"{name} {version}" for name, version in writer.items()),
         "saved at": ", ".join(f"{name} {checkpoint[key]}" for key, name in moment.items() if key in checkpoint),
         **_plan_facts(_mapping(plan), world_size),

@@ -6,16 +6,11 @@ import functools
 import os
 import warnings
 from contextlib import nullcontext
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from lightning_zero.checkpoint.deepspeed import LATEST_FILE, deepspeed_folder, read_deepspeed_directory
-from lightning_zero.checkpoint.directories import (
-    Directory,
-    ForeignDirectory,
-    read_directory,
-    read_foreign_directory,
-)
+from lightning_zero.checkpoint.directories import Directory, ForeignDirectory, read_directory, read_foreign_directory
 from lightning_zero.checkpoint.format.dcp import StoredBytes
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.record import METADATA_FILE, RECORD_FILE
@@ -27,14 +22,7 @@ from lightning_zero.checkpoint.format.safetensors import (
 )
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import read_torch_file
-from lightning_zero.checkpoint.storage.files import (
-    Files,
-    HttpFiles,
-    is_folder,
-    is_http,
-    open_folder,
-    open_parent,
-)
+from lightning_zero.checkpoint.storage.files import Files, HttpFiles, is_folder, is_http, open_folder, open_parent
 from lightning_zero.checkpoint.storage.ranges import samples
 from lightning_zero.checkpoint.verification import (
     Check,
@@ -133,14 +121,14 @@ _END_NBYTES = 1 << 20  # of a torch file: the directory of the archive, with a C
 
 
 class Kind(Enum):
-    """What a checkpoint is, by what it is told from."""
+    """What a checkpoint is, for people, by what it is told from."""
 
-    OWN = auto()  # a directory with our record
-    FOREIGN = auto()  # a directory with DCP's index
-    HUGGING_FACE = auto()  # a directory with safetensors of the usual names
-    DEEPSPEED = auto()  # a directory with `latest`, or the folder of one save in it
-    SAFETENSORS = auto()  # a file of that ending
-    TORCH = auto()  # any other file
+    OWN = "sharded directory of lightning_zero"  # with our record
+    FOREIGN = "sharded directory of torch.distributed.checkpoint"  # with DCP's index
+    HUGGING_FACE = "directory of safetensors"  # of the usual names
+    DEEPSPEED = "sharded directory of DeepSpeed"  # with `latest`, or the folder of one save in it
+    SAFETENSORS = "safetensors file"  # by its ending
+    TORCH = "torch file"  # any other file
 
 
 class Found(NamedTuple):
