@@ -12,7 +12,7 @@ from lightning_zero._torch import make_wrapper_subclass, storage_key, tree_leave
 from lightning_zero.storage.files import Region
 from lightning_zero.storage.host import PIECE_NBYTES, host_memory
 
-__all__ = ["FileTensor", "fill_from"]
+__all__ = ["FileTensor", "aliased", "fill_from", "pieces"]
 
 
 class FileTensor(Tensor):
@@ -74,7 +74,7 @@ class FileTensor(Tensor):
 
     def fill(self, value: Any) -> None:
         """Give every element the same value, in pieces."""
-        for start, piece in _pieces(self.numel(), self.dtype):
+        for start, piece in pieces(self.numel(), self.dtype):
             self.write(piece.fill_(value), start)
 
     def _part_for(self, tensor: Tensor, start: int) -> FileTensor:
@@ -93,7 +93,7 @@ class FileTensor(Tensor):
         if func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
             args[0].fill(0 if len(args) == 1 else args[1].item() if isinstance(args[1], Tensor) else args[1])
             return args[0]
-        shown, written = _aliased(func, args, kwargs)
+        shown, written = aliased(cls, func, args, kwargs)
         if shown:
             return _view(func, shown[0], args, kwargs)
         if written and torch.Tag.inplace_view in func.tags:
@@ -163,15 +163,15 @@ def fill_from(destination: Tensor, source: Tensor) -> None:
     elif not isinstance(destination, FileTensor):
         source.region.move(destination.detach(), source.start, write=False)
     elif destination.identity != source.identity:
-        for start, piece in _pieces(source.numel(), source.dtype):
+        for start, piece in pieces(source.numel(), source.dtype):
             source.read_into(piece, start)
             destination.write(piece, start)
 
 
-def _pieces(numel: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Memory for ``numel`` elements, the same for a bounded number of them after the other, and where these start."""
+def pieces(numel: int, dtype: torch.dtype, nbytes: int = PIECE_NBYTES) -> Iterator[tuple[int, Tensor]]:
+    """Where pieces of ``numel`` elements start, and host memory for each, the same for all: at most ``nbytes``."""
     with untracked():
-        piece = _memory(min(numel, PIECE_NBYTES // dtype.itemsize), dtype)
+        piece = _memory(min(numel, nbytes // dtype.itemsize), dtype)
     for start in range(0, numel, max(1, piece.numel())):
         yield start, piece[: numel - start]
 
@@ -199,15 +199,15 @@ def _copy(target: Tensor, source: Tensor) -> Tensor:
     return target
 
 
-def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[FileTensor], list[FileTensor]]:
-    """The handles among an operator's arguments that it gives a view of, and those that it writes to."""
+def aliased(kind: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The tensors of a class among an operator's arguments that it gives a view of, and those that it writes to."""
     arguments = func._schema.arguments
     values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    shown: list[FileTensor] = []
-    written: list[FileTensor] = []
+    shown: list[Any] = []
+    written: list[Any] = []
     for argument in arguments:
         if argument.alias_info is not None:
-            handles = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, FileTensor)]
+            handles = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, kind)]
             (written if argument.alias_info.is_write else shown).extend(handles)
     return shown, written
 

@@ -15,12 +15,13 @@ import math
 import sys
 import zipfile
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import make_wrapper_subclass, tree_leaves, tree_map_only, untracked
+from lightning_zero._torch import make_wrapper_subclass, tree_map_only, untracked
 from lightning_zero.checkpoint.format.claims import new_tensor
 from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox, StoredBytes
 from lightning_zero.checkpoint.format.flat_shard import Box, boxes, elements_before, is_range, linear
@@ -29,8 +30,7 @@ from lightning_zero.checkpoint.format.torch_file import describe_tensor, load_to
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window
 from lightning_zero.checkpoint.storage.ranges import open_range
 from lightning_zero.errors import CheckpointError
-from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.host import host_memory
+from lightning_zero.storage.file_tensor import FileTensor, aliased, pieces
 
 __all__ = ["Source", "StoredTensor", "find_elements", "memory_of", "read_chunk"]
 
@@ -117,10 +117,7 @@ class StoredTensor(Tensor):
             elif not isinstance(destination, FileTensor):
                 self._source.read_elements(self._key, self._item, destination, start)
             else:  # a piece at a time: sources write to memory of any stride, which a file has not
-                step = max(1, PIECE_NBYTES // destination.dtype.itemsize)
-                buffer = host_memory(min(step, destination.numel()) * destination.dtype.itemsize, locked=False)
-                for begin in range(0, destination.numel(), step):
-                    piece = buffer.view(destination.dtype)[: min(step, destination.numel() - begin)]
+                for begin, piece in pieces(destination.numel(), destination.dtype, PIECE_NBYTES):
                     self._source.read_elements(self._key, self._item, piece, start + begin)
                     destination.write(piece, begin)
 
@@ -145,7 +142,7 @@ class StoredTensor(Tensor):
             alias = StoredTensor(args[0]._source, args[0]._key, args[0]._item)
             alias._memory = args[0]._memory
             return alias
-        handles = _aliased(func, args, kwargs)
+        handles = [*chain(*aliased(cls, func, args, kwargs))]
         if handles and torch.Tag.inplace_view in func.tags:
             raise TypeError(f"{func}: the shape of {handles[0]} cannot be changed in place; use `.clone()` first.")
         owners = {id(handle.load()): handle for handle in handles}
@@ -204,13 +201,6 @@ class StoredTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What is stored, without reading it."""
         return f"StoredTensor('{self._key}', {tuple(self.shape)}, {self.dtype})"
-
-
-def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StoredTensor]:
-    """The handles among an operator's arguments that it writes to, or gives a view of."""
-    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    found = [values.get(argument.name) for argument in func._schema.arguments if argument.alias_info is not None]
-    return [value for value in tree_leaves(found) if isinstance(value, StoredTensor)]
 
 
 def _elements(stored: StoredTensor) -> Tensor:
@@ -276,12 +266,9 @@ class Source:
             target = destination[begin - start : begin - start + last - first]
             read_chunk(self._files, key, chunk, item.dtype, begin, target)
         else:
-            step = max(1, PIECE_NBYTES // item.dtype.itemsize)
-            buffer = torch.empty(min(step, last - first), dtype=item.dtype)
-            for begin in range(first, last, step):
-                piece = buffer[: min(step, last - begin)]
-                read_chunk(self._files, key, chunk, item.dtype, chunk.start + begin, piece)
-                _scatter(item.shape, stored.box, begin, piece, destination, start)
+            for begin, piece in pieces(last - first, item.dtype, PIECE_NBYTES):
+                read_chunk(self._files, key, chunk, item.dtype, chunk.start + first + begin, piece)
+                _scatter(item.shape, stored.box, first + begin, piece, destination, start)
 
     def _locate(self, item: BoxItem, stored: StoredBox) -> Chunk | None:
         """The elements of a box as raw memory; ``None`` if they do not lie so in the file.
