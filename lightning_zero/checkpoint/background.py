@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.destination import remove_at
-from lightning_zero.checkpoint.format.flat_shard import FlatShard
+from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.format.items import tensors_in
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.save import no_garbage_collection
@@ -341,14 +341,13 @@ def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[int, tuple[Tensor,
 
 def _runs(sources: Mapping[int, tuple[Tensor, Tensor]]) -> list[_Run]:
     """The ranges to copy, in the order of their storages."""
-    storages: dict[tuple[torch.device, int], tuple[Tensor, list[tuple[int, int, int]]]] = {}
-    resting: dict[Hashable, _Run] = {}
+    storages: dict[Hashable, tuple[Tensor, list[tuple[int, int, int]]]] = {}
     for identity, (_, source) in sources.items():
-        if isinstance(source, FileTensor) and source.numel():
-            resting.setdefault(source.identity, _Run(source, 0, [])).members.append((identity, 0))
-        elif source.numel():
-            key = (source.device, source.untyped_storage().data_ptr())
-            start = int(source.storage_offset()) * source.dtype.itemsize
+        if source.numel():
+            start, key = 0, memory_identity(source)
+            if not isinstance(source, FileTensor):
+                start = int(source.storage_offset()) * source.dtype.itemsize
+                key = source.device, source.untyped_storage().data_ptr()
             storages.setdefault(key, (source, []))[1].append((start, start + source.nbytes, identity))
     runs = []
     for source, ranges in storages.values():
@@ -361,13 +360,14 @@ def _runs(sources: Mapping[int, tuple[Tensor, Tensor]]) -> list[_Run]:
             group.append(item)
             end = max(end, item[1])
         runs.append(_run(source, group, end))
-    return [*runs, *resting.values()]
+    return runs
 
 
 def _run(source: Tensor, ranges: list[tuple[int, int, int]], end: int) -> _Run:
-    start = ranges[0][0]
-    memory = torch.empty(0, dtype=torch.uint8, device=source.device)
-    memory.set_(source.untyped_storage(), start, (end - start,), (1,))
+    start, memory = ranges[0][0], source
+    if not isinstance(source, FileTensor):
+        memory = torch.empty(0, dtype=torch.uint8, device=source.device)
+        memory.set_(source.untyped_storage(), start, (end - start,), (1,))
     return _Run(memory, start, [(identity, begin - start) for begin, _, identity in ranges])
 
 

@@ -56,7 +56,7 @@ def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress:
     text, folder = os.fspath(source), None if is_remote(source) else local_path(source)
     if not is_folder(source):
         raise _unfit(text, "is no directory")
-    identity = _identity(folder)
+    before = None if folder is None else os.stat(folder)
     files = open_folder(source)
     if not files.has(METADATA_FILE):
         raise _unfit(text, f"has no {METADATA_FILE}")
@@ -77,7 +77,7 @@ def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress:
         for name, path in targets.items():
             if path.stat().st_size != sizes[name]:
                 raise CheckpointError(f"'{files.name}/{name}' was replaced while it was read: repeat this.")
-        if _identity(folder) != identity:
+        if folder is not None and before is not None and not os.path.samestat(before, os.stat(folder)):
             raise CheckpointError(f"'{text}' was replaced while it was read: repeat this.")
         for name, content in ((META_FILE, meta), (METADATA_FILE, index)):
             with new_file(staging.path / name) as file:
@@ -159,14 +159,6 @@ def _check_content(own: Directory, name: str, content: bytes) -> None:
     own.check_size(name)
     if listed.crc32 is not None and zlib.crc32(content) != listed.crc32:
         raise CheckpointError(f"'{own.files.name}/{name}' does not match its checksum: it was damaged or changed.")
-
-
-def _identity(folder: Path | None) -> tuple[int, int] | None:
-    """What changes when a folder is replaced by another."""
-    if folder is None:
-        return None
-    found = os.stat(folder)
-    return found.st_dev, found.st_ino
 
 
 def _not_linked(folder: Path, targets: Mapping[str, Path]) -> dict[str, Path]:

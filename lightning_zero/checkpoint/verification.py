@@ -237,7 +237,9 @@ def _archive_damages(files: Files, place: StoredBytes, what: str, progress: Prog
         with zipfile.ZipFile(file) as archive:
             for entry in entries.values():
                 if entry.CRC:
-                    _read_through(archive, entry)
+                    with archive.open(entry) as content:
+                        while content.read(_PIECE_NBYTES):  # raises at its end if the checksum is another
+                            pass
     except CheckpointError:
         raise
     except Exception as error:  # a damaged archive can raise anything
@@ -245,10 +247,3 @@ def _archive_damages(files: Files, place: StoredBytes, what: str, progress: Prog
         return
     if any(entry.file_size and not entry.CRC for entry in entries.values()):  # torch writes 0 when told to compute none
         yield _NoChecksum(where)
-
-
-def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Read an entry, which raises at its end if the checksum is another."""
-    with archive.open(entry) as content:
-        while content.read(1 << 20):
-            pass
