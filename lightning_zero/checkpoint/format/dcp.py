@@ -14,7 +14,7 @@ import io
 import math
 import pickle
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -184,12 +184,13 @@ def _index(loaded: Any) -> Index:
     if not _is(loaded, "Metadata"):
         raise ValueError(f"it holds a {type(loaded).__name__}")
     places: dict[str, dict[Any, StoredBytes]] = {}
-    for key, info in _mapping(loaded.storage_data).items():
+    for key, info in _expect("a dictionary", loaded.storage_data).items():
         offset = getattr(key, "offset", None)  # a default that is not written
-        places.setdefault(_text(key.fqn), {})[None if offset is None else _sizes(offset)] = _stored_bytes(key.fqn, info)
+        place = places.setdefault(_expect("a name", key.fqn), {})
+        place[None if offset is None else _expect("sizes", offset)] = _stored_bytes(key.fqn, info)
     items: dict[str, BoxItem | StoredBytes] = {}
-    for name, entry in _mapping(loaded.state_dict_metadata).items():
-        found = places.get(_text(name), {})
+    for name, entry in _expect("a dictionary", loaded.state_dict_metadata).items():
+        found = places.get(_expect("a name", name), {})
         if _is(entry, "BytesStorageMetadata"):
             if None not in found:
                 raise ValueError(f"it does not say where '{name}' lies")
@@ -198,18 +199,18 @@ def _index(loaded: Any) -> Index:
             items[name] = _tensor(name, entry, found)
         else:
             raise ValueError(f"'{name}' is a {type(entry).__name__}")
-    paths = getattr(loaded, "planner_data", None) or {}
-    return Index(items, {_text(name): _path(path) for name, path in _mapping(paths).items()})
+    paths = _expect("a dictionary", getattr(loaded, "planner_data", None) or {})
+    return Index(items, {_expect("a name", name): _expect("a path", path) for name, path in paths.items()})
 
 
 def _tensor(name: str, entry: Any, found: Mapping[Any, StoredBytes]) -> BoxItem:
-    shape, dtype = _sizes(entry.size), entry.properties.dtype
+    shape, dtype = _expect("sizes", entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype) or entry.properties.layout != _STRIDED:
         what = reprlib.repr((dtype, entry.properties.layout))
         raise ValueError(f"'{name}' is not a plain tensor: {what}")
     boxes = []
     for chunk in entry.chunks:
-        box = Box(_sizes(chunk.offsets), _sizes(chunk.sizes))
+        box = Box(_expect("sizes", chunk.offsets), _expect("sizes", chunk.sizes))
         fits = len(box.offsets) == len(box.sizes) == len(shape) and all(
             offset + size <= total for offset, size, total in zip(box.offsets, box.sizes, shape, strict=True)
         )
@@ -234,37 +235,26 @@ def _stored_bytes(name: str, info: Any) -> StoredBytes:
         raise ValueError(
             f"'{name}' was written through {reprlib.repr(info.transform_descriptors)}: only plain bytes can be read"
         )
-    file = _text(info.relative_path)
+    file = _expect("a name", info.relative_path)
     if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
         raise ValueError(f"'{name}' lies in the file {file!r}, which is not a plain file name")
-    offset, nbytes = _sizes((info.offset, info.length))
+    offset, nbytes = _expect("sizes", (info.offset, info.length))
     return StoredBytes(file, offset, nbytes)
 
 
-def _expect(value: Any, is_right: bool, what: str) -> Any:
-    if not is_right:
-        raise ValueError(f"it holds {reprlib.repr(value)} instead of {what}")
+# What a field can be, as messages call it.
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    "a dictionary": lambda value: type(value) is dict,
+    "a name": lambda value: type(value) is str,
+    "a path": lambda value: type(value) is tuple and bool(value) and all(type(part) in (str, int) for part in value),
+    "sizes": lambda value: type(value) is tuple and all(type(size) is int and size >= 0 for size in value),
+}
+
+
+def _expect(form: str, value: Any) -> Any:
+    if not _FORMS[form](value):
+        raise ValueError(f"it holds {reprlib.repr(value)} instead of {form}")
     return value
-
-
-def _mapping(value: Any) -> Mapping[Any, Any]:
-    found: Mapping[Any, Any] = _expect(value, type(value) is dict, "a dictionary")
-    return found
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    is_right = type(value) is tuple and all(type(size) is int and size >= 0 for size in value)
-    sizes: tuple[int, ...] = _expect(value, is_right, "sizes")
-    return sizes
-
-
-def _text(value: Any) -> str:
-    return str(_expect(value, type(value) is str, "a name"))
-
-
-def _path(value: Any) -> tuple[Any, ...]:
-    is_right = type(value) is tuple and bool(value) and all(type(part) in (str, int) for part in value)
-    return tuple(_expect(value, is_right, "a path"))
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
