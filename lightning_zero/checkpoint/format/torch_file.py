@@ -153,17 +153,8 @@ class TorchFile:
             record = self._add(f"data/{number}", None, storage.nbytes)
             self.places.append(Place(storage.key, storage.tensor, record.offset, record.nbytes))
         self._add("version", b"3\n")
-        self._by_key = {place.key: place for place in self.places if place.key is not None}
         directory = sum(len(record.central(0)) for record in self._records)
         self.nbytes = self._records[-1].end + directory + END_64.size + LOCATOR_64.size + END.size
-
-    def __getitem__(self, key: Hashable) -> Place:
-        """The place of the holes with a key."""
-        return self._by_key[key]
-
-    def __contains__(self, key: Hashable) -> bool:
-        """Whether there is a hole with a key."""
-        return key in self._by_key
 
     def frame(self, checksums: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """Everything but the elements: pairs of an offset and the bytes that belong there, in the order of the file.
