@@ -35,28 +35,19 @@ class TensorGroup:
     ``shared`` counts how many more names there are for the same elements.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = self.nbytes = self.shared = 0
         self.dtypes: Counter[str] = Counter()
-        self._known: set[Hashable] = set()
+        known: set[Hashable] = set()
         for tensor in tensors:
-            self.add(tensor)
-
-    @property
-    def numel(self) -> int:
-        """All elements."""
-        return self.dtypes.total()
-
-    def add(self, tensor: Tensor) -> None:
-        """Count one."""
-        identity = stored_identity(tensor)
-        if identity in self._known:
-            self.shared += 1
-            return
-        self._known.add(identity)
-        self.tensors += 1
-        self.nbytes += tensor.numel() * tensor.dtype.itemsize
-        self.dtypes[dtype_name(tensor.dtype)] += tensor.numel()
+            if (identity := stored_identity(tensor)) in known:
+                self.shared += 1
+                continue
+            known.add(identity)
+            self.tensors += 1
+            self.nbytes += tensor.numel() * tensor.dtype.itemsize
+            self.dtypes[dtype_name(tensor.dtype)] += tensor.numel()
+        self.numel = self.dtypes.total()
 
     def __str__(self) -> str:
         """``1,234 elements in 5 tensors, 4.9 kB (float32)``."""
@@ -191,12 +182,12 @@ def _plan_facts(plan: Mapping[str, Any], world_size: str) -> dict[str, str]:
 
 
 def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
-    by_key: dict[str, TensorGroup] = {}
+    by_key: dict[str, list[Tensor]] = {}
     for state in _mapping(optimizer.get("state")).values():
         for key, value in _mapping(state).items():
             if isinstance(value, Tensor):
-                by_key.setdefault(str(key), TensorGroup()).add(value)
-    rows = [[f"  state {key}", str(group)] for key, group in by_key.items()]
+                by_key.setdefault(str(key), []).append(value)
+    rows = [[f"  state {key}", str(TensorGroup(tensors))] for key, tensors in by_key.items()]
     groups = optimizer.get("param_groups")
     for number, group in enumerate(groups if isinstance(groups, list) else ()):
         if isinstance(group, Mapping) and isinstance(group.get("params"), list):
