@@ -20,6 +20,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from lightning_zero.checkpoint.format.dcp import BoxItem, parse_metadata
+from lightning_zero.checkpoint.format.dcp import Index as DcpIndex
 from lightning_zero.checkpoint.format.items import Opened, put_together
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
@@ -45,22 +46,34 @@ __all__ = ["Directory", "ForeignDirectory", "load_safely", "read_directory", "re
 Path = tuple[Any, ...]  # the way through a checkpoint dictionary
 
 
-class Directory:
-    """An open checkpoint directory of our own; ``CheckpointError`` if its record is missing or damaged.
+class _Described:
+    """An open directory with a file that says what is in it; ``CheckpointError`` if that is missing or damaged.
 
-    ``source`` reads its tensors, ``record`` is the content of its ``zero.json``, and ``digest`` is for the ranks to
-    compare.
+    ``source`` reads its tensors, and ``digest`` is for the ranks to compare.
     """
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, name: str, parse: Callable[[bytes], Any]) -> None:
         self.files = files
         self.source = Source(files)
-        data = read_index(files, RECORD_FILE)
+        self._name = name
+        data = read_index(files, name)
         self.digest = zlib.crc32(data)
         try:
-            self.record = Record.from_bytes(data)
+            self.content = parse(data)
         except ValueError as error:
             raise self.unusable(error) from error
+
+    def unusable(self, error: ValueError) -> CheckpointError:
+        """What to raise if the file is not what it should be."""
+        return CheckpointError(f"'{self.files.name}/{self._name}' cannot be used: {error}.")
+
+
+class Directory(_Described):
+    """An open checkpoint directory of our own; ``record`` is the content of its ``zero.json``."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__(files, RECORD_FILE, Record.from_bytes)
+        self.record: Record = self.content
 
     def check_size(self, name: str) -> None:
         """Compare the size of a file with the recorded one: ``CheckpointError``."""
@@ -78,40 +91,31 @@ class Directory:
                 return found
         return name
 
-    def unusable(self, error: ValueError) -> CheckpointError:
-        """What to raise if the record is not what it should be."""
-        return CheckpointError(f"'{self.files.name}/{RECORD_FILE}' cannot be used: {error}.")
-
 
 def read_directory(files: Files) -> Opened:
     """What is in a whole checkpoint directory of our own; ``CheckpointError`` otherwise, naming the file."""
     directory = Directory(files)
     for name in directory.record.files:
         directory.check_size(name)
+    missing: list[tuple[str, str]] = []  # name and class of what is not in it
+    pairs: list[tuple[Path, Any]] = []
+    decoder = Decoder(lambda reference: _meta_tensor(directory, reference))
     try:
-        checkpoint, missing = _checkpoint(directory)
+        for key, item in directory.record.items.items():
+            value, left_out = _value(directory, key, item)
+            if left_out is None:
+                pairs.append((item.path, value))
+            else:
+                missing.append((key, left_out))
+        rest = decoder.decode(directory.record.meta)
+        if not isinstance(rest, dict):
+            raise ValueError(f"its meta is a {type(rest).__name__}")
+        if decoder.unsupported:
+            missing += _add_from_meta_file(directory, rest, decoder.unsupported)
+        checkpoint = {**rest, **put_together(pairs)}
     except ValueError as error:
         raise directory.unusable(error) from error
     return Opened(checkpoint, directory.digest, [f"'{name}' ({kind})" for name, kind in missing])
-
-
-def _checkpoint(directory: Directory) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The dictionary, and name and class of what is not in it."""
-    missing: list[tuple[str, str]] = []
-    pairs: list[tuple[Path, Any]] = []
-    for key, item in directory.record.items.items():
-        value, left_out = _value(directory, key, item)
-        if left_out is None:
-            pairs.append((item.path, value))
-        else:
-            missing.append((key, left_out))
-    decoder = Decoder(lambda reference: _meta_tensor(directory, reference))
-    rest = decoder.decode(directory.record.meta)
-    if not isinstance(rest, dict):
-        raise ValueError(f"its meta is a {type(rest).__name__}")
-    if decoder.unsupported:
-        missing += _add_from_meta_file(directory, rest, decoder.unsupported)
-    return {**rest, **put_together(pairs)}, missing
 
 
 def _value(directory: Directory, key: str, item: Item) -> tuple[Any, str | None]:
@@ -172,22 +176,16 @@ def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
 _OPTIMIZER = re.compile(r"optimizer_(0|[1-9][0-9]{0,8})")
 
 
-class ForeignDirectory:
+class ForeignDirectory(_Described):
     """An open directory of DCP, whose files are as long as its index says; ``CheckpointError`` otherwise.
 
-    ``index`` is the content of ``.metadata``, ``paths`` has all that is in it in the order of the dictionary that was
-    saved, and ``digest`` is for the ranks to compare.
+    ``index`` is the content of ``.metadata``, and ``paths`` has all that is in it in the order of the dictionary that
+    was saved.
     """
 
     def __init__(self, files: Files) -> None:
-        self.files = files
-        self._source = Source(files)
-        data = read_index(files, METADATA_FILE)
-        self.digest = zlib.crc32(data)
-        try:
-            self.index = parse_metadata(data)
-        except ValueError as error:
-            raise self.unusable(error) from error
+        super().__init__(files, METADATA_FILE, parse_metadata)
+        self.index: DcpIndex = self.content
         names = [*(name for name in self.index.paths if name in self.index.items), *self.index.items]
         self.paths: dict[str, Path] = {name: self.index.paths.get(name, (name,)) for name in names}
         ends: dict[str, int] = {}
@@ -204,14 +202,10 @@ class ForeignDirectory:
         """What is stored under a name; ``CheckpointError`` if it is no tensor and could run code."""
         found = self.index.items[name]
         if isinstance(found, BoxItem):
-            return StoredTensor(self._source, name, found)
+            return StoredTensor(self.source, name, found)
         where = f"'{name}' in '{self.files.name}/{found.file}'"
         file = open_range(self.files, *found)
         return load_torch(file, where, True, "allow its class with `torch.serialization.add_safe_globals`")
-
-    def unusable(self, error: ValueError) -> CheckpointError:
-        """What to raise if the index is not what it should be."""
-        return CheckpointError(f"'{self.files.name}/{METADATA_FILE}' cannot be used: {error}.")
 
 
 def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
