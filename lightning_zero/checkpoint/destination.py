@@ -45,18 +45,13 @@ _COPIED = re.compile(r".+\.distcp|meta\.bin")  # of a checkpoint that was writte
 
 
 class Destination:
-    """One save of one directory, on one rank: on a file system that all ranks share. See [Note: Publishing].
-
-    Attributes:
-        path: the folder this rank writes its files to, once it was entered.
-        suffix: what file names end in, before their extension, where names must be new with every save; else nothing.
-    """
+    """One save of one directory, on one rank: on a file system that all ranks share. See [Note: Publishing]."""
 
     def __init__(self, final: str | os.PathLike[str]) -> None:
         self._final = final
         self._staging: Staging | None = None  # on rank 0
-        self.path = Path()
-        self.suffix = ""
+        self.path = Path()  # the folder this rank writes its files to, once it was entered
+        self.suffix = ""  # of file names, before their extension, where names must be new with every save
 
     def named(self, name: str) -> str:
         """What a file of a known name is called here."""

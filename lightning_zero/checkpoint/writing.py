@@ -49,21 +49,13 @@ LARGE_NBYTES = 1 << 18  # from here on ``combine`` (0.05 ms) is faster than comp
 
 
 class ChecksummedFile:
-    """Appends to a file, and knows the checksum of all that was written.
-
-    Args:
-        file: new and empty, and written through this object only.
-        wanted: whether to compute checksums at all.
-
-    Attributes:
-        nbytes: written so far.
-    """
+    """Appends to a file that is new and written through this object only, and knows the checksum of it, if wanted."""
 
     def __init__(self, file: IO[bytes], wanted: bool = True) -> None:
         self._file = file
         self._wanted = wanted
         self._crc32 = 0
-        self.nbytes = 0
+        self.nbytes = 0  # written so far
 
     @property
     def checksum(self) -> int | None:
@@ -149,21 +141,13 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 class Written(NamedTuple):
-    """One entry of this rank's data file.
+    """One entry of this rank's data file."""
 
-    Attributes:
-        key: the DCP name.
-        box: of the tensor; ``None`` for a value.
-        archive: where the entry lies.
-        elements: byte of the file where they begin as raw memory; ``None`` if there are none.
-        crc32: of the elements; ``None`` if unknown.
-    """
-
-    key: str
-    box: Box | None
+    key: str  # the DCP name
+    box: Box | None  # of the tensor; ``None`` for a value
     archive: StoredBytes
-    elements: int | None = None
-    crc32: int | None = None
+    elements: int | None = None  # byte of the file where they begin as raw memory; ``None`` if there are none
+    crc32: int | None = None  # of the elements; ``None`` if unknown
 
 
 def write_leaves(
@@ -171,10 +155,8 @@ def write_leaves(
 ) -> tuple[list[Written], dict[str, FileEntry]]:
     """Write one rank's data file as DCP does: an archive per box or value. Durable; no file if there is nothing.
 
-    Of a tensor on another device or in a file, a piece at a time is copied to the host.
-
-    Raises:
-        OSError: if the file could not be written.
+    Of a tensor on another device or in a file, a piece at a time is copied to the host. ``OSError`` if the file could
+    not be written.
     """
     parts = [(key, box, value) for key, leaf in leaves.items() for box, value in _parts(leaf.value)]
     if not parts:
@@ -238,13 +220,10 @@ def _layout(dtype: torch.dtype, sizes: tuple[int, ...]) -> TorchFile:
 
 
 class Pieces:
-    """Tensors to be written, each known by a key that tied ones share.
-
-    Attributes:
-        overflowed: keys of tensors with finite elements that a cast made infinite, NaN or the largest of their dtype.
-    """
+    """Tensors to be written, each known by a key that tied ones share."""
 
     def __init__(self) -> None:
+        # Of tensors with finite elements that a cast made infinite, NaN or the largest of their dtype.
         self.overflowed: set[Hashable] = set()
         self._tensors: dict[Hashable, tuple[Tensor, torch.dtype]] = {}
 

@@ -337,19 +337,12 @@ _Memory = dict[int, torch.UntypedStorage]
 
 @dataclass(frozen=True)
 class _Storage:
-    """The memory that a meta tensor does not have.
+    """The memory that a meta tensor does not have."""
 
-    Attributes:
-        memory: the meta storage; held so that its identity is not given to another one.
-        nbytes: its size when it was first seen.
-        foreign: it was not made by a recorded operation.
-        writers: indices of the operations that make or change it, ascending.
-    """
-
-    memory: torch.UntypedStorage
-    nbytes: int
-    foreign: bool
-    writers: list[int] = field(default_factory=list)
+    memory: torch.UntypedStorage  # the meta storage; held so that its identity is not given to another one
+    nbytes: int  # when it was first seen
+    foreign: bool  # it was not made by a recorded operation
+    writers: list[int] = field(default_factory=list)  # indices of the operations that make or change it, ascending
 
 
 @dataclass(frozen=True)
@@ -393,26 +386,16 @@ class _Window:
 
 @dataclass(frozen=True, kw_only=True)
 class _Operation:
-    """One recorded call of an aten operation, or of a Python function of tensors.
-
-    Attributes:
-        args: its arguments, with windows for meta tensors and a mark for a generator of the user's; likewise
-            ``kwargs``.
-        outputs: for each leaf of its result the window, if its storage was made by this call.
-        reads: storages whose values from before the call matter to what ``writes`` holds afterwards.
-        writes: storages it makes or changes.
-        generator_state: of the generator it draws from, before the call; ``None`` if it draws nothing.
-        default_dtype: torch's at the time of the call.
-    """
+    """One recorded call of an aten operation, or of a Python function of tensors."""
 
     function: Callable[..., Any]
-    args: Any
-    kwargs: dict[str, Any]
-    outputs: tuple[_Window | None, ...]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    generator_state: Tensor | None
-    default_dtype: torch.dtype
+    args: Any  # with windows for meta tensors and a mark for a generator of the user's
+    kwargs: dict[str, Any]  # likewise
+    outputs: tuple[_Window | None, ...]  # for each leaf of its result the window, if its storage was made by this call
+    reads: frozenset[int]  # storages whose values from before the call matter to what ``writes`` holds afterwards
+    writes: frozenset[int]  # storages it makes or changes
+    generator_state: Tensor | None  # of the generator it draws from, before the call; ``None`` if it draws nothing
+    default_dtype: torch.dtype  # torch's at the time of the call
 
     @property
     def touches(self) -> frozenset[int]:

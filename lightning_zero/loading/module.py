@@ -301,15 +301,10 @@ def _instantiator(name: Any, class_path: Any, model_class: type) -> Any:
 def _copy_into(
     module: nn.Module, state: Mapping[str, Any], kept: Collection[str], versions: Any, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Call the module's ``load_state_dict``. Returns the missing and the unexpected keys.
+    """Call the module's ``load_state_dict``, where ``kept`` values stay. Returns the missing and the unexpected keys.
 
-    Args:
-        module: written.
-        state: values under its names.
-        kept: names whose values stay.
-        versions: of the modules that were saved, if known. Without any, modules would take the state for that of their
-            oldest release.
-        strict: as for ``load_state_dict``.
+    ``versions`` are of the modules that were saved, if known. Without any, modules would take the state for that of
+    their oldest release.
     """
     own = module.state_dict(keep_vars=True)
     copied_to = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}

@@ -62,9 +62,8 @@ def new_tensor(shape: Any, dtype: torch.dtype, what: str) -> Tensor:
 def archive_entries(file: IO[bytes]) -> dict[str, zipfile.ZipInfo]:
     """The entries of an archive of ``torch.save``, by name without the archive's own.
 
-    Raises:
-        ValueError: if it is built in another way, so that two readers could see two things in it, if entries are
-            compressed, or if they are larger than the archive.
+    ``ValueError`` if it is built in another way, so that two readers could see two things in it, if entries are
+    compressed, or if they are larger than the archive.
     """
     nbytes = file.seek(0, os.SEEK_END)
     ends = END.size + LOCATOR_64.size + END_64.size
@@ -213,11 +212,8 @@ class Asked(NamedTuple):
 def follow(data: bytes | IO[bytes], nbytes: int, *, max_depth: int = _MAX_DEPTH, values: bool = True) -> Asked:
     """Follow one pickle of at most ``nbytes`` to its end. See [Note: What a pickle asks for].
 
-    Without ``values`` nothing is remembered of what it asks for.
-
-    Raises:
-        ValueError: if a value in it is too deep, or too large with what it shares written out, if it asks for memory
-            that it does not fill, or if it is none.
+    Without ``values`` nothing is remembered of what it asks for. ``ValueError`` if a value in it is too deep, or too
+    large with what it shares written out, if it asks for memory that it does not fill, or if it is none.
     """
     asked = Asked([], [])
     # A value is its number of values, its depth, and what it is: itself, or parts of it.

@@ -54,11 +54,7 @@ class StoredBox(NamedTuple):
 
 @dataclass(frozen=True)
 class BoxItem(TensorItem):
-    """A tensor in boxes with elements, which tile it exactly. It has no chunks.
-
-    Raises:
-        ValueError: if they do not, or no tensor can be like that.
-    """
+    """A tensor in boxes with elements, which tile it exactly, or a ``ValueError``. It has no chunks."""
 
     boxes: tuple[StoredBox, ...] = ()
 
@@ -70,15 +66,10 @@ class BoxItem(TensorItem):
 
 @dataclass(frozen=True)
 class Index:
-    """What is in the directory.
+    """What is in the directory."""
 
-    Attributes:
-        items: a tensor, or the archive of any other value, by DCP name.
-        paths: the way to each in the dictionary that was saved, where the writer recorded it.
-    """
-
-    items: Mapping[str, BoxItem | StoredBytes]
-    paths: Mapping[str, tuple[Any, ...]]
+    items: Mapping[str, BoxItem | StoredBytes]  # a tensor, or the archive of any other value, by DCP name
+    paths: Mapping[str, tuple[Any, ...]]  # to each in the dictionary that was saved, where the writer recorded it
 
     def places(self) -> list[tuple[str, StoredBytes]]:
         """The name and the archive of every box and value."""
@@ -108,10 +99,9 @@ _STRIDED = ("torch.strided",)  # what the stand-in of `_get_layout` makes of it
 
 
 def parse_metadata(data: bytes) -> Index:
-    """Read and check the content of ``.metadata``. See [Note: A pickle that calls nothing].
+    """Read and check the content of ``.metadata``; ``ValueError`` with the reason if it is not what DCP writes.
 
-    Raises:
-        ValueError: with the reason, if it names what DCP does not write or is not what DCP writes.
+    See [Note: A pickle that calls nothing].
     """
     try:
         follow(data, len(data), max_depth=_MAX_DEPTH, values=False)

@@ -139,7 +139,6 @@ class FlatShard(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> FlatShard:
-        """See the class."""
         numel = math.prod(shape)
         if local.dim() != 1 or not local.is_contiguous():
             raise ValueError(f"A flat shard needs a contiguous 1-D tensor, got shape {tuple(local.shape)}.")
@@ -221,7 +220,6 @@ class FlatShard(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Which elements of what."""
         end = self._start + self._local.numel()
         return f"FlatShard({tuple(self.shape)}, {self.dtype}, elements {self._start} to {end} here)"
 

@@ -35,17 +35,13 @@ _ALWAYS_ROUTED = ("state_dict", "optimizer_states")
 
 
 class Leaf(NamedTuple):
-    """One value of the sharded part of a checkpoint.
+    """One value of the sharded part of a checkpoint."""
 
-    Attributes:
-        path: the way from the checkpoint dictionary to the value; ``Index`` in lists, keys in dictionaries.
-        stored_path: the same in the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``.
-        value: a FlatShard, a tensor, an empty dictionary, or any other value, such as a Counter.
-    """
-
-    path: tuple[Any, ...]
-    stored_path: tuple[str | int, ...]
-    value: Any
+    path: tuple[Any, ...]  # from the checkpoint dictionary to the value; ``Index`` in lists, keys in dictionaries
+    stored_path: tuple[
+        str | int, ...
+    ]  # in the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``
+    value: Any  # a FlatShard, a tensor, an empty dictionary, or any other value, such as a Counter
 
     @property
     def key(self) -> str:
@@ -59,17 +55,11 @@ class Leaf(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What one rank found when it opened a checkpoint.
+    """What one rank found when it opened a checkpoint."""
 
-    Attributes:
-        checkpoint: Lightning's dictionary.
-        digest: equal on ranks that see the same checkpoint.
-        missing: what was left out of it, and why.
-    """
-
-    checkpoint: dict[str, Any]
-    digest: Any = None
-    missing: Sequence[str] = ()
+    checkpoint: dict[str, Any]  # Lightning's
+    digest: Any = None  # equal on ranks that see the same checkpoint
+    missing: Sequence[str] = ()  # what was left out of it, and why
 
 
 def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any]]:
@@ -224,8 +214,7 @@ def disagreement(descriptions: Sequence[Mapping[str, tuple[Any, ...]]]) -> str |
 def put_together(values: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
     """The checkpoint dictionary that has ``value`` at ``path`` for every pair; pairs in the order of ``split``.
 
-    Raises:
-        ValueError: if the paths contradict each other.
+    ``ValueError`` if the paths contradict each other.
     """
     whole: dict[str, Any] = {}
     for path, value in values:

@@ -44,13 +44,9 @@ _DAMAGES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # 
 
 
 def read_safetensors(files: Files, name: str) -> Opened:
-    """What is in one file. See [Note: The safetensors format].
+    """What is in one file, with a StoredTensor by name; ``CheckpointError`` if it is no whole file of the format.
 
-    Returns:
-        A checkpoint dictionary with a StoredTensor by name under ``state_dict``.
-
-    Raises:
-        CheckpointError: if it is no whole file of that format.
+    See [Note: The safetensors format].
     """
     header, items = _open(files, name)
     source = Source(files)
@@ -61,8 +57,7 @@ def read_safetensors(files: Files, name: str) -> Opened:
 def read_safetensors_directory(files: Files) -> Opened:
     """What is in a Hugging Face directory: the files that its index names, or its only one.
 
-    Raises:
-        CheckpointError: if it is not whole, naming the file.
+    ``CheckpointError`` names the file if it is not whole.
     """
     if not files.has(INDEX_FILE):
         return read_safetensors(files, SINGLE_FILE)

@@ -39,7 +39,10 @@ class Elements(Protocol):
     """Where the elements of tensors come from: files, or what is computed from other tensors."""
 
     def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
-        """Fill a 1-D tensor in memory with the flattened elements from ``start`` on, cast to its dtype."""
+        """Fill a 1-D tensor on any device with the flattened elements of another from ``start`` on, cast to its dtype.
+
+        The range is inside the tensor. ``key`` is for messages; ``CheckpointError`` if the file is damaged.
+        """
 
 
 class StoredTensor(Tensor):
@@ -53,10 +56,7 @@ class StoredTensor(Tensor):
     loads the tensor first, once: its memory then belongs to the handle and to those detached from it, and is what all
     reading gets from now on. Only its shape cannot be changed in place.
 
-    Args:
-        source: where it is read from.
-        key: its name there, for messages.
-        item: its dtype and shape, and what the source needs to find it.
+    It is read from ``source``, which needs ``item`` to find it; ``key`` is its name there, for messages.
     """
 
     _source: Elements
@@ -66,7 +66,6 @@ class StoredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, source: Elements, key: str, item: TensorItem) -> StoredTensor:
-        """See the class."""
         stored: StoredTensor = make_wrapper_subclass(
             cls, torch.Size(item.shape), dtype=item.dtype, device=torch.device("cpu"), requires_grad=False
         )
@@ -87,8 +86,7 @@ class StoredTensor(Tensor):
     def load(self) -> Tensor:
         """The whole tensor, in memory that belongs to this handle from now on: writing to it is writing to the handle.
 
-        Raises:
-            CheckpointError: if the file is damaged.
+        ``CheckpointError`` if the file is damaged.
         """
         if not self._memory:
             self._memory.append(self.read())
@@ -124,8 +122,7 @@ class StoredTensor(Tensor):
     def read(self) -> Tensor:
         """The whole tensor, in host memory of its own.
 
-        Raises:
-            CheckpointError: if the file is damaged, or there is no memory for what it claims.
+        ``CheckpointError`` if the file is damaged, or there is no memory for what it claims.
         """
         with untracked():
             whole = new_tensor(self.shape, self.dtype, f"The tensor '{self._key}'")
@@ -165,15 +162,12 @@ class StoredTensor(Tensor):
         self._memory = [value.load() if isinstance(value, StoredTensor) else value.detach()]
 
     def data_ptr(self) -> int:
-        """The address of its memory."""
         return self.load().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Its memory."""
         return self.load().untyped_storage()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Its memory as an array."""
         return self.load().numpy(force=force)
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -199,7 +193,6 @@ class StoredTensor(Tensor):
         return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What is stored, without reading it."""
         return f"StoredTensor('{self._key}', {tuple(self.shape)}, {self.dtype})"
 
 
@@ -226,17 +219,7 @@ class Source:
         self._last: tuple[tuple[StoredBytes, torch.dtype, Sequence[int]], Tensor] | None = None
 
     def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
-        """Fill a tensor with a range of the flattened elements of another.
-
-        Args:
-            key: the name of what is read, for messages.
-            item: what is read.
-            destination: 1-D, on any device, of any dtype: the elements are cast to it. Written.
-            start: the flattened element that ``destination[0]`` gets. The range is inside the tensor.
-
-        Raises:
-            CheckpointError: if the file is damaged.
-        """
+        """See ``Elements``."""
         end = start + destination.numel()
         with untracked():
             for chunk in item.chunks:
@@ -294,8 +277,7 @@ class Source:
     def _load(self, key: str, item: BoxItem, stored: StoredBox) -> Tensor:
         """The elements of a box, flattened, of an archive that is built in another way.
 
-        Raises:
-            CheckpointError: if it does not hold that tensor, or what could run code.
+        ``CheckpointError`` if it does not hold that tensor, or what could run code.
         """
         archive = stored.archive
         where = f"a part of '{key}' in '{self._files.name}/{archive.file}'"
@@ -313,11 +295,8 @@ class Source:
 def read_chunk(files: Files, key: str, chunk: Chunk, dtype: torch.dtype, first: int, destination: Tensor) -> None:
     """Read elements of one chunk, in pieces, from ``first`` of the flattened tensor, which ``destination[0]`` gets.
 
-    Checksums are not looked at: with them the same bytes took half as long again. ``verify`` is there for that.
-
-    Raises:
-        ValueError: if the range is not inside the chunk.
-        CheckpointError: if the file ends before.
+    Checksums are not looked at: with them the same bytes took half as long again. ``verify`` is there for that. A
+    ``ValueError`` if the range is not inside the chunk, a ``CheckpointError`` if the file ends before.
     """
     if first < chunk.start or first + destination.numel() > chunk.start + chunk.numel:
         raise ValueError(
@@ -347,13 +326,8 @@ def find_elements(file: Any, nbytes: int, dtype: torch.dtype, sizes: tuple[int, 
     """Where in a ``torch.save`` archive the elements of such a contiguous tensor begin, and their checksum if known.
 
     Nothing is unpickled: the description must be, byte for byte, the one that such a tensor has. Whatever is different
-    (another layout, age or machine) gives ``None`` and is left to ``torch.load(weights_only=True)``.
-
-    Args:
-        file: the archive, as a file that reads no more at once than a directory may have.
-        nbytes: of the archive.
-        dtype: that the tensor must have.
-        sizes: that the tensor must have.
+    (another layout, age or machine) gives ``None`` and is left to ``torch.load(weights_only=True)``. ``file`` is the
+    archive, of ``nbytes``, as a file that reads no more at once than a directory may have.
     """
     try:
         with zipfile.ZipFile(file) as archive:

@@ -69,17 +69,10 @@ class Hole:
 
 
 class Place(NamedTuple):
-    """Where in the file the elements of one storage belong.
+    """Where in the file the elements of one storage belong, in bytes."""
 
-    Attributes:
-        key: the holes' key; ``None`` for a tensor that was given as such.
-        tensor: 1-D, or ``None`` for a hole.
-        offset: of the first byte.
-        nbytes: size.
-    """
-
-    key: Hashable
-    tensor: Tensor | None
+    key: Hashable  # the holes' key; ``None`` for a tensor that was given as such
+    tensor: Tensor | None  # 1-D, or ``None`` for a hole
     offset: int
     nbytes: int
 
@@ -159,9 +152,8 @@ class TorchFile:
     def frame(self, checksums: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """Everything but the elements: pairs of an offset and the bytes that belong there, in the order of the file.
 
-        Args:
-            checksums: the CRC-32 of every place, in their order, each taken once what is before the place was given; 0
-                for one that is not known, which torch does not notice and other readers of zip files report.
+        ``checksums`` are the CRC-32 of every place, in their order, each taken once what is before the place was given;
+        0 for one that is not known, which torch does not notice and other readers of zip files report.
         """
         given = iter(checksums)
         crcs: list[int] = []
@@ -332,19 +324,10 @@ def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None, cop
 
     While its tensors are in use, a mapped file must not be cut off or written to in place: the operating system ends
     a process that reads what is no longer there (SIGBUS). Replacing it by another file of the name, or deleting it, is
-    fine: the mapping keeps the old one.
+    fine: the mapping keeps the old one. ``copied`` is the path of a local copy that is read in the place of ``path``.
 
-    Args:
-        path: of the file, or its URL.
-        weights_only: as for ``torch.load``.
-        copied: the path of a local copy that is read in its place.
-
-    Returns:
-        Lightning's checkpoint dictionary with ordinary tensors, which must not be written to; a bare state dict is
-        put under ``state_dict``.
-
-    Raises:
-        CheckpointError: if it is no such file, or could run code.
+    The tensors are ordinary ones, which must not be written to; a bare state dict is put under ``state_dict``.
+    ``CheckpointError`` if it is no such file, or could run code.
     """
     where = f"'{os.fspath(path)}'"
     try:
@@ -369,15 +352,9 @@ def load_torch(
 ) -> Any:
     """``torch.load`` into host memory, of a path or an open file. A path may be mapped instead of read.
 
-    What claims more than it holds is refused before memory is taken for it; see ``claims.py``.
-
-    Args:
-        where: it lies, for messages.
-        weights_only: refuse what could run code; ``None`` does so unless torch's environment variable forbids it.
-        advice: what to do about a refusal, to follow "if you trust the file".
-
-    Raises:
-        CheckpointError: if it cannot be loaded.
+    What claims more than it holds is refused before memory is taken for it; see ``claims.py``. ``weights_only`` refuses
+    what could run code; ``None`` does so unless torch's environment variable forbids it. ``CheckpointError``, if it
+    cannot be loaded, says ``where`` it lies, and as ``advice`` what to do "if you trust the file".
     """
     try:
         if weights_only is not False:

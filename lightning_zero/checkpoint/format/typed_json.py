@@ -128,13 +128,9 @@ def raw_memory(tensor: Tensor) -> memoryview:
 class Encoder:
     """Python values to JSON values.
 
-    Args:
-        store: called with a plain tensor too large to be written inline; returns a JSON value from which the decoder's
-            ``fetch`` gets it back.
-        strict: raise for a value that cannot be expressed, instead of recording it.
-
-    Attributes:
-        unsupported: key path and type of what was recorded only, in order.
+    ``store`` is called with a plain tensor too large to be written inline, and returns a JSON value from which the
+    decoder's ``fetch`` gets it back. ``strict`` raises for a value that cannot be expressed; otherwise it is recorded
+    only, and ``unsupported`` has key path and type of it, in order.
     """
 
     def __init__(self, store: Callable[[Tensor], Any] | None = None, *, strict: bool = False) -> None:
@@ -226,12 +222,8 @@ class Encoder:
 class Decoder:
     """JSON values back to Python values. Calls no code that the input names.
 
-    Args:
-        fetch: gets a large tensor back from what the encoder's ``store`` returned.
-
-    Attributes:
-        unsupported: key path and type of what the encoder recorded only, and of members of enums whose module is not
-            imported here; those keys are left out.
+    ``fetch`` gets a large tensor back from what the encoder's ``store`` returned. ``unsupported`` has key path and type
+    of what the encoder recorded only, and of members of enums whose module is not imported here: those are left out.
     """
 
     def __init__(self, fetch: Callable[[Any], Tensor] | None = None) -> None:

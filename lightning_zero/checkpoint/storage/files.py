@@ -52,15 +52,10 @@ class LocalFiles:
     """A folder on a local or mounted file system. Names are plain: without a slash.
 
     It holds the folder itself and not its name, so that a checkpoint which is replaced meanwhile gives an error and
-    never a mixture of two.
+    never a mixture of two. ``CheckpointError`` if it is no folder that can be read.
 
-    Args:
-        path: of the folder.
-        follow_links: whether an entry may be a symbolic link. The cache of the Hugging Face hub consists of them; in
-            a checkpoint one could only lead to what is not part of it.
-
-    Raises:
-        CheckpointError: if it is no folder that can be read.
+    With ``follow_links`` an entry may be a symbolic link. The cache of the Hugging Face hub consists of them; in a
+    checkpoint one could only lead to what is not part of it.
     """
 
     def __init__(self, path: Path, *, follow_links: bool = False) -> None:
@@ -137,9 +132,7 @@ class RemoteFiles:
     """A folder behind a URL, with the methods of ``LocalFiles``. It is listed once, when it is opened.
 
     Small parts are cut out of blocks, of which some are kept: what lies side by side is mostly read in that order.
-
-    Raises:
-        CheckpointError: if it cannot be listed.
+    ``CheckpointError`` if it cannot be listed.
     """
 
     def __init__(self, url: str) -> None:
@@ -333,12 +326,9 @@ Files = LocalFiles | RemoteFiles
 
 
 class Window(io.RawIOBase):
-    """A range of a file as a file.
+    """A range of a file as a file: ``read_into`` fills memory with what is at an offset of the range.
 
-    Args:
-        read_into: fills memory with what is at an offset of the range.
-        nbytes: of the range.
-        largest: refuse to read more than this at once, which a forged length may ask for.
+    Reading more than ``largest`` at once, which a forged length may ask for, is refused.
     """
 
     def __init__(self, read_into: Callable[[int, memoryview], Any], nbytes: int, largest: int | None = None) -> None:

@@ -173,9 +173,8 @@ def _check_deletable(path: Path, otherwise: str) -> None:
 def remove(path: Path) -> None:
     """Delete a checkpoint: a directory, a file, or a link with the data behind it. Nothing there is fine.
 
-    Raises:
-        IsADirectoryError: if it is a directory that is no checkpoint, or one with directories in it.
-        OSError: if the name could not be removed.
+    ``IsADirectoryError`` if it is a directory that is no checkpoint, or one with directories in it; ``OSError`` if the
+    name could not be removed.
     """
     if not os.path.lexists(path):
         return
@@ -322,18 +321,8 @@ class StagedFile:
     """A file being written, on the one process that makes and publishes it. See [Note: Publishing].
 
     It lies in a temporary directory beside its final name, because that is what later saves know how to sweep when the
-    process is killed.
-
-    Args:
-        final: the name to publish under. Its parents are made.
-        nbytes: size of the file.
-        exchange: as for ``Staging``: needed only where a directory has the name.
-
-    Raises:
-        OSError: as ``Staging`` does, or if the file cannot be made.
-
-    Attributes:
-        path: where the file is until it is published.
+    process is killed. Arguments and errors are those of ``Staging``, but for ``nbytes``, the size of the file; the
+    exchange is needed only where a directory has the name. It is at ``path`` until it is published.
     """
 
     def __init__(self, final: Path, nbytes: int, exchange: Exchange | None = None) -> None:
