@@ -34,7 +34,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, Record
-from lightning_zero.checkpoint.storage.files import is_remote, local_path
+from lightning_zero.checkpoint.storage.files import entries_of, is_remote, local_path
 from lightning_zero.checkpoint.storage.publish import Staging, remove
 
 __all__ = ["Destination", "RemoteDestination", "remove_at"]
@@ -209,14 +209,10 @@ def _listed(record: bytes | None) -> set[str]:
 
 def _names(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
     """What is in a folder, by name; nothing if there is none."""
-    store.invalidate_cache(root)
     try:
-        entries = store.ls(root, detail=True)
+        return entries_of(store, root)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    paths = {str(entry["name"]).strip("/"): entry for entry in entries}
-    paths.pop(root.strip("/"), None)  # some stores list an empty object for the folder itself
-    return {os.path.basename(path): entry for path, entry in paths.items()}
 
 
 def _check_is_checkpoint(url: str, names: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -321,23 +321,22 @@ def _items(parts: Sequence[_Part]) -> tuple[dict[str, Item], Index]:
 
 def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[str, FileEntry]) -> tuple[Encoder, Any]:
     """The rest as typed JSON, and who encoded it; tensors too large go to the file ``name``, which is then listed."""
-    with ExitStack() as stack:
-        opened: list[ChecksummedFile] = []
+    stored: list[tuple[dict[str, Any], Tensor]] = []
 
-        def store(tensor: Tensor) -> dict[str, Any]:
-            if not opened:
-                opened.append(ChecksummedFile(stack.enter_context(new_file(directory / name))))
-            file = opened[0]
-            file.write(b"\0" * (-file.nbytes % _ALIGNMENT))
-            offset, crc32 = file.nbytes, file.write_elements(tensor)
-            place = {"file": name, "offset": offset, "crc32": crc32}
-            return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), **place}
+    def store(tensor: Tensor) -> dict[str, Any]:
+        stored.append(({"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "file": name}, tensor))
+        return stored[-1][0]
 
-        encoder = Encoder(store)
-        encoded = encoder.encode(rest)
-        for file in opened:
-            files[name] = FileEntry(file.nbytes, file.checksum)
-        return encoder, encoded
+    encoder = Encoder(store)
+    encoded = encoder.encode(rest)
+    if stored:
+        with new_file(directory / name) as opened:
+            file = ChecksummedFile(opened)
+            for place, tensor in stored:
+                file.write(b"\0" * (-file.nbytes % _ALIGNMENT))
+                place |= {"offset": file.nbytes, "crc32": file.write_elements(tensor)}
+        files[name] = FileEntry(file.nbytes, file.checksum)
+    return encoder, encoded
 
 
 def _own_version() -> str:

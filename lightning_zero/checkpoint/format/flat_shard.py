@@ -134,8 +134,8 @@ class FlatShard(Tensor):
     Source: ``_Checkpointable``, the three methods by which DTensor describes itself to DCP (torch 2.11 to 2.15).
     """
 
-    _local: Tensor
-    _start: int
+    local: Tensor  # 1-D: the elements this rank holds, in the memory given to the constructor
+    start: int  # the place of ``local[0]`` in the flattened parameter
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> FlatShard:
@@ -150,23 +150,13 @@ class FlatShard(Tensor):
         shard: FlatShard = make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device, requires_grad=False
         )
-        shard._local, shard._start = local.detach(), int(start)
+        shard.local, shard.start = local.detach(), int(start)
         return shard
-
-    @property
-    def local(self) -> Tensor:
-        """1-D: the elements this rank holds, in the memory given to the constructor."""
-        return self._local
-
-    @property
-    def start(self) -> int:
-        """The place of ``local[0]`` in the flattened parameter."""
-        return self._start
 
     @property
     def boxes(self) -> list[Box]:
         """The slice as boxes of the full shape, in the order of ``local``."""
-        return boxes(self.shape, self._start, self._start + self._local.numel())
+        return boxes(self.shape, self.start, self.start + self.local.numel())
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """DCP: what this rank writes."""
@@ -186,7 +176,7 @@ class FlatShard(Tensor):
         for box in self.boxes:
             numel = math.prod(box.sizes)
             if index.offset is not None and tuple(index.offset) == box.offsets:
-                return self._local[position : position + numel].view(box.sizes)
+                return self.local[position : position + numel].view(box.sizes)
             position += numel
         raise ValueError(f"This rank holds no part of '{index.fqn}' at offset {index.offset}.")
 
@@ -196,10 +186,10 @@ class FlatShard(Tensor):
     ) -> Any:
         """Detach, clone and cast work on the slice; everything else would need elements of other ranks."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return FlatShard(args[0]._local, args[0].shape, args[0]._start)
+            return FlatShard(args[0].local, args[0].shape, args[0].start)
         if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
             options = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}
-            return FlatShard(func(args[0]._local, **options), args[0].shape, args[0]._start)
+            return FlatShard(func(args[0].local, **options), args[0].shape, args[0].start)
         raise RuntimeError(  # not TypeError, of which Python's operators make a message of their own
             f"{func} needs whole parameters, but a checkpoint holds only this rank's part of each. Compute with "
             "`lightning_zero.full_parameters` around the module, or with the saved checkpoint."
@@ -207,7 +197,7 @@ class FlatShard(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
         """A copy with memory of its own."""
-        copied = FlatShard(self._local.clone(), self.shape, self._start)
+        copied = FlatShard(self.local.clone(), self.shape, self.start)
         memo[id(self)] = copied
         return copied
 
@@ -220,8 +210,8 @@ class FlatShard(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        end = self._start + self._local.numel()
-        return f"FlatShard({tuple(self.shape)}, {self.dtype}, elements {self._start} to {end} here)"
+        end = self.start + self.local.numel()
+        return f"FlatShard({tuple(self.shape)}, {self.dtype}, elements {self.start} to {end} here)"
 
 
 def memory_identity(tensor: Tensor) -> Hashable:

@@ -147,16 +147,8 @@ def _holds_shards(value: Any) -> bool:
     return _holds(value, FlatShard)
 
 
-def _holds(value: Any, kind: type[Tensor], depth: int = 0) -> bool:
-    if isinstance(value, kind):
-        return True
-    if depth > 64:  # a structure that contains itself
-        return False
-    if isinstance(value, Mapping):
-        return any(_holds(item, kind, depth + 1) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds(item, kind, depth + 1) for item in value)
-    return False
+def _holds(value: Any, kind: type[Tensor]) -> bool:
+    return any(True for _ in tensors_in(value, kind))
 
 
 def tensors_in(value: Any, kind: Any = Tensor) -> Iterator[Any]:

@@ -59,8 +59,8 @@ class StoredTensor(Tensor):
     It is read from ``source``, which needs ``item`` to find it; ``key`` is its name there, for messages.
     """
 
+    key: str  # under which it is stored
     _source: Elements
-    _key: str
     _item: TensorItem
     _memory: list[Tensor]  # of one once it is loaded; shared with detached handles
 
@@ -69,14 +69,9 @@ class StoredTensor(Tensor):
         stored: StoredTensor = make_wrapper_subclass(
             cls, torch.Size(item.shape), dtype=item.dtype, device=torch.device("cpu"), requires_grad=False
         )
-        stored._source, stored._item, stored._key = source, item, key
+        stored._source, stored._item, stored.key = source, item, key
         stored._memory = []
         return stored
-
-    @property
-    def key(self) -> str:
-        """The name under which it is stored."""
-        return self._key
 
     @property
     def memory(self) -> Tensor | None:
@@ -106,17 +101,17 @@ class StoredTensor(Tensor):
         """
         if destination.dim() != 1 or start < 0 or start + destination.numel() > self.numel():
             raise ValueError(
-                f"Elements {start} to {start + destination.numel()} of '{self._key}' with shape {tuple(self.shape)} "
+                f"Elements {start} to {start + destination.numel()} of '{self.key}' with shape {tuple(self.shape)} "
                 f"cannot be read into a tensor of shape {tuple(destination.shape)}."
             )
         with untracked():
             if self.memory is not None:
                 destination.copy_(self.memory.reshape(-1)[start : start + destination.numel()])
             elif not isinstance(destination, FileTensor):
-                self._source.read_elements(self._key, self._item, destination, start)
+                self._source.read_elements(self.key, self._item, destination, start)
             else:  # a piece at a time: sources write to memory of any stride, which a file has not
                 for begin, piece in pieces(destination.numel(), destination.dtype, PIECE_NBYTES):
-                    self._source.read_elements(self._key, self._item, piece, start + begin)
+                    self._source.read_elements(self.key, self._item, piece, start + begin)
                     destination.write(piece, begin)
 
     def read(self) -> Tensor:
@@ -125,7 +120,7 @@ class StoredTensor(Tensor):
         ``CheckpointError`` if the file is damaged, or there is no memory for what it claims.
         """
         with untracked():
-            whole = new_tensor(self.shape, self.dtype, f"The tensor '{self._key}'")
+            whole = new_tensor(self.shape, self.dtype, f"The tensor '{self.key}'")
             self.read_into(whole.view(-1), 0)
         return whole
 
@@ -136,7 +131,7 @@ class StoredTensor(Tensor):
         """Compute with what is read from disk; a detached or aliased handle stays a handle."""
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            alias = StoredTensor(args[0]._source, args[0]._key, args[0]._item)
+            alias = StoredTensor(args[0]._source, args[0].key, args[0]._item)
             alias._memory = args[0]._memory
             return alias
         handles = [*chain(*aliased(cls, func, args, kwargs))]
@@ -185,7 +180,7 @@ class StoredTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
         """A handle of its own; what is only on disk stays there."""
-        copied = StoredTensor(self._source, self._key, self._item)
+        copied = StoredTensor(self._source, self.key, self._item)
         copied._memory = [memory.clone() for memory in self._memory]
         if isinstance(self, torch.nn.Parameter):  # which is an attribute, for a class of tensors
             copied._is_param = True
@@ -193,7 +188,7 @@ class StoredTensor(Tensor):
         return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredTensor('{self._key}', {tuple(self.shape)}, {self.dtype})"
+        return f"StoredTensor('{self.key}', {tuple(self.shape)}, {self.dtype})"
 
 
 def _elements(stored: StoredTensor) -> Tensor:

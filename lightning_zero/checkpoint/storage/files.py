@@ -10,7 +10,7 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -31,6 +31,7 @@ __all__ = [
     "LocalFiles",
     "RemoteFiles",
     "Window",
+    "entries_of",
     "is_folder",
     "is_http",
     "is_remote",
@@ -145,14 +146,12 @@ class RemoteFiles:
         """What is in the folder, with its size where the store says so."""
         try:
             self._system, self._root = url_to_fs(self.name)
-            self._system.invalidate_cache(self._root)  # a listing from before another process saved
-            entries: list[dict[str, Any]] = self._system.ls(self._root, detail=True)
+            entries = entries_of(self._system, self._root)
         except Exception as error:  # every store has its own
             raise CheckpointError(
                 f"'{self.name}' is not a checkpoint directory: {type(error).__name__}: {error}."
             ) from error
-        files = [entry for entry in entries if entry.get("type") == "file"]
-        return {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry.get("size") for entry in files}
+        return {name: entry.get("size") for name, entry in entries.items() if entry.get("type") == "file"}
 
     def has(self, name: str) -> bool:
         return name in self._sizes
@@ -323,6 +322,14 @@ class HttpFiles(RemoteFiles):
 
 
 Files = LocalFiles | RemoteFiles
+
+
+def entries_of(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
+    """What is in a folder of a store of fsspec now, by name; raises what the store does if there is none."""
+    store.invalidate_cache(root)  # a listing from before another process saved
+    paths = {str(entry["name"]).strip("/"): entry for entry in store.ls(root, detail=True)}
+    paths.pop(root.strip("/"), None)  # some stores list an empty object for the folder itself
+    return {os.path.basename(path): entry for path, entry in paths.items()}
 
 
 class Window(io.RawIOBase):
