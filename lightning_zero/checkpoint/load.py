@@ -31,6 +31,7 @@ from lightning_zero.checkpoint.verification import (
     archive_check,
     foreign_checks,
     own_checks,
+    run_checks,
     unverifiable_check,
     verify_share,
 )
@@ -214,15 +215,14 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
     """
     try:
         found = find_checkpoint(path)
-        runs = [check.run(progress) for check in _checks(found)]
-        damages = [damage for run in runs for damage in run]
-        if not damages:
+        result = run_checks(_checks(found), progress)
+        if not result:
             read_checkpoint(path, found, None)
     except CheckpointError as error:
         return Verification([str(error)], [])
     except Exception as error:  # what was forged can raise anything
         return Verification([shortened(f"'{os.fspath(path)}' is damaged: {type(error).__name__}: {error}")], [])
-    return Verification([shortened(damage) for damage in damages], [name for run in runs for name in run.unverified])
+    return Verification([shortened(damage) for damage in result], result.unverified)
 
 
 def _checks(found: Found, *, sampled: bool = False) -> list[Check]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from io import BufferedReader
 from typing import NamedTuple
@@ -41,6 +41,7 @@ __all__ = [
     "archive_check",
     "foreign_checks",
     "own_checks",
+    "run_checks",
     "unverifiable_check",
     "verify_share",
 ]
@@ -87,14 +88,18 @@ class Check(NamedTuple):
     nbytes: int
     damages: Callable[[Progress], Iterator[str]]
 
-    def run(self, progress: Progress) -> Verification:
-        """Read it; ``progress`` is told the number of bytes of every piece."""
+
+def run_checks(checks: Iterable[Check], progress: Progress) -> Verification:
+    """Read parts of a checkpoint; ``progress`` is told the number of bytes of every piece."""
+    damages: list[str] = []
+    unverified: list[str] = []
+    for check in checks:
         try:
-            found = list(self.damages(progress))
+            for text in check.damages(progress):
+                (unverified if isinstance(text, _NoChecksum) else damages).append(text)
         except CheckpointError as error:
-            return Verification([str(error)], [])
-        unverified = [text for text in found if isinstance(text, _NoChecksum)]
-        return Verification([text for text in found if not isinstance(text, _NoChecksum)], unverified)
+            damages.append(str(error))
+    return Verification(damages, unverified)
 
 
 def verify_share(checks: list[Check], control: ControlGroup) -> list[str]:
@@ -103,19 +108,17 @@ def verify_share(checks: list[Check], control: ControlGroup) -> list[str]:
     Returns the names of files without checksums; ``CheckpointError`` if something is damaged.
     """
     loads = [0] * control.world_size
-    damages: list[str] = []
-    unverified: list[str] = []
+    mine = []
     for check in sorted(checks, key=lambda check: -check.nbytes):
         rank = loads.index(min(loads))
         loads[rank] += check.nbytes + 1
         if rank == control.rank:
-            found = check.run(lambda nbytes: None)
-            damages += found
-            unverified += found.unverified
-    if damages:
-        more = [f"and {len(damages) - _NAMED} more"] if len(damages) > _NAMED else []
-        raise CheckpointError("\n    ".join(["it is damaged.", *damages[:_NAMED], *more]))
-    return unverified
+            mine.append(check)
+    found = run_checks(mine, lambda nbytes: None)
+    if found:
+        more = [f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else []
+        raise CheckpointError("\n    ".join(["it is damaged.", *found[:_NAMED], *more]))
+    return found.unverified
 
 
 def unverifiable_check(name: str) -> Check:

@@ -18,7 +18,7 @@ from lightning_zero import CheckpointPolicy, ZeroStrategy, load_from_checkpoint,
 from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory, verify_checkpoint
 from lightning_zero.checkpoint.directories import Directory
 from lightning_zero.checkpoint.load import find_checkpoint
-from lightning_zero.checkpoint.verification import own_checks
+from lightning_zero.checkpoint.verification import own_checks, run_checks
 from lightning_zero.cli import main
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end
@@ -189,7 +189,7 @@ def test_a_sample_is_a_twentieth_of_each_file(large: Path) -> None:
     read: dict[str, int] = {}
     for name, check in zip(Directory(find_checkpoint(large).files).record.files, checks(large), strict=True):
         pieces: list[int] = []
-        assert check.run(pieces.append) == []
+        assert run_checks([check], pieces.append) == []
         read[name] = check.nbytes
         assert sum(pieces) == check.nbytes  # and nothing beside it
     for name in ("__0_0.distcp", "__1_0.distcp"):
