@@ -79,7 +79,8 @@ class Staging:
         _make_folder(final.parent)
         sweep(final.parent)
         self._lock: int | None
-        self.path, self._lock = _make_locked(final.parent)
+        self._folder, self._lock = _make_locked(final.parent)
+        self.path = self._folder
 
     def publish(self) -> None:
         """Give the directory its final name, then delete what had it. See [Note: Publishing].
@@ -106,18 +107,18 @@ class Staging:
             if link.is_symlink():
                 link.unlink()
         if self._lock is not None:
-            _retire(self.path)
+            _retire(self._folder)
             self._unlock()
 
     def _beside(self, prefix: str) -> Path:
         """A temporary name with the token of this directory's own."""
-        return self.final.parent / f"{prefix}{self.path.name[-32:]}"
+        return self.final.parent / f"{prefix}{self._folder.name[-32:]}"
 
     def _flip_link(self) -> Path | None:
         """Publish by a symbolic link. Returns what is to be deleted."""
         data, link = self._beside(_DATA), self._beside(_TEMPORARY)
-        os.rename(self.path, data)
-        self.path = data
+        os.rename(self._folder, data)
+        self._folder = data
         os.symlink(data.name, link)
         if self.final.is_symlink() or not self.final.is_dir():
             replaced = _linked_data(self.final)
@@ -317,7 +318,7 @@ def _delete(path: Path) -> None:
             path.unlink()
 
 
-class StagedFile:
+class StagedFile(Staging):
     """A file being written, on the one process that makes and publishes it. See [Note: Publishing].
 
     It lies in a temporary directory beside its final name, because that is what later saves know how to sweep when the
@@ -326,10 +327,8 @@ class StagedFile:
     """
 
     def __init__(self, final: Path, nbytes: int, exchange: Exchange | None = None) -> None:
-        self.final = final
-        self._exchange = exchange or _exchange
-        self._staging = Staging(final)
-        self.path = self._staging.path / "file"
+        super().__init__(final, exchange)
+        self.path = self._folder / "file"
         try:
             with open(self.path, "xb") as file:
                 os.truncate(file.fileno(), nbytes)
@@ -355,7 +354,3 @@ class StagedFile:
         _fsync(self.final.parent)
         self.discard()
         sweep(self.final.parent)  # the data of a directory that was published through a link
-
-    def discard(self) -> None:
-        """Delete the file if it was not published. Never raises: the next save sweeps what is left."""
-        self._staging.discard()
