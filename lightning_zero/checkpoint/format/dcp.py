@@ -83,15 +83,9 @@ class Index:
 # -------------------------------------------------------------------------------------------------------------- reading
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_CLASSES = {
-    (_METADATA, "Metadata"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
+_CLASSES = {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+_CLASSES |= {(_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata")}
+_CLASSES |= {(_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")}
 _TUPLES = {(_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
 _TUPLES |= {("pathlib._local", "PosixPath")}  # its name in Python 3.13
 _MAX_DEPTH = 32
@@ -107,8 +101,8 @@ def parse_metadata(data: bytes) -> Index:
         follow(data, len(data), max_depth=_MAX_DEPTH, values=False)
         unpickler = _Unpickler(io.BytesIO(data))
         loaded = unpickler.load()
-    except _Refused as error:
-        raise ValueError(str(error)) from None
+    except _Refused:
+        raise
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
     try:
@@ -117,7 +111,7 @@ def parse_metadata(data: bytes) -> Index:
         raise ValueError(f"it is not what torch.distributed.checkpoint writes: {error!r}") from error
 
 
-class _Refused(Exception):
+class _Refused(ValueError):
     """A name that is not on the list, or an opcode."""
 
 

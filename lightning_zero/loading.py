@@ -1,4 +1,8 @@
-"""An ordinary module from any checkpoint, and its weights as a dictionary, in one process."""
+"""Weights out of a checkpoint of any kind without resuming its run: into an ordinary module, or into a dictionary.
+
+Nothing here loads optimizer states, takes open files in place of paths, or sends tensors to different devices by
+``map_location``: a module has one device here, and a sharded directory does not say where its tensors were.
+"""
 
 from __future__ import annotations
 
