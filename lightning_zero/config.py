@@ -25,6 +25,7 @@ __all__ = [
     "ShardWithin",
     "Stage",
     "Tier",
+    "Uneven",
     "check_whole",
     "choose_prefetch",
     "validate_activations",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -19,14 +20,14 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Wei
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint import FlatShard
-from lightning_zero.engine import engine_of
-from lightning_zero.engine.full import gathered, whole_slices
+from lightning_zero.debug import full_parameters
+from lightning_zero.engine.full import whole_slices
 from lightning_zero.session.module_state import read_slice
 from lightning_zero.session.names import unwrapped
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.sliced_tensor import SlicedTensor
-from lightning_zero.trainer.replaced import ReplacedMethods
+from lightning_zero.trainer.callbacks import ReplacedMethods
 
 __all__ = ["Averages", "as_shards", "copy_whole"]
 
@@ -151,20 +152,9 @@ class _Masters:
 
 def copy_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: ReplacedMethods) -> None:
     """Let averaging callbacks copy, at their set-up, a module that an earlier fit has sharded. Collective there."""
-    engine = engine_of(module)
-    if engine is None or not any(map(is_absent, module.parameters())):
-        return
-
-    def whole(method: Callable[..., None]) -> Callable[..., None]:
-        def setup(*args: Any, **kwargs: Any) -> None:
-            with gathered(engine, engine.names):
-                method(*args, **kwargs)
-
-        return setup
-
-    for callback in callbacks:
+    for callback in callbacks if any(map(is_absent, module.parameters())) else ():
         if isinstance(callback, _KINDS):
-            replaced.put(callback, "setup", whole)
+            replaced.within(callback, "setup", partial(full_parameters, module))
 
 
 def _each(function: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,24 @@
-"""What Lightning's Trainer, loops and callbacks are asked, told and refused."""
+"""What Lightning's Trainer, loops, loggers and callbacks are asked, told and refused.
+
+[Note: thawed parameters]
+A parameter that ``BaseFinetuning`` or its kin thaw in mid-fit makes the next training step lay the module out anew
+(``ZeroSession``). What is left is here: such a callback tells by values which parameters an optimizer has already.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import (
-    Callback,
-    ModelCheckpoint,
-    ModelPruning,
-)
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, ModelPruning
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -23,32 +26,81 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero._torch import no_subclasses, untracked
 from lightning_zero.debug import full_parameters
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.full import gathered
 from lightning_zero.errors import ParameterAccessError, some
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.trainer.replaced import ReplacedMethods
+from lightning_zero.shards.elements import checksum
 
 __all__ = [
     "HeldSchedulers",
+    "ReplacedMethods",
+    "UnmarkedModule",
     "begin_epoch",
+    "compare_by_value",
     "gather_for_graphs",
     "prune_whole",
-    "refuse_callbacks",
     "refuse_other_strategies",
     "refuse_synced_norms",
     "running_trainer",
+    "warn_of_callbacks",
     "warn_of_uploads",
     "watch_names",
     "without_modules",
 ]
 
 
-def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Raise ParameterAccessError for a callback that sharding cannot serve, and warn of what differs from DDP."""
+class ReplacedMethods:
+    """What one run has replaced on other objects: none of it outlives the run, or goes into a pickle after it."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Callable[..., Any] | None]] = []
+
+    def put(self, target: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let ``target.name`` be ``around`` of what it is."""
+        self._before.append((target, name, vars(target).get(name)))
+        vars(target)[name] = around(getattr(target, name))
+
+    def within(self, target: Any, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Let ``target.name`` be what it is, inside of a context that is made for each call."""
+
+        def around(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with context():
+                    return method(*args, **kwargs)
+
+            return call
+
+        self.put(target, name, around)
+
+    def release(self) -> None:
+        """Give all of them back, the last one first."""
+        while self._before:
+            target, name, before = self._before.pop()
+            vars(target).pop(name, None)
+            if before is not None:
+                vars(target)[name] = before
+
+
+class UnmarkedModule:
+    """The module of a strategy, read as any attribute, without the mark of a Trainer that was given a compiled one.
+
+    That has put compiled steps into it by then, and would refuse a marked one, as it does not know the strategy.
+    """
+
+    def __set__(self, strategy: Strategy, module: LightningModule | None) -> None:
+        if module is not None:
+            module._compiler_ctx = None
+        strategy.__dict__["_lightning_module"] = module
+
+
+def warn_of_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Warn of a callback with which training differs from DDP's."""
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, ModelPruning) and callback._use_lottery_ticket_hypothesis:  # 2.6
@@ -65,19 +117,43 @@ def prune_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: Repl
 
     It is called on every rank alike, and the whole module is in memory meanwhile. Collective there.
     """
-
-    def whole(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            engine = engine_of(module)
-            with gathered(engine, engine.names) if engine is not None else nullcontext():
-                return method(*args, **kwargs)
-
-        return call
-
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             for name in ("_run_pruning", "make_pruning_permanent", "_make_pruning_permanent_on_state_dict"):  # 2.6
-                replaced.put(callback, name, whole)
+                replaced.within(callback, name, partial(full_parameters, module))
+
+
+def compare_by_value(callbacks: Iterable[Callback], module: nn.Module, replaced: ReplacedMethods) -> None:
+    """Let ``torch.equal`` in these callbacks' ``finetune_function`` compare sharded parameters. Collective there."""
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            replaced.within(callback, "finetune_function", partial(_ValuesCompared, module))
+
+
+class _ValuesCompared(TorchFunctionMode):
+    """While active, two parameters of a sharded module are equal if all their elements are, wherever these are.
+
+    Units are gathered one after the other when that is first asked for: collective, and asked by every rank alike.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._engine = engine_of(module)
+        self._sums: dict[Any, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer ``torch.equal`` of absent parameters; let everything else through."""
+        engine = self._engine
+        asked = func is torch.equal and any(map(is_absent, args))
+        if not asked or engine is None or not engine.names.keys() >= {*args}:
+            return func(*args, **(kwargs or {}))
+        for unit in engine.units if not self._sums else ():
+            with gathered(engine, unit.parameters), untracked():
+                for parameter in unit.parameters:
+                    self._sums[parameter] = checksum(parameter.detach() + 0)  # the two zeros are equal
+        with no_subclasses():
+            alike = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
+        return alike and self._sums[args[0]] == self._sums[args[1]]
 
 
 def watch_names(callbacks: Iterable[Callback], is_underway: Callable[[Any], bool], replaced: ReplacedMethods) -> None:
@@ -145,29 +221,19 @@ def refuse_synced_norms(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def gather_for_graphs(loggers: Iterable[Logger], replaced: ReplacedMethods) -> None:
+def gather_for_graphs(loggers: Iterable[Logger], module: nn.Module, replaced: ReplacedMethods) -> None:
     """Have loggers that are about to draw the module's graph run it on whole parameters: they do on one rank alone.
 
     ``TensorBoardLogger(log_graph=True)`` does; other loggers of Lightning do not call the module. Theirs and the user's
     ``log_graph`` is called on every rank when a run begins. That call is collective then, and gathers the module.
     """
-
-    def drawing(method: Callable[..., None]) -> Callable[..., None]:
-        drawn: list[bool] = []
-
-        def call(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-            first = not drawn
-            drawn.append(True)
-            with full_parameters(model) if first else nullcontext():  # what is drawn later is drawn by who asks for it
-                method(model, *args, **kwargs)
-
-        return call
-
     for logger in loggers:
         own = not type(logger).__module__.startswith("lightning.")
         overridden = getattr(type(logger), "log_graph", None) is not Logger.log_graph
         if overridden and getattr(logger, "_log_graph", own):  # 2.6
-            replaced.put(logger, "log_graph", drawing)
+            # What is drawn later is drawn by who asks for it.
+            contexts: Iterator[AbstractContextManager[Any]] = chain([full_parameters(module)], repeat(nullcontext()))
+            replaced.within(logger, "log_graph", contexts.__next__)
 
 
 def warn_of_uploads(loggers: Iterable[Logger]) -> None:

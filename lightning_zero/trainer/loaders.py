@@ -1,4 +1,4 @@
-"""Data that end on some ranks earlier than on others: all ranks ask, batch by batch, whether anybody has one.
+"""What happens between two batches, on all ranks alike: where data end on some of them, and where signals arrived.
 
 Under DDP a rank without a batch leaves, and the others wait for it in their next backward. Here what Lightning iterates
 over, all loaders of a stage together, is iterated in step where ranks need one another. Where the lengths that are
@@ -10,35 +10,43 @@ A rank that has no batch while another one has takes part in what the others gat
 ``NoBatch``, so that Lightning's loops go on there, and in place of ``training_step`` the strategy runs nothing, in the
 same scope: no gradient, and a loss of zero. Averages go on being those over all ranks. In evaluation Lightning's loops
 do not need one another, so there the rank takes part while it fetches, of which neither hooks nor metrics see anything.
+
+[Note: signals]
+Lightning's own handlers run wherever the rank is. The one of SIGTERM sends a message there, which shifts all messages
+behind it by one, and the one with which Slurm has a run saved and queued again saves in the middle of a step, which
+other ranks are not in. Ours only note what is asked: the next agreement tells the others, and all do it together.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero._torch import tree_leaves
-from lightning_zero.config import LoaderPolicy, Placement
+from lightning_zero.config import LoaderPolicy, Placement, Uneven
+from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import DivergenceError, some
 from lightning_zero.shards.elements import fingerprint
-from lightning_zero.trainer.replaced import ReplacedMethods
-from lightning_zero.trainer.signals import Signals
+from lightning_zero.trainer.callbacks import ReplacedMethods
+from lightning_zero.trainer.processes import Processes
 
-__all__ = ["Loading", "NoBatch"]
+__all__ = ["Batches", "NoBatch"]
 
-Policy = Literal["error", "join", "stop"]
 Agree = Callable[[str, Sequence[int]], list[list[int]]]
 
 _WAYS = (
@@ -47,28 +55,96 @@ _WAYS = (
     "'stop', where all end with the first."
 )
 _STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
+_END, _SAVE = 1, 2  # what a signal asks
+_log = logging.getLogger(__name__)
 _OUT = 1 << 32  # in place of a loader's number: no batch of any
 
 
-class Loading(Signals):
-    """What Lightning asks a strategy about data."""
+class Batches(Processes, ParallelStrategy):
+    """What Lightning asks a strategy about data, and the signals that a Trainer handles."""
 
     loaders: LoaderPolicy
     placement: Placement
     may_lack = False
     """Whether a training step may get no batch."""
+    _connector: Any
+    _asked = 0  # of this rank, in this run
+    _fitting = False
+    _save: Callable[..., None]
+    _saved = False
 
     if TYPE_CHECKING:
+
+        @property
+        def engine(self) -> ZeroEngine: ...
 
         def run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool) -> Any: ...
 
     def listen(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Stand between the loops and their loaders, too. Local."""
-        super().listen(trainer, replaced)
+        """Take the place of Lightning's handlers, before it installs them, and of what its loops fetch from. Local."""
+        self._connector = connector = trainer._signal_connector  # 2.6
+        self._asked, self._fitting, self._saved = 0, False, False
+        self._save = connector._slurm_sigusr_handler_fn
+
+        advance = trainer.fit_loop.epoch_loop.advance
+
+        def end(signum: Any, frame: Any) -> None:
+            _log.info("[rank: %s] Received SIGTERM: all ranks end after this step.", self.global_rank)
+            if self._launcher is not None and not self._asked & _END:
+                self._launcher.kill(signum)
+            if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
+                self._ask(_END)
+            else:
+                connector.received_sigterm = True
+
+        def save(signum: Any, frame: Any) -> None:
+            self._ask(_SAVE) if trainer.state.fn == TrainerFn.FITTING else self._save(signum, frame)
+
+        def heed_and_advance(*args: Any) -> None:
+            self.heed(between=True)
+            advance(*args)
+
+        replaced.put(connector, "_sigterm_notifier_fn", lambda _: end)
+        replaced.put(connector, "_slurm_sigusr_handler_fn", lambda _: save)
+        replaced.put(trainer.fit_loop.epoch_loop, "advance", lambda _: heed_and_advance)
         self.may_lack = False
         loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
         for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             replaced.put(loop._data_source, "dataloader", partial(self._in_step, trainer, loop))  # 2.6
+
+    def _ask(self, what: int) -> None:
+        self._asked |= what
+        if self._fitting:
+            self.engine.agreement.notice = self._asked
+
+    def on_train_start(self) -> None:
+        """From here on others are told; also of what was asked before."""
+        super().on_train_start()
+        self.engine.agreement.noticed, self._fitting = 0, True
+        self._ask(0)
+
+    def on_train_end(self) -> None:
+        """The last time that others are told, and that what they ask is done. Collective: every rank."""
+        self.engine.agreement.round("the end of the training")
+        self.heed(between=True)
+        self._fitting = False
+        super().on_train_end()
+
+    def heed(self, *, between: bool) -> None:
+        """Do what any rank was asked for and can be done here: ``between`` two batches or not. On all ranks alike.
+
+        Not while gradients of a step that has not been made are held, which a checkpoint has no part of.
+        """
+        noticed = self.engine.agreement.noticed if self._fitting else 0
+        if not noticed or self._connector.trainer.fit_loop._should_accumulate():  # 2.6
+            return
+        if noticed & _SAVE and not self._saved:
+            if not between:
+                return  # and do not end before
+            self._saved = True
+            self._save(None, None)
+        if noticed & _END:
+            self._connector.received_sigterm = True  # Lightning ends the fit before the next batch
 
     def _in_step(self, trainer: Any, loop: Any, request: Callable[[], Any]) -> Callable[[], Any]:
         """``request``, whose loaders end on all ranks together where the ranks need one another."""
@@ -99,7 +175,8 @@ class Loading(Signals):
 
     def _take_part(self, step: str) -> None:
         self.run_step(step, (), {}, without=True)
-        self.end_if_asked()
+        if self._connector.received_sigterm:  # as Lightning's loops end between two batches of a validation
+            raise SIGTERMException
 
     def lacks_batch(self, *called: Any) -> bool:
         """Whether there is no batch in what a training step is called with."""
@@ -176,7 +253,7 @@ class _LockStep:
         evaluation: ``None`` in training.
     """
 
-    def __init__(self, name: str, policy: Policy, agree: Agree, evaluation: _Evaluation | None) -> None:
+    def __init__(self, name: str, policy: Uneven, agree: Agree, evaluation: _Evaluation | None) -> None:
         self._name, self._policy, self._agree, self._evaluation = name, policy, agree, evaluation
         self._ways = _WAYS.format("training" if evaluation is None else "evaluation")
         self.length: int | None = None

@@ -41,22 +41,23 @@ from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.averaging import Averages, as_shards, copy_whole
 from lightning_zero.trainer.callbacks import (
     HeldSchedulers,
+    ReplacedMethods,
+    UnmarkedModule,
     begin_epoch,
+    compare_by_value,
     gather_for_graphs,
     prune_whole,
-    refuse_callbacks,
     refuse_other_strategies,
     refuse_synced_norms,
     running_trainer,
+    warn_of_callbacks,
     warn_of_uploads,
     watch_names,
     without_modules,
 )
-from lightning_zero.trainer.finetuning import compare_by_value
-from lightning_zero.trainer.loaders import Loading
+from lightning_zero.trainer.loaders import Batches
 from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, NOT_SET_UP, StartMethod
-from lightning_zero.trainer.replaced import ReplacedMethods, UnmarkedModule
 
 __all__ = ["ZeroStrategy"]
 
@@ -64,7 +65,7 @@ _DEFAULT_POLICY = CheckpointPolicy()
 _DEFAULT_LOADERS = LoaderPolicy()
 
 
-class ZeroStrategy(Loading):
+class ZeroStrategy(Batches):
     """ZeRO for an ordinary LightningModule: ``Trainer(strategy="zero3")``.
 
     Args:
@@ -200,7 +201,7 @@ class ZeroStrategy(Loading):
         """Shard the module, build the optimizers, adapt them. Collective: every rank."""
         self._lay_out(trainer)
         if self._absent and trainer.enable_autolog_hparams:  # where every rank is asked to draw
-            gather_for_graphs(trainer.loggers, self._replaced)
+            gather_for_graphs(trainer.loggers, self._module, self._replaced)
         self.model_to_device()
         self.precision_plugin.attach(
             self.root_device, self.engine.totals, self.adapter, lambda o: self._held.hold(self.lr_scheduler_configs, o)
@@ -230,7 +231,7 @@ class ZeroStrategy(Loading):
         fitting = trainer.state.fn == TrainerFn.FITTING
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if fitting:
-            refuse_callbacks(callbacks)
+            warn_of_callbacks(callbacks)
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self._module)
             refuse_synced_norms(self._module, self.root_device)
