@@ -11,7 +11,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args
 
 __all__ = [
     "ActivationPolicy",
@@ -57,7 +58,6 @@ class Placement:
         parameters: ``SHARDED`` frees the full parameters of a unit whenever the unit is not computing.
         gradients: ``SHARDED`` reduces and frees gradients in every backward; ``REPLICATED`` keeps the full local
             gradients until the last micro-step of a step.
-        optimizer: ``SHARDED`` lets every rank update its own part only. Always sharded here: that is what ZeRO is.
         span: ranks that share what is sharded; each such group holds all of it, and gradients are averaged across the
             groups. ``None``: all ranks.
         keeping: ranks of a host, each of which keeps a part of the weights that came from others; ``None``: nobody.
@@ -67,17 +67,13 @@ class Placement:
 
     parameters: Residence
     gradients: Residence
-    optimizer: Residence = Residence.SHARDED
     span: int | None = None
     keeping: int | None = None
 
+    optimizer: ClassVar[Residence] = Residence.SHARDED
+    """Every rank updates its own part only: that is what ZeRO is. With a replicated optimizer there is plain DDP."""
+
     def __post_init__(self) -> None:
-        for name in ("parameters", "gradients", "optimizer"):
-            value = getattr(self, name)
-            if not isinstance(value, Residence):
-                raise ValueError(f"Placement.{name} must be a Residence, got {value!r}.")
-        if self.optimizer is not Residence.SHARDED:
-            raise ValueError("Placement.optimizer must be SHARDED: with a replicated optimizer use plain DDP instead.")
         if self.parameters is Residence.SHARDED and self.gradients is not Residence.SHARDED:
             raise ValueError("Placement with sharded parameters needs sharded gradients.")
         if self.span is not None:
@@ -95,11 +91,7 @@ class Placement:
 
     @classmethod
     def from_stage(cls, stage: int) -> Placement:
-        """Translate a ZeRO stage number.
-
-        Raises:
-            ValueError: if ``stage`` is not 1, 2 or 3.
-        """
+        """What a ZeRO stage number means; ValueError if it is not 1, 2 or 3."""
         if stage not in _PLACEMENTS or isinstance(stage, bool):
             raise ValueError(
                 f"ZeRO stage must be one of {', '.join(map(str, get_args(Stage)))}, got {stage!r}. Stage 1 shards the "
@@ -149,15 +141,12 @@ class HostOffload:
     pin_mib: float | None = None
     threads: int | None = None
 
+    tier: ClassVar[Tier] = Tier.HOST
+
     def __post_init__(self) -> None:
         _check_offloaded(self)
         if self.pin_mib is not None:
             _check_mib("HostOffload.pin_mib", self.pin_mib, least=0.0)
-
-    @property
-    def tier(self) -> Tier:
-        """Where it rests."""
-        return Tier.HOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +179,8 @@ class NvmeOffload:
     threads: int | None = None
     checksums: bool = True
 
+    tier: ClassVar[Tier] = Tier.DISK
+
     def __post_init__(self) -> None:
         _check_offloaded(self)
         _check_switches(self, "checksums")
@@ -198,11 +189,6 @@ class NvmeOffload:
         object.__setattr__(self, "path", os.fspath(self.path))
         _check_mib("NvmeOffload.buffer_mib", self.buffer_mib, least=1.0)
         check_whole("NvmeOffload.io_threads", self.io_threads, least=1, unit="threads")
-
-    @property
-    def tier(self) -> Tier:
-        """Where it rests."""
-        return Tier.DISK
 
 
 Offload = HostOffload | NvmeOffload
@@ -319,14 +305,8 @@ class CheckpointPolicy:
             )
 
     def for_one_save(self, storage_options: Any) -> CheckpointPolicy:
-        """The policy with what ``trainer.save_checkpoint(..., storage_options=...)`` overrides.
-
-        Args:
-            storage_options: ``None``, or a dictionary with ``format`` and ``async``, each optional.
-
-        Raises:
-            ValueError: for anything else, naming it.
-        """
+        """The policy with what ``trainer.save_checkpoint(..., storage_options=...)`` overrides; ValueError for anything
+        but ``None`` or a dictionary with ``format`` and ``async``, each optional."""
         if storage_options is None:
             return self
         if not isinstance(storage_options, Mapping) or set(storage_options) - {"format", "async"}:
@@ -380,13 +360,6 @@ def validate_bucket_mib(bucket_mib: float) -> float:
     return float(bucket_mib)
 
 
-def validate_checkpoint(checkpoint: CheckpointPolicy) -> CheckpointPolicy:
-    """What is saved is a policy."""
-    if not isinstance(checkpoint, CheckpointPolicy):
-        raise ValueError(f"checkpoint must be a CheckpointPolicy, got {checkpoint!r}.")
-    return checkpoint
-
-
 def validate_shard_within(within: ShardWithin, offload: Offload | None) -> None:
     """Who shares what is sharded is nobody in particular, a node, or two ranks or more; not with offload."""
     if within is None:
@@ -399,8 +372,7 @@ def validate_shard_within(within: ShardWithin, offload: Offload | None) -> None:
 
 def validate_offload(offload: Offload | None, placement: Placement) -> Offload | None:
     """What is offloaded is nothing or a policy, which offloads parameters only where they are sharded."""
-    if offload is not None and not isinstance(offload, Offload):
-        raise ValueError(f"offload must be a HostOffload or an NvmeOffload, got {offload!r}.")
+    _validate_policy("offload", "a HostOffload or an NvmeOffload", Offload | None, offload)
     if offload is not None and offload.parameters and not placement.shards_parameters:
         raise ValueError(
             f"{type(offload).__name__}.parameters is for stage 3 only: in stages 1 and 2 every rank computes with full "
@@ -409,18 +381,15 @@ def validate_offload(offload: Offload | None, placement: Placement) -> Offload |
     return offload
 
 
-def validate_activations(activations: ActivationPolicy | None) -> ActivationPolicy | None:
-    """What happens to activations is nothing or a policy."""
-    if activations is not None and not isinstance(activations, ActivationPolicy):
-        raise ValueError(f"activations must be an ActivationPolicy, got {activations!r}.")
-    return activations
+def _validate_policy(name: str, wanted: str, kind: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+    return value
 
 
-def validate_loaders(loaders: LoaderPolicy) -> LoaderPolicy:
-    """What happens with uneven loaders is a policy."""
-    if not isinstance(loaders, LoaderPolicy):
-        raise ValueError(f"loaders must be a LoaderPolicy, got {loaders!r}.")
-    return loaders
+validate_activations = partial(_validate_policy, "activations", "an ActivationPolicy", ActivationPolicy | None)
+validate_checkpoint = partial(_validate_policy, "checkpoint", "a CheckpointPolicy", CheckpointPolicy)
+validate_loaders = partial(_validate_policy, "loaders", "a LoaderPolicy", LoaderPolicy)
 
 
 def validate_prefetch(prefetch: int | None) -> None:
