@@ -29,7 +29,8 @@ from lightning_zero.loading import let_lightning_load_directories, load_from_che
 from lightning_zero.trainer.cli import ZeroCLI
 from lightning_zero.trainer.fabric import ZeroFabricStrategy
 from lightning_zero.trainer.loaders import NoBatch
-from lightning_zero.trainer.monitors import CommunicationMonitor, MemoryMonitor
+from lightning_zero.trainer.monitors.communication import CommunicationMonitor
+from lightning_zero.trainer.monitors.memory import MemoryMonitor
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.strategy import ZeroStrategy
 

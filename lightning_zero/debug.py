@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import storage_key, untracked, use_count
 from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine, engine_of
+from lightning_zero.engine.events import Span
 from lightning_zero.engine.full import gather_layout, gathered, gathered_gradients
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import ReplicatedUnit
@@ -296,12 +297,15 @@ def _unclaimed(tensors: Iterable[Tensor | None], claimed: Mapping[int, int]) -> 
     return found
 
 
-def memory_stats(engine: ZeroEngine, optimizers: Iterable[Tensor] = ()) -> MemoryStats:
-    """Count what is alive. ``optimizers`` are what these hold beside the shards: state, and whole parameters."""
-    return _count(engine, optimizers, {})
+def memory_stats(
+    engine: ZeroEngine, optimizers: Iterable[Tensor] = (), claimed: dict[int, int] | None = None
+) -> MemoryStats:
+    """Count what is alive. ``optimizers`` are what these hold beside the shards: state, and whole parameters.
 
+    ``claimed`` gets the bytes of every storage that was counted, by its key.
+    """
+    claimed = {} if claimed is None else claimed
 
-def _count(engine: ZeroEngine, optimizers: Iterable[Tensor], claimed: dict[int, int]) -> MemoryStats:
     def claim(tensors: Iterable[Tensor | None]) -> int:
         found = _unclaimed(tensors, claimed)
         claimed.update(found)
@@ -339,7 +343,7 @@ def _count(engine: ZeroEngine, optimizers: Iterable[Tensor], claimed: dict[int, 
 
 
 class Beside:
-    """Bytes on the device that a running step takes beside what rests there. Cheap enough to be asked at every span.
+    """Observes spans: the ``most`` bytes on the device that a step takes beside what rests there.
 
     They are slots that were given back before, stand in for one that is taken, or are gradients carried from one
     reduction to the next.
@@ -351,11 +355,15 @@ class Beside:
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine = engine
         self._resting: dict[int, int] = {}
-        _count(engine, (), self._resting)
+        self.most = 0
+        memory_stats(engine, claimed=self._resting)
 
-    def nbytes(self) -> int:
-        """Now."""
-        return sum(_unclaimed(_beside(self._engine), self._resting).values())
+    def begin(self, span: Span) -> None:
+        """See ``SpanObserver``."""
+        self.most = max(self.most, sum(_unclaimed(_beside(self._engine), self._resting).values()))
+
+    def end(self, span: Span) -> None:
+        """See ``SpanObserver``. A step has so many spans that a look at their beginnings is enough."""
 
 
 def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -16,7 +17,7 @@ from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
 from lightning_zero.plan import Plan
-from lightning_zero.trainer.monitors.steps import STEADY, StepMonitor, logging_step
+from lightning_zero.trainer.monitors import STEADY, StepMonitor, let_go, logging_step
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["CommunicationMonitor"]
@@ -28,28 +29,28 @@ Mark = Any  # seconds on the host (float), or a torch.cuda.Event
 Number = TypeVar("Number", float, CollectiveTraffic)
 
 
+@dataclass(frozen=True)
 class Timeline:
     """The marks of one step, each with the phase that the time from there to the next one belongs to."""
 
-    def __init__(self, marks: list[tuple[Mark, str]], end: Mark) -> None:
-        self._marks = marks
-        self._end = end
+    marks: list[tuple[Mark, str]]
+    end: Mark
 
     @property
     def ready(self) -> bool:
         """Whether ``seconds`` would not have to wait."""
-        return isinstance(self._end, float) or bool(self._end.query())
+        return isinstance(self.end, float) or bool(self.end.query())
 
     def wait(self) -> None:
         """Wait on the host until the device has got there."""
-        if not isinstance(self._end, float):
-            self._end.synchronize()
+        if not isinstance(self.end, float):
+            self.end.synchronize()
 
     def seconds(self) -> dict[str, float]:
         """By phase; they add up to the step."""
         found: dict[str, float] = {}
-        ends = [mark for mark, _ in self._marks[1:]] + [self._end]
-        for (begin, phase), end in zip(self._marks, ends, strict=True):
+        ends = [*(mark for mark, _ in self.marks[1:]), self.end]
+        for (begin, phase), end in zip(self.marks, ends, strict=True):
             seconds = end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
             found[phase] = found.get(phase, 0.0) + float(seconds)
         return found
@@ -69,7 +70,6 @@ class PhaseClock:
         self._mark: Callable[[], Mark] = now
 
     def start(self) -> None:
-        """A step begins."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             self._mark = lambda: stream.record_event(torch.cuda.Event(enable_timing=True))
@@ -77,11 +77,9 @@ class PhaseClock:
         self._marks = [(self._mark(), OTHER)]
 
     def stop(self) -> Timeline:
-        """It has ended."""
         return Timeline(self._marks, self._mark())
 
     def begin(self, span: Span) -> None:
-        """See ``SpanObserver``."""
         self._open.append(span)
         self._turn()
 
@@ -95,23 +93,14 @@ class PhaseClock:
         self._marks.append((self._mark(), self._open[-1].phase.name.lower() if self._open else OTHER))
 
 
-class _Measured:
-    """One measured step, on the logger's axis: when was what, and the collectives by kind.
+class _Measured(NamedTuple):
+    """One measured step, on the logger's axis: when was what, and the collectives by kind."""
 
-    ``expected`` are those of the plan; ``None`` where it has nothing to say.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        timeline: Timeline,
-        sent: dict[str, CollectiveTraffic],
-        expected: dict[str, CollectiveTraffic] | None,
-    ) -> None:
-        self.step = step
-        self.timeline = timeline
-        self.sent = sent
-        self.expected = expected
+    step: int
+    timeline: Timeline
+    sent: dict[str, CollectiveTraffic]
+    expected: dict[str, CollectiveTraffic] | None
+    """Those of the plan; ``None`` where it has nothing to say."""
 
     def metrics(self, by_phase: dict[str, float]) -> dict[str, float]:
         """In the loggers' words."""
@@ -168,16 +157,12 @@ class CommunicationMonitor(StepMonitor):
         self._all_seconds: dict[str, float] = {}
 
     def attach(self, strategy: ZeroStrategy) -> None:
-        """Count collectives from now on."""
         self._clock = PhaseClock(strategy.engine.device)
         strategy.engine.collectives.observers.append(self._note)
 
     def detach(self, engine: ZeroEngine) -> None:
-        """Leave no trace in the engine."""
-        if self._note in engine.collectives.observers:
-            engine.collectives.observers.remove(self._note)
-        if self._clock in engine.spans.observers:
-            engine.spans.observers.remove(self._clock)
+        let_go(engine.collectives.observers, self._note)
+        let_go(engine.spans.observers, self._clock)
 
     def begin(self, engine: ZeroEngine) -> None:
         """Count anew, and look at the clock if this step is measured."""

@@ -15,27 +15,10 @@ from lightning_zero.analysis.memory import stage_memory
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.debug import Beside, MemoryStats, memory_stats
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.engine.events import Span
-from lightning_zero.optim.sharded import ShardedOptimizer
-from lightning_zero.trainer.monitors.steps import StepMonitor, logging_step
+from lightning_zero.trainer.monitors import StepMonitor, let_go, logging_step
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["MemoryMonitor"]
-
-
-class _Watermark:
-    """Observes spans: the most that a step takes beside what rests."""
-
-    def __init__(self, engine: ZeroEngine) -> None:
-        self._beside = Beside(engine)
-        self.nbytes = 0
-
-    def begin(self, span: Span) -> None:
-        """See ``SpanObserver``."""
-        self.nbytes = max(self.nbytes, self._beside.nbytes())
-
-    def end(self, span: Span) -> None:
-        """See ``SpanObserver``. A step has so many spans that a look at their beginnings is enough."""
 
 
 class MemoryMonitor(StepMonitor):
@@ -61,35 +44,30 @@ class MemoryMonitor(StepMonitor):
 
     def _forget(self) -> None:
         super()._forget()
-        self._watermark: _Watermark | None = None
+        self._watermark: Beside | None = None
         self._expected: StageMemory | None = None
         self._held: MemoryStats | None = None
         self._beside = 0
         self._process: dict[str, int] = {}
 
     def attach(self, strategy: ZeroStrategy) -> None:
-        """Look at the plan."""
         self._expected = _expected_of(strategy)
         if strategy.engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(strategy.engine.device)  # set-up has a peak of its own
 
     def detach(self, engine: ZeroEngine) -> None:
-        """Leave no trace in the engine."""
-        if self._watermark in engine.spans.observers:
-            engine.spans.observers.remove(self._watermark)
+        let_go(engine.spans.observers, self._watermark)
         self._watermark = None
 
     def begin(self, engine: ZeroEngine) -> None:
-        """Watch a step that is measured."""
         if self._measured and self._watermark is None:
-            self._watermark = _Watermark(engine)
+            self._watermark = Beside(engine)
             engine.spans.observers.append(self._watermark)
 
     def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
-        """Count, and log."""
         if self._watermark is None:
             return
-        beside, engine = self._watermark.nbytes, strategy.engine
+        beside, engine = self._watermark.most, strategy.engine
         self.detach(engine)
         adapters = map(strategy.adapter, strategy.optimizers)
         self._held = memory_stats(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
@@ -153,20 +131,13 @@ def _expected_of(strategy: ZeroStrategy) -> StageMemory:
     first = costs[0] if costs else OptimizerCost(name="none", state=0)
     found = stage_memory(plan, "", rank, first, receive_buffer=receives, accelerator=accelerator)
     if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
-        # The formula knows one optimizer; of several, each counts for its own parameters.
-        offloaded = plan.offload is not None and plan.offload.optimizer
-        owned = [
-            cost.state * _owned_nbytes(strategy.adapter(o)) for cost, o in zip(costs, strategy.optimizers, strict=True)
-        ]
-        state = 0 if offloaded else sum(owned)
+        # The formula knows one optimizer; of several, each counts for what this rank's part of it steps on.
+        offloaded, state = plan.offload is not None and plan.offload.optimizer, 0
+        for cost, optimizer in zip(costs, strategy.optimizers, strict=True):
+            shards = [entry.shard.parameter for entry in strategy.adapter(optimizer).entries]
+            state += 0 if offloaded else cost.state * sum(shard.nbytes for shard in shards if shard is not None)
         found = replace(found, rest=replace(found.rest, optimizer=state), peak=replace(found.peak, optimizer=state))
     return found
-
-
-def _owned_nbytes(optimizer: ShardedOptimizer) -> int:
-    """Of what this rank's optimizer steps on."""
-    shards = [p for entry in optimizer.entries if (p := entry.shard.parameter) is not None]
-    return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
 def _process_nbytes(device: torch.device) -> dict[str, int]:
