@@ -27,7 +27,7 @@ from lightning_zero.session.names import unwrapped
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.sliced_tensor import SlicedTensor
-from lightning_zero.trainer.callbacks import ReplacedMethods
+from lightning_zero.trainer.callbacks import Replaced
 
 __all__ = ["Averages", "as_shards", "copy_whole"]
 
@@ -38,7 +38,7 @@ class Averages:
     """The averaging callbacks of one fit, made to work on slices. Collective: every rank has the same callbacks."""
 
     def __init__(
-        self, callbacks: Iterable[Callback], session: ZeroSession, module: LightningModule, replaced: ReplacedMethods
+        self, callbacks: Iterable[Callback], session: ZeroSession, module: LightningModule, replaced: Replaced
     ) -> None:
         self._session = session
         self._module = module
@@ -61,21 +61,23 @@ class Averages:
         """While active, the module is laid out anew: averages are cut as parameters are afterwards. Collective."""
         former = self._session.engine
         models = [callback._average_model for callback in self._callbacks]
-        kept = [whole_slices(former, self._of(model, lambda p, average: average.own)) for model in models]
+        kept = [whole_slices(former, {p: average.own for p, average in self._of(model).items()}) for model in models]
         yield
         for model, whole in zip(models, kept, strict=True):
-            for parameter, average in self._of(model, lambda p, average: average).items():
+            for parameter, average in self._of(model).items():
                 fresh: Any = self._session.engine.access.master(parameter).clone().to(average.device, average.dtype)
                 average.be(fresh.copy_(whole[parameter].to(fresh.device)))
 
-    def _of(self, model: nn.Module, asked: Callable[[nn.Parameter, Any], Any]) -> dict[nn.Parameter, Any]:
-        """What is ``asked`` of each of the module's parameters and the average of it in a callback's copy."""
+    def _of(self, model: nn.Module) -> dict[nn.Parameter, SlicedTensor]:
+        """The average of each of the module's parameters in a callback's copy."""
         copy = model.module if hasattr(model, "n_averaged") else model
         pairs = zip(self._module.parameters(), copy.parameters(), strict=True)  # type: ignore[union-attr]
-        return {own: asked(own, average) for own, average in pairs if isinstance(average, SlicedTensor)}
+        return {own: average for own, average in pairs if isinstance(average, SlicedTensor)}
 
     def _reads(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: method(*map(self._shown, args), **_each(self._shown, kwargs))
+        return lambda *args, **kwargs: method(
+            *map(self._shown, args), **{key: self._shown(value) for key, value in kwargs.items()}
+        )
 
     def _writes(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
@@ -150,15 +152,11 @@ class _Masters:
         return getattr(self._module, name)
 
 
-def copy_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: ReplacedMethods) -> None:
+def copy_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: Replaced) -> None:
     """Let averaging callbacks copy, at their set-up, a module that an earlier fit has sharded. Collective there."""
     for callback in callbacks if any(map(is_absent, module.parameters())) else ():
         if isinstance(callback, _KINDS):
             replaced.within(callback, "setup", partial(full_parameters, module))
-
-
-def _each(function: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: function(value) for key, value in values.items()}
 
 
 def as_shards(value: Any) -> Any:

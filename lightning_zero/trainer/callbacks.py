@@ -38,30 +38,29 @@ from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import checksum
 
 __all__ = [
-    "HeldSchedulers",
-    "ReplacedMethods",
+    "Replaced",
     "UnmarkedModule",
     "begin_epoch",
     "compare_by_value",
     "gather_for_graphs",
+    "hold_schedulers",
     "prune_whole",
     "refuse_other_strategies",
     "refuse_synced_norms",
     "running_trainer",
-    "warn_of_callbacks",
     "warn_of_uploads",
     "watch_names",
     "without_modules",
 ]
 
 
-class ReplacedMethods:
+class Replaced:
     """What one run has replaced on other objects: none of it outlives the run, or goes into a pickle after it."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Callable[..., Any] | None]] = []
+        self._before: list[tuple[Any, str, Any]] = []
 
-    def put(self, target: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def put(self, target: Any, name: str, around: Callable[[Any], Any]) -> None:
         """Let ``target.name`` be ``around`` of what it is."""
         self._before.append((target, name, vars(target).get(name)))
         vars(target)[name] = around(getattr(target, name))
@@ -99,31 +98,28 @@ class UnmarkedModule:
         strategy.__dict__["_lightning_module"] = module
 
 
-def warn_of_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Warn of a callback with which training differs from DDP's."""
-    for callback in callbacks:
-        name = type(callback).__name__
-        if isinstance(callback, ModelPruning) and callback._use_lottery_ticket_hypothesis:  # 2.6
-            warnings.warn(
-                f"{name}(use_lottery_ticket_hypothesis=True) makes the weights it remembers the parameters' memory. "
-                "Under DDP they are trained along, so that what is given back are weights of the last epoch. Here they "
-                "keep the values of the beginning, and results differ from DDP's. With False they are the same.",
-                stacklevel=2,
-            )
-
-
-def prune_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: ReplacedMethods) -> None:
-    """Let ``ModelPruning`` read and write whole parameters, where they do not hold their values between steps.
+def prune_whole(callbacks: Iterable[Callback], module: nn.Module, absent: bool, replaced: Replaced) -> None:
+    """Let ``ModelPruning`` read and write whole parameters, where they are ``absent`` between steps.
 
     It is called on every rank alike, and the whole module is in memory meanwhile. Collective there.
     """
     for callback in callbacks:
-        if isinstance(callback, ModelPruning):
-            for name in ("_run_pruning", "make_pruning_permanent", "_make_pruning_permanent_on_state_dict"):  # 2.6
-                replaced.within(callback, name, partial(full_parameters, module))
+        if not isinstance(callback, ModelPruning):
+            continue
+        if callback._use_lottery_ticket_hypothesis:  # 2.6
+            warnings.warn(
+                f"{type(callback).__name__}(use_lottery_ticket_hypothesis=True) makes the weights it remembers the "
+                "parameters' memory. Under DDP they are trained along, so that what is given back are weights of the "
+                "last epoch. Here they keep the values of the beginning, and results differ from DDP's. With False "
+                "they are the same.",
+                stacklevel=2,
+            )
+        names = ("_run_pruning", "make_pruning_permanent", "_make_pruning_permanent_on_state_dict")  # 2.6
+        for name in names if absent else ():
+            replaced.within(callback, name, partial(full_parameters, module))
 
 
-def compare_by_value(callbacks: Iterable[Callback], module: nn.Module, replaced: ReplacedMethods) -> None:
+def compare_by_value(callbacks: Iterable[Callback], module: nn.Module, replaced: Replaced) -> None:
     """Let ``torch.equal`` in these callbacks' ``finetune_function`` compare sharded parameters. Collective there."""
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
@@ -156,7 +152,7 @@ class _ValuesCompared(TorchFunctionMode):
         return alike and self._sums[args[0]] == self._sums[args[1]]
 
 
-def watch_names(callbacks: Iterable[Callback], is_underway: Callable[[Any], bool], replaced: ReplacedMethods) -> None:
+def watch_names(callbacks: Iterable[Callback], is_underway: Callable[[Any], bool], replaced: Replaced) -> None:
     """Let ``ModelCheckpoint`` know of what is being written in the background: it chooses names that are not taken.
 
     ``is_underway`` says whether a name is that of a checkpoint which is being written. Collective: every rank asks.
@@ -176,24 +172,11 @@ def watch_names(callbacks: Iterable[Callback], is_underway: Callable[[Any], bool
         )
 
 
-class HeldSchedulers:
-    """Keeps per-step schedulers of a skipped optimizer step from advancing: their next turn is put out of reach."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[LRSchedulerConfig, int]] = []
-
-    def hold(self, configs: Iterable[LRSchedulerConfig], optimizer: Optimizer) -> None:
-        """Hold those of one optimizer, until they are released."""
-        for config in configs:
-            if config.interval == "step" and config.scheduler.optimizer is optimizer:
-                self._held.append((config, config.frequency))
-                config.frequency = sys.maxsize
-
-    def release(self) -> None:
-        """Let all of them go on."""
-        for config, frequency in self._held:
-            config.frequency = frequency
-        self._held.clear()
+def hold_schedulers(configs: Iterable[LRSchedulerConfig], optimizer: Optimizer, held: Replaced) -> None:
+    """Keep per-step schedulers of a skipped step from advancing until ``held`` is released: out of their reach."""
+    for config in configs:
+        if config.interval == "step" and config.scheduler.optimizer is optimizer:
+            held.put(config, "frequency", lambda _: sys.maxsize)
 
 
 def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
@@ -221,7 +204,7 @@ def refuse_synced_norms(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def gather_for_graphs(loggers: Iterable[Logger], module: nn.Module, replaced: ReplacedMethods) -> None:
+def gather_for_graphs(loggers: Iterable[Logger], module: nn.Module, replaced: Replaced) -> None:
     """Have loggers that are about to draw the module's graph run it on whole parameters: they do on one rank alone.
 
     ``TensorBoardLogger(log_graph=True)`` does; other loggers of Lightning do not call the module. Theirs and the user's
@@ -286,7 +269,13 @@ def begin_epoch(trainer: Trainer) -> None:
     if trainer.current_epoch == 0 or not (over or last):
         return
     loaders = fit._combined_loader.flattened if fit._combined_loader is not None else []
-    if not all(map(_may_begin_twice, loaders)):
+    may_begin_twice = all(
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not hasattr(loader, "load_state_dict")
+        for loader in loaders
+    )
+    if not may_begin_twice:
         for loader in loaders:
             if isinstance(loader, DataLoader) and loader.generator is None:
                 torch.empty((), dtype=torch.int64).random_()
@@ -296,12 +285,3 @@ def begin_epoch(trainer: Trainer) -> None:
         for loader in loaders:
             _set_sampler_epoch(loader, trainer.current_epoch)
         iter(fit._data_fetcher)
-
-
-def _may_begin_twice(loader: Any) -> bool:
-    """Whether an iterator over it can be made and thrown away without a loss."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and not hasattr(loader, "load_state_dict")
-    )

@@ -34,9 +34,7 @@ from lightning_zero.init import InitRecorder
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.replicated import ReplicatedOptimizer
 from lightning_zero.optim.rules import naming_closures
-from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.session.module_state import left_out_of
-from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.callbacks import refuse_synced_norms
@@ -99,6 +97,11 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
 
     num_nodes: Any = property(lambda self: self._num_nodes)  # Fabric sets `_num_nodes`
     _set_world_ranks = Processes.set_world_ranks
+    all_reduce = Processes.reduce
+    _not_ours = (
+        "{} is not an optimizer of this run: set it up by `fabric.setup(model, optimizer)` or "
+        "`fabric.setup_optimizers(optimizer)` on every rank, and use what that returns."
+    )
 
     def __init__(
         self,
@@ -141,10 +144,6 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     def precision(self, precision: Precision | None) -> None:
         self._precision = None if precision is None else ZeroPrecision.convert(precision)
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; anything else is returned as it is. Collective: every rank."""
-        return self.reduce(tensor, group, reduce_op)
-
     # -------------------------------------------------------------------- setup
 
     @contextmanager
@@ -174,7 +173,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         session.relaying = self._relaying
         session.checkpoints.begin(training=True)
         module.to(self.root_device)  # what is neither a parameter nor a buffer of the engine (metric states)
-        self.precision.attach(self.root_device, session.engine.totals, self._adapter, lambda optimizer: None)
+        self.precision.attach(self.root_device, session.engine.totals, self.adapter)
         session.begin(training=any(parameter.requires_grad for parameter in module.parameters()))
         with self._relaying():
             self._module = _ShardedModule(module, session, self.precision.param_dtype)
@@ -202,18 +201,6 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
                 "(module): module = copy.deepcopy(module)`."
             )
 
-    def _adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
-        try:
-            return self.session.adapter(optimizer)
-        except KeyError:
-            raise ValueError(
-                f"{type(optimizer).__name__} is not an optimizer of this run: set it up by `fabric.setup(model, "
-                "optimizer)` or `fabric.setup_optimizers(optimizer)` on every rank, and use what that returns."
-            ) from None
-
-    def _optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
-        return self.session.optimizer_state(self._adapter(optimizer).optimizer)
-
     # -------------------------------------------------------------------- steps
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -234,13 +221,13 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         if self.precision.scaler is None:
             return False
         if id(optimizer) not in self._overflows:
-            gradients = self._adapter(optimizer).gradients()
+            gradients = self.adapter(optimizer).gradients()
             self._overflows[id(optimizer)] = self.precision.scaler.unscale(gradients, self.session.engine.totals)
         return self._overflows[id(optimizer)]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One optimizer step. The closure runs before, but where the optimizer needs it. Collective: every rank."""
-        adapter, scaler = self._adapter(optimizer), self.precision.scaler
+        adapter, scaler = self.adapter(optimizer), self.precision.scaler
         if isinstance(adapter, ReplicatedOptimizer):
             if scaler is not None or closure is None:
                 raise ValueError(f"{adapter.label} needs a closure in step(), and another precision than '16-mixed'.")
@@ -273,7 +260,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         Returns their norm before. ``RuntimeError`` on every rank if it is not finite, with ``error_if_nonfinite``.
         """
         self._unscale(optimizer)
-        gradients = self._adapter(optimizer).gradients()
+        gradients = self.adapter(optimizer).gradients()
         norm = gradient_norm(gradients, self.session.engine.totals, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
@@ -286,7 +273,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clamp every element of the gradients of one optimizer. Collective: every rank."""
         self._unscale(optimizer)
-        clip_by_value(self._adapter(optimizer).gradients(), float(clip_val))
+        clip_by_value(self.adapter(optimizer).gradients(), float(clip_val))
 
     # -------------------------------------------------------------- checkpoints
 
@@ -310,7 +297,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
                 f"`state` must have the model once, but has {modules}, and other things under other names than "
                 f"{_WEIGHTS}, {_STATES} and {SUMMARY_KEY}, but has {sorted(taken)}."
             )
-        saved = {key: self._optimizer_state(state[key]).save() for key in optimizers}
+        saved = {key: self._state_of(state[key]).save() for key in optimizers}
         exclude, weights = self.settings.checkpoint.exclude_frozen, self.session.module_state()
         saved |= {key: weights.save(exclude_frozen=exclude) for key in modules}
         content = self._convert_stateful_objects_in_state({**state, **saved}, filter or {})
@@ -349,7 +336,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             if self._is_sharded(target):
                 self.session.module_state().load(value, strict, excluded)
             elif isinstance(target, Optimizer):
-                self._optimizer_state(target).load(value, strict=strict, weights=weights)
+                self._state_of(target).load(value, strict=strict, weights=weights)
             else:
                 value = tree_map_only(StoredTensor, StoredTensor.read, value)
                 if isinstance(target, _Stateful):

@@ -42,7 +42,7 @@ from lightning_zero.config import LoaderPolicy, Placement, Uneven
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import DivergenceError, some
 from lightning_zero.shards.elements import fingerprint
-from lightning_zero.trainer.callbacks import ReplacedMethods
+from lightning_zero.trainer.callbacks import Replaced
 from lightning_zero.trainer.processes import Processes
 
 __all__ = ["Batches", "NoBatch"]
@@ -80,7 +80,7 @@ class Batches(Processes, ParallelStrategy):
 
         def run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool) -> Any: ...
 
-    def listen(self, trainer: Any, replaced: ReplacedMethods) -> None:
+    def listen(self, trainer: Any, replaced: Replaced) -> None:
         """Take the place of Lightning's handlers, before it installs them, and of what its loops fetch from. Local."""
         self._connector = connector = trainer._signal_connector  # 2.6
         self._asked, self._fitting, self._saved = 0, False, False

@@ -19,7 +19,8 @@ from lightning.fabric.plugins import precision as fabric
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import precision as pytorch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -43,9 +44,7 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-_OF_FABRIC = (fabric.Precision, fabric.DoublePrecision, fabric.HalfPrecision, fabric.MixedPrecision)
+_KINDS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 _TWO_DTYPES = re.compile("same dtype|expected scalar type|mixed dtype")  # torch's messages
 _IN_16_BITS = (
     "In mixed precision modules compute with 16-bit copies of their weights. Where your code has switched autocast off "
@@ -126,7 +125,7 @@ class ZeroPrecision(Precision):
         """
         if isinstance(plugin, ZeroPrecision):
             return plugin
-        if type(plugin) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision, *_OF_FABRIC):
+        if any(type(plugin) is getattr(module, kind) for module in (fabric, pytorch) for kind in _KINDS):
             given = getattr(plugin, "scaler", None)
             if given is None:
                 return cls(plugin.precision)  # type: ignore[arg-type]
@@ -159,7 +158,7 @@ class ZeroPrecision(Precision):
         device: torch.device,
         totals: Totals,
         adapter: Callable[[Optimizer], ShardedOptimizer],
-        on_skip: Callable[[Optimizer], None],
+        on_skip: Callable[[Optimizer], None] | None = None,
     ) -> None:
         """Connect to a run, where ``adapter`` finds the sharded view of an optimizer.
 

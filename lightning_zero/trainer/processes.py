@@ -24,6 +24,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
 from lightning_zero._torch import prefix_store, tcp_store
 from lightning_zero.comm.control import naming_failures, raise_failure
@@ -32,10 +33,13 @@ from lightning_zero.comm.sockets import connections
 from lightning_zero.comm.watch import current_watch, watch_ranks
 from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ZeroError
+from lightning_zero.optim.sharded import ShardedOptimizer
+from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
+from lightning_zero.trainer.precision import unwrapped
 
-__all__ = ["DEFAULT_TIMEOUT", "NOT_SET_UP", "Processes", "StartMethod"]
+__all__ = ["DEFAULT_TIMEOUT", "Processes", "StartMethod"]
 
 _OF_TRANSPORT = re.compile(
     r"gloo/|NCCL|ProcessGroup|Broken pipe|Connection (was likely |reset by peer|closed by peer)|Timed out waiting"
@@ -43,7 +47,7 @@ _OF_TRANSPORT = re.compile(
 
 DEFAULT_TIMEOUT = default_pg_timeout
 StartMethod = Literal["popen", "spawn", "fork"]
-NOT_SET_UP = (
+_NOT_SET_UP = (
     "The strategy is not set up in this process: its engine exists from `Trainer.fit` (or validate) on, and with "
     "start_method='fork' or 'spawn' only in the processes that run it, which end with it. Save in a callback "
     "(ModelCheckpoint), or take `state_dict()` of the module, which has its weights."
@@ -79,6 +83,7 @@ class Processes:
     settings: SessionSettings
     _timeout: timedelta | None
     _start_method: StartMethod | None = "popen"
+    _not_ours: str  # what is said of an optimizer that is none of the run's
     _session: ZeroSession | None = None
     parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
@@ -183,6 +188,23 @@ class Processes:
             groups = Groups.create(self.process_group_backend, self._timeout, apart, span)
             self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
         return self._session
+
+    @property
+    def session(self) -> ZeroSession:
+        """What runs, without Lightning; RuntimeError before the strategy was set up."""
+        if self._session is None:
+            raise RuntimeError(_NOT_SET_UP)
+        return self._session
+
+    def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """The sharded view of one of the run's optimizers; ValueError if it is none of them."""
+        try:
+            return self.session.adapter(unwrapped(optimizer))
+        except KeyError:
+            raise ValueError(self._not_ours.format(type(optimizer).__name__)) from None
+
+    def _state_of(self, optimizer: Optimizer) -> OptimizerState:
+        return self.session.optimizer_state(self.adapter(optimizer).optimizer)
 
     def tell_failure(self, error: BaseException) -> None:
         """Tell the other ranks of an error that ends this rank's run, and the user what is known of theirs. Local."""

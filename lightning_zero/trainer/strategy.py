@@ -32,32 +32,29 @@ from lightning_zero.config import (
 from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.init import InitRecorder
-from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
 from lightning_zero.session.module_state import left_out_of
-from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.averaging import Averages, as_shards, copy_whole
 from lightning_zero.trainer.callbacks import (
-    HeldSchedulers,
-    ReplacedMethods,
+    Replaced,
     UnmarkedModule,
     begin_epoch,
     compare_by_value,
     gather_for_graphs,
+    hold_schedulers,
     prune_whole,
     refuse_other_strategies,
     refuse_synced_norms,
     running_trainer,
-    warn_of_callbacks,
     warn_of_uploads,
     watch_names,
     without_modules,
 )
 from lightning_zero.trainer.loaders import Batches
-from lightning_zero.trainer.precision import ZeroPrecision, unwrapped
-from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, NOT_SET_UP, StartMethod
+from lightning_zero.trainer.precision import ZeroPrecision
+from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, StartMethod
 
 __all__ = ["ZeroStrategy"]
 
@@ -100,6 +97,11 @@ class ZeroStrategy(Batches):
 
     is_distributed = True  # without it the Trainer switches the distributed sampler and sync_dist off, silently
     _lightning_module = cast("LightningModule | None", UnmarkedModule())  # 2.6
+    _not_ours = (
+        "{} is not an optimizer of this run: only optimizers that configure_optimizers returned are sharded. For "
+        "another one in mid-fit, have configure_optimizers return it and call "
+        "`trainer.strategy.setup_optimizers(trainer)` on every rank."
+    )
 
     def __init__(
         self,
@@ -142,9 +144,8 @@ class ZeroStrategy(Batches):
         self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
         self.process_group_backend, self._timeout, self._start_method = process_group_backend, timeout, start_method
-        self._recorder, self._replaced = InitRecorder(), ReplacedMethods()
+        self._recorder, self._replaced, self._held = InitRecorder(), Replaced(), Replaced()
         self._laid_out = False  # in the running fit, validation, ...
-        self._held = HeldSchedulers()
         self._averages: Averages | None = None
 
     # ------------------------------------------------------------- environment
@@ -153,13 +154,6 @@ class ZeroStrategy(Batches):
     def engine(self) -> ZeroEngine:
         """The engine of the running module."""
         return self.session.engine
-
-    @property
-    def session(self) -> ZeroSession:
-        """What runs, without Lightning; RuntimeError before the strategy was set up."""
-        if self._session is None:
-            raise RuntimeError(NOT_SET_UP)
-        return self._session
 
     @property
     def _module(self) -> LightningModule:
@@ -204,7 +198,10 @@ class ZeroStrategy(Batches):
             gather_for_graphs(trainer.loggers, self._module, self._replaced)
         self.model_to_device()
         self.precision_plugin.attach(
-            self.root_device, self.engine.totals, self.adapter, lambda o: self._held.hold(self.lr_scheduler_configs, o)
+            self.root_device,
+            self.engine.totals,
+            self.adapter,
+            lambda o: hold_schedulers(self.lr_scheduler_configs, o, self._held),
         )
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.session.begin(training=fitting)
@@ -231,7 +228,6 @@ class ZeroStrategy(Batches):
         fitting = trainer.state.fn == TrainerFn.FITTING
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if fitting:
-            warn_of_callbacks(callbacks)
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self._module)
             refuse_synced_norms(self._module, self.root_device)
@@ -248,7 +244,8 @@ class ZeroStrategy(Batches):
             watch_names(callbacks, self.checkpoints.is_underway, self._replaced)
         if self._absent:
             self._averages = Averages(callbacks, self.session, self._module, self._replaced)
-            prune_whole(callbacks if fitting else (), self._module, self._replaced)
+        if fitting:
+            prune_whole(callbacks, self._module, self._absent, self._replaced)
 
     def _wire(self) -> None:
         self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
@@ -276,21 +273,6 @@ class ZeroStrategy(Batches):
         self.session.shard_optimizers(self.optimizers, schedulers, writable=self.precision_plugin.param_dtype is None)
         self._wire()
 
-    def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
-        """The sharded view of one of the run's optimizers.
-
-        Raises:
-            ValueError: if it is not one that ``configure_optimizers`` returned.
-        """
-        try:
-            return self.session.adapter(unwrapped(optimizer))
-        except KeyError:
-            raise ValueError(
-                f"{type(optimizer).__name__} is not an optimizer of this run: only optimizers that "
-                "configure_optimizers returned are sharded. For another one in mid-fit, have configure_optimizers "
-                "return it and call `trainer.strategy.setup_optimizers(trainer)` on every rank."
-            ) from None
-
     # -------------------------------------------------------------------- steps
 
     def on_train_start(self) -> None:
@@ -300,19 +282,16 @@ class ZeroStrategy(Batches):
             begin_epoch(self._module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``training_step``, with units gathered as they are called."""
+        """The user's ``training_step``, with units gathered as they are called. So are those of the other steps."""
         return self.run_step("training_step", args, kwargs, without=self.lacks_batch(args, kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``validation_step``, likewise."""
         return self.run_step("validation_step", args, kwargs, without=False)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``test_step``, likewise."""
         return self.run_step("test_step", args, kwargs, without=False)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``predict_step``, likewise."""
         return self.run_step("predict_step", args, kwargs, without=False)
 
     def run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool) -> Any:
@@ -381,7 +360,7 @@ class ZeroStrategy(Batches):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state, by parameter name."""
-        return self.session.optimizer_state(self.adapter(optimizer).optimizer).save()
+        return self._state_of(optimizer).save()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint as the policy says, whole or not at all. Collective: every rank.
@@ -419,8 +398,8 @@ class ZeroStrategy(Batches):
                 "`on_load_checkpoint`, or load the weights only."
             )
         for optimizer, state in zip(self.optimizers, states, strict=False):
-            adapted = self.session.optimizer_state(self.adapter(optimizer).optimizer)
-            adapted.load(state, strict=self._module.strict_loading, weights=checkpoint.get("state_dict"))
+            strict, weights = self._module.strict_loading, checkpoint.get("state_dict")
+            self._state_of(optimizer).load(state, strict=strict, weights=weights)
         self.checkpoints.load_random_state(checkpoint, self.root_device)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
