@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import chain
 from numbers import Real
 from operator import is_
@@ -23,6 +22,7 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import DivergenceError, some
 from lightning_zero.optim.groups import OwnedParameter, ParamGroups
 from lightning_zero.optim.hooks import kept_of
+from lightning_zero.shards.elements import fingerprint
 
 __all__ = ["Fingerprint", "agree_on_optimizers", "agree_on_set_up", "described"]
 
@@ -96,8 +96,7 @@ def agree_on_optimizers(
     if control.world_size == 1:
         return
     mine = (list(optimizers), [_scheduler(settings, own) for settings in schedulers])
-    digests = control.gather_objects(blake2b(repr(mine).encode(), digest_size=16).hexdigest())
-    if all(digest == digests[0] for digest in digests):
+    if len(set(control.gather_objects(fingerprint(repr(mine))))) == 1:
         return
     rows = control.gather_objects(mine)
     found = _set_up_differences(rows)
@@ -280,7 +279,7 @@ class Fingerprint:
         """The number for now. ``names`` are those of the parameters of each param group; the same object means the same
         names."""
         if names is not self._names:
-            self._names, self._members = names, _code(repr(names))
+            self._names, self._members = names, fingerprint(repr(names))
         groups = self._optimizer.param_groups
         if len(groups) != len(self._groups):
             self._groups = [_Group([], [], [], 0) for _ in groups]
@@ -298,7 +297,7 @@ class Fingerprint:
                 continue
             plain = _Thing() if key in _NOT_OPTIONS else self._plain_of(value, read)
             counted = _counts(plain)
-            known.codes[place] = _code(f"{key} {_text(plain)}") if counted else 0
+            known.codes[place] = fingerprint(f"{key} {_text(plain)}") if counted else 0
             known.values[place] = _CHANGING if counted and _can_change(value) else value
         known.code = hash(frozenset(known.codes))  # the order of options does not matter
 
@@ -338,11 +337,8 @@ def _can_change(value: Any) -> bool:
 
 def _counts(plain: Any) -> bool:
     """Whether an option has to be the same on every rank in every step."""
-    return all(map(_is_plain, plain if isinstance(plain, list) else [plain]))
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str, type(None))) and not isinstance(value, _Thing)
+    values = plain if isinstance(plain, list) else [plain]
+    return all(isinstance(v, (int, float, str, type(None))) and not isinstance(v, _Thing) for v in values)
 
 
 def _text(value: Any) -> str:
@@ -354,7 +350,3 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{' '.join(map(_text, value))}]"
     return repr(value)
-
-
-def _code(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

@@ -36,8 +36,8 @@ on every rank, and all of what is there now, or a number that tells it from othe
 
 @dataclass(frozen=True, eq=False)
 class OwnedParameter:
-    """One of the user's parameters: this rank's ``shard`` of it, the index of its ``unit``, the ``flat`` buffer that
-    all ranks' parts are in, and its ``position`` in the layout of that."""
+    """One of the user's parameters (``user``): this rank's ``shard`` of it, the index of its ``unit``, the ``flat``
+    buffer that all ranks' parts are in, and its ``position`` in the layout of that."""
 
     shard: ParameterShard
     unit: int
@@ -46,17 +46,14 @@ class OwnedParameter:
 
     @property
     def name(self) -> str:
-        """What the module calls it."""
         return self.shard.spec.name
 
     @property
     def user(self) -> nn.Parameter:
-        """The user's parameter."""
         return self.flat.parameters[self.position]
 
     @property
     def layout(self) -> FlatLayout:
-        """Where all ranks' parts are."""
         return self.flat.layout
 
     @property

@@ -32,10 +32,6 @@ class ReplicatedOptimizer(ShardedOptimizer):
     """One optimizer that steps on whole parameters on every rank. It is never changed, and neither is its state.
 
     Args:
-        optimizer: the user's optimizer over the user's parameters.
-        label: how to name it in messages; the same on every rank.
-        owned: all parameters of the engine.
-        collectives: the wire.
         agree: meets the other ranks at a place of the program, and exchanges numbers.
         whole: lets parameters and their gradients be whole for a while; collective.
 
@@ -102,12 +98,10 @@ class ReplicatedOptimizer(ShardedOptimizer):
 
     @property
     def state(self) -> Any:
-        """The optimizer's own."""
         return self.optimizer.state
 
     @property
     def groups(self) -> list[list[OwnedParameter]]:
-        """The parameters of each param group as it is now."""
         return self._members.current()
 
     def masters_changed(self) -> None:
@@ -120,24 +114,19 @@ class ReplicatedOptimizer(ShardedOptimizer):
         """The optimizer keeps its state itself."""
 
     def adopt_new_groups(self) -> None:
-        """See that new parameters are the model's."""
-        self._members.current()
+        self._members.current()  # raises if new parameters are not the model's
 
     def named_state(self) -> dict[str, WholeState]:
-        """Optimizer state by parameter name. Local."""
         found = {entry.name: self.state.get(entry.user) for entry in self.entries}
         return {name: WholeState(values=dict(state)) for name, state in found.items() if state}
 
     def slices_state(self, entry: OwnedParameter, key: str, shape: Sequence[int]) -> bool:
-        """Nothing is sliced."""
         return False
 
     def make_room(self) -> None:
-        """Give up state that is about to be loaded anew."""
         self.state.clear()
 
     def load_named_state(self, state: Mapping[str, WholeState], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over state by parameter name, and options of each param group."""
         restore_options(self.optimizer, groups, ("params",))
         self.state.clear()
         for entry in self.entries:
@@ -145,5 +134,4 @@ class ReplicatedOptimizer(ShardedOptimizer):
                 self.state[entry.user] = dict(state[entry.name].values)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Its state."""
         yield from (value for value in tree_leaves(list(self.state.values())) if isinstance(value, Tensor))

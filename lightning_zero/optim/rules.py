@@ -47,11 +47,6 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-_REFUSED = {
-    torch.optim.SparseAdam: (
-        "it needs sparse gradients and sharded gradients are dense; use Adam with the same options instead"
-    ),
-}
 
 
 def _overrides_step(cls: type, base: type) -> bool:
@@ -74,9 +69,11 @@ def optimizer_rule(optimizer: Optimizer) -> str:
             f"{cls.__name__} cannot be sharded: it has no step hooks, because its __init__ does not call "
             "`super().__init__(params, defaults)`. Have it do so; a wrapper can pass the param_groups of what it wraps."
         )
-    for refused, reason in _REFUSED.items():
-        if isinstance(optimizer, refused):
-            raise UnsupportedOptimizerError(f"{cls.__name__} cannot be sharded: {reason}.")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedOptimizerError(
+            f"{cls.__name__} cannot be sharded: it needs sparse gradients and sharded gradients are dense; use Adam "
+            "with the same options instead."
+        )
     if needs_closure(optimizer):
         return "replicated"
     for known in _ELEMENTWISE:

@@ -86,7 +86,6 @@ class Range(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Index of the param group."""
         return self.member.group
 
 

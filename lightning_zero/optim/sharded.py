@@ -34,13 +34,11 @@ __all__ = ["OffloadedSteps", "OwnedParameter", "ShardedOptimizer", "optimizer_ru
 
 
 class ShardedOptimizer:
-    """Adapts one of the user's optimizers in place.
+    """Adapts one of the user's optimizers in place, over the user's parameters.
 
     Args:
-        optimizer: the user's optimizer over the user's parameters.
         label: how to name it in messages; the same on every rank.
         owned: all parameters of the engine.
-        collectives: the wire.
         before_step: called before every step, on every rank.
         after_step: called after every step with the units whose weights may have changed, and these.
         note: called with what user code writes to state.

@@ -160,18 +160,14 @@ class StateHomes:
         """1-D, as many elements as the shard; any content where nothing was written. Raises if there is no space for
         it."""
         if (flat, kind) not in self._regions:
-            self._regions[flat, kind] = self._take(flat, kind)
+            if self.store is None:
+                raise RuntimeError("There are no files for state. This is an error in lightning_zero itself.")
+            numel, free = flat.layout.shard_numel, _FREE.get(self.store, [])
+            fitting = [place for place, r in enumerate(free) if r.numel() == numel and r.dtype == kind.dtype]
+            what = f"'{kind.key}' of {self._label} for '{flat.layout.parameters[0].name}' and what lies with it"
+            found = free.pop(fitting[0]) if fitting else self.store.allocate(numel, kind.dtype, what)
+            self._regions[flat, kind] = found
         return self._regions[flat, kind]
-
-    def _take(self, flat: FlatParameters, kind: Kind) -> FileTensor:
-        if self.store is None:
-            raise RuntimeError("There are no files for state. This is an error in lightning_zero itself.")
-        numel, free = flat.layout.shard_numel, _FREE.get(self.store, [])
-        for index, region in enumerate(free):
-            if region.numel() == numel and region.dtype == kind.dtype:
-                return free.pop(index)
-        what = f"'{kind.key}' of {self._label} for '{flat.layout.parameters[0].name}' and what lies with it"
-        return self.store.allocate(numel, kind.dtype, what)
 
     def part(self, entry: OwnedParameter, kind: Kind) -> FileTensor:
         """1-D: the elements of a region that belong to one parameter."""

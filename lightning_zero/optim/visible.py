@@ -116,7 +116,6 @@ class VisibleState(MutableMapping[Any, Any]):
         return self[key] if found else default
 
     def copy(self) -> dict[Any, Any]:
-        """Another dictionary of the same states."""
         return dict(self.items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -132,18 +131,11 @@ class VisibleState(MutableMapping[Any, Any]):
         return f"State of {self.view.label}, sliced over ranks, of {len(self.inner)} parameters"
 
 
-class _Life:
-    """Whether a value that was shown is nobody's state any more, but the user's own."""
-
-    free = False
-
-
 class ParameterState(dict[str, Any]):
     """What the user has of ``inner``, the optimizer's state for one parameter: what is set in it counts. Made of
     another dictionary, it is an ordinary one."""
 
     def __new__(cls, *args: Any) -> Any:
-        """See the class."""
         return super().__new__(cls) if len(args) == 3 else dict(*args)
 
     def __init__(self, entry: OwnedParameter, inner: dict[str, Any], view: OptimizerView) -> None:
@@ -151,7 +143,6 @@ class ParameterState(dict[str, Any]):
         self.inner = inner
         self._entry = entry
         self._view = view
-        self._lives: dict[str, _Life] = {}
         self._numbers: dict[str, Tensor] = {}  # as they were when they were shown
         self.refresh()
 
@@ -159,7 +150,8 @@ class ParameterState(dict[str, Any]):
         """Be what ``inner`` is now."""
         super().clear()
         super().update({key: self._shown(key) for key in self.inner})
-        self._numbers = {key: copied(value) for key, value in self.items() if _is_number(value)}
+        numbers = {k: v for k, v in self.items() if type(v) is Tensor and not v.dim() and v.device.type == "cpu"}
+        self._numbers = {key: copied(value) for key, value in numbers.items()}
 
     def note_numbers(self) -> None:
         """Note those that have changed in place."""
@@ -173,9 +165,8 @@ class ParameterState(dict[str, Any]):
         value, inner = self.inner[key], self.inner
         if not covers(value, self._entry.slice.numel):
             return value
-        # What user code takes out stays as it is; what a step has put elsewhere is not the state any more.
-        life = self._lives[key] = _Life()
-        return self._view.sliced(self._entry, key, value, lambda: life.free or inner.get(key) is value)
+        # What a step has put elsewhere is not the state any more.
+        return self._view.sliced(self._entry, key, value, lambda: inner.get(key) is value)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self and self[key] is value:
@@ -187,14 +178,15 @@ class ParameterState(dict[str, Any]):
         super().__setitem__(key, self._shown(key))
 
     def __delitem__(self, key: str) -> None:
-        super().__delitem__(key)
         self._free(key)
+        super().__delitem__(key)
         del self.inner[key]
         self._view.note(self._entry, key)
 
     def _free(self, key: str) -> None:
-        if key in self._lives:
-            self._lives.pop(key).free = True
+        """What user code takes out stays as it is: nobody's state any more, but the user's own."""
+        if isinstance(shown := self.get(key), SlicedTensor):
+            shown.live_on()
 
     # What a dictionary does without calling the two above.
     pop = MutableMapping.pop
@@ -212,10 +204,6 @@ class ParameterState(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
 
 
 def _name(entry: OwnedParameter, key: str) -> str:

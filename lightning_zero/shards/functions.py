@@ -22,8 +22,11 @@ __all__ = [
     "CASTS",
     "Elementwise",
     "FREE",
+    "LIKE",
     "MODELS",
+    "NEW",
     "OVERWRITES",
+    "QUESTIONS",
     "SHAPES",
     "STRIDES",
     "changes_nothing",
@@ -100,18 +103,21 @@ def elementwise(name: str, module: str | None) -> Elementwise | None:
     return Elementwise(name, in_place) if name in _NAMES else None
 
 
-FREE = words("""
-    __hash__ __len__ __delete__ size dim ndimension numel nelement element_size storage_offset get_device
-    is_floating_point is_complex is_signed is_inference is_conj is_neg is_same_size has_names is_pinned
-    register_hook register_post_accumulate_grad_hook requires_grad_ result_type can_cast promote_types
-    _has_compatible_shallow_copy_type is_tensor is_storage typename _use_count is_nested
+QUESTIONS = words("""
+    __len__ size dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
+    is_signed is_inference is_conj is_neg has_names _has_compatible_shallow_copy_type
 """)
-"""Names of functions whose answer does not depend on values."""
+"""Names of functions whose answer does not depend on values, of anything that looks like a tensor."""
 
-MODELS = words("""
-    zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty
-    new_full new_tensor new_empty_strided
+FREE = QUESTIONS | words("""
+    __hash__ __delete__ is_same_size is_pinned register_hook register_post_accumulate_grad_hook requires_grad_
+    result_type can_cast promote_types is_tensor is_storage typename _use_count is_nested
 """)
+"""The same, of a parameter."""
+
+LIKE = words("zeros_like ones_like empty_like full_like rand_like randn_like randint_like")
+NEW = words("new_zeros new_ones new_empty new_full new_tensor")
+MODELS = LIKE | NEW | words("new_empty_strided")
 """Where a parameter only says of what shape, dtype or device something else is to be."""
 
 SHAPES = words("view_as expand_as reshape_as type_as")

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_zero._torch import make_wrapper_subclass, no_functions, tree_leaves, tree_map_only, untracked
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import fingerprint
-from lightning_zero.shards.functions import Elementwise, elementwise, words
+from lightning_zero.shards.functions import LIKE, NEW, QUESTIONS, SHAPES, Elementwise, elementwise, words
 from lightning_zero.shards.sliced_values import Meaning, Part, SlicedValues, Trace, gradient_of, history_of
 
 __all__ = ["SlicedTensor"]
@@ -54,7 +54,6 @@ class SlicedTensor(Tensor):
         meaning: Meaning | None = None,
         cut: tuple[int, ...] | None = None,
     ) -> SlicedTensor:
-        """See the class."""
         size, meaning = torch.Size(shape), meaning or gradient_of(name)
         if own.dim() != 1 or not own.is_contiguous() or start < 0 or start + own.numel() > size.numel():
             raise ValueError(
@@ -108,6 +107,10 @@ class SlicedTensor(Tensor):
             trace = replace(values.trace, alive=None, edited=None, own=True)
             self._slice = replace(values, memory=values.memory.clone(), trace=trace)
 
+    def live_on(self) -> None:
+        """Take the memory for its own from now on, whatever ``alive`` says."""
+        self._slice.trace.alive = None
+
     @property
     def lent(self) -> str | None:
         """What lies in the memory, if it is not this tensor's own."""
@@ -135,7 +138,6 @@ class SlicedTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See the class."""
         with untracked(), no_functions():
             return _call(func, tuple(args), dict(kwargs or {}))
 
@@ -147,11 +149,9 @@ class SlicedTensor(Tensor):
         _first((args, kwargs))._slice.trace.refuse(f"{func}")
 
     def __hash__(self) -> int:
-        """By identity, as every tensor's."""
         return id(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Whose it is, without values."""
         with no_functions():
             what = f"{self._slice.trace.meaning.what}, shape {list(self.shape)}, {self.dtype}, {self.device}"
         return f"SlicedTensor({what}, sliced over ranks)"
@@ -161,17 +161,11 @@ _ATTRIBUTES = words(
     "shape dtype device layout ndim itemsize nbytes requires_grad grad_fn grad is_leaf is_cpu is_cuda is_sparse "
     "is_sparse_csr is_quantized is_meta is_mps is_nested is_xpu is_mtia is_mkldnn is_xla retains_grad output_nr"
 )
-_QUESTIONS = words(
-    "size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex "
-    "is_signed is_conj is_neg is_inference get_device has_names __len__ __dir__ __format__ "
-    "_has_compatible_shallow_copy_type"
-)
+_QUESTIONS = QUESTIONS | words("stride is_contiguous __dir__ __format__")
 _UNCHANGED = words("detach detach_ contiguous resolve_conj resolve_neg")
 _COPIES = words("clone __deepcopy__")
 _CONVERSIONS = words("to type float double half bfloat16 bool cfloat cdouble chalf cpu cuda")
-_LIKE = words("zeros_like ones_like empty_like full_like rand_like randn_like randint_like")
-_NEW = words("new_zeros new_ones new_empty new_full new_tensor")
-_AS_ANOTHER = words("view_as expand_as reshape_as type_as to is_same_size")
+_AS_ANOTHER = SHAPES | words("to is_same_size")
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,8 +179,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
         if name in _UNCHANGED or (name == "requires_grad_" and False in (*args[1:], *kwargs.values())):
             return subject
-    if name in _LIKE or name in _NEW or (subject is None and name in _AS_ANOTHER):
-        if name in _LIKE:
+    if name in LIKE or name in NEW or (subject is None and name in _AS_ANOTHER):
+        if name in LIKE:
             kwargs.setdefault("memory_format", torch.contiguous_format)
         return func(*tree_map_only(SlicedTensor, _without_values, args), **kwargs)
     if name.startswith("_foreach_"):
