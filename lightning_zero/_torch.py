@@ -199,13 +199,7 @@ def held_in_python(memory: Sequence[Tensor], own: Sequence[Tensor], holder: type
 
 
 class WeakStorage:
-    """The memory behind a tensor, without keeping it.
-
-    While this exists, no other memory gets the same ``storage_key``.
-
-    Args:
-        tensor: one of its views.
-    """
+    """The memory behind a tensor, without keeping it. While this exists, no other gets the same ``storage_key``."""
 
     def __init__(self, tensor: Tensor) -> None:
         storage: Any = tensor.untyped_storage()
@@ -378,10 +372,7 @@ class BroadcastVersions:
     """Leave the version counters of buffers that are sent inside as ``DistributedDataParallel`` does, on every rank.
 
     Since 2.13 it hides from autograd that it has written to them; before that, a graph that still needs their values
-    raises in its backward.
-
-    Args:
-        buffers: that are sent. Those made under ``inference_mode`` have no counter.
+    raises in its backward. Buffers made under ``inference_mode`` have no counter.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
@@ -401,11 +392,8 @@ class BroadcastVersions:
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:
-    """What ``register_hook`` does to a tensor with a graph, but for the handle: in half the time.
-
-    Returns:
-        Whether it was done; not where the tensor has hooks already, or somebody looks at what is done to it.
-    """
+    """What ``register_hook`` does to a tensor with a graph, but for the handle: in half the time. Returns False, having
+    done nothing, where the tensor has hooks already, or somebody looks at what is done to it."""
     if type(tensor) is not Tensor or watched() or tensor._backward_hooks is not None:
         return False
     node: Any = tensor.grad_fn
@@ -429,13 +417,8 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def put_hooks_innermost(optimizer: Optimizer, before: int, after: int) -> None:
-    """Make one pre-hook the last of an optimizer's own and one post-hook the first.
-
-    Args:
-        optimizer: whose hooks; not while it runs them.
-        before: ``id`` of the handle of the pre-hook.
-        after: ``id`` of the handle of the post-hook.
-    """
+    """Make one pre-hook the last of an optimizer's own and one post-hook the first, by the ids of their handles. Not
+    while it runs them."""
     earlier: Any = optimizer._optimizer_step_pre_hooks  # ordered dictionaries, annotated as plain ones
     later: Any = optimizer._optimizer_step_post_hooks
     if before in earlier and next(reversed(earlier)) != before:

@@ -17,13 +17,13 @@ the module nor its arguments lead to, is as it happens to be: a forward that dep
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial, update_wrapper
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +48,6 @@ __all__ = ["Checkpointing", "Gathered"]
 Gathered = Callable[[bool], AbstractContextManager[None]]
 """Makes the weights that a forward reads whole, with the engine's guard inside of torch's hooks, as long as the context
 lasts. It is told whether the forward runs again."""
-
-
-class _Checked(NamedTuple):
-    packed: Any
-    unpack: Unpack
-    probe: Tensor | None
-    version: int
-    dtype: torch.dtype
-    shape: torch.Size
 
 
 class VersionCheck:
@@ -91,16 +82,16 @@ class VersionCheck:
 
     def _pack(self, tensor: Tensor) -> Any:
         pack, unpack = self._outer[-1]
-        packed = pack(tensor)
-        counts = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        probe = version_probe(tensor) if counts else None
-        return _Checked(packed, unpack, probe, tensor._version if counts else 0, tensor.dtype, tensor.shape)
+        packed, check = pack(tensor), None
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+            check = partial(check_version, version_probe(tensor), tensor._version, tensor.dtype, tensor.shape)
+        return packed, unpack, check
 
-    def _unpack(self, packed: _Checked) -> Tensor:
-        if packed.probe is not None:
-            check_version(packed.probe, packed.version, packed.dtype, packed.shape)
-        tensor: Tensor = packed.unpack(packed.packed)
-        return tensor
+    def _unpack(self, saved: tuple[Any, Unpack, Callable[[], None] | None]) -> Tensor:
+        packed, unpack, check = saved
+        if check is not None:
+            check()
+        return unpack(packed)
 
 
 class Checkpointing:
@@ -141,7 +132,7 @@ class _RecomputedForward:
         self._constant: set[Key] = set()  # large tensors of its state that the last forward left alone
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # that may be repeated
         self._again = disable_dynamo(self._checkpointed)
-        functools.update_wrapper(self, self.forward, updated=())
+        update_wrapper(self, self.forward, updated=())
         vars(module)[self._key] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +147,7 @@ class _RecomputedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         owner = getattr(self.forward, "__self__", None)
-        return (functools.partial, (self.forward,)) if owner is None else (getattr, (owner, self.forward.__name__))
+        return (partial, (self.forward,)) if owner is None else (getattr, (owner, self.forward.__name__))
 
     def remove(self) -> None:
         """Put back what was there, unless somebody has put something else there since."""

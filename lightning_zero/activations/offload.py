@@ -210,8 +210,7 @@ class SavedOnHost:
             return tensor.set_(storage, offset, packed.shape, packed.stride)
 
     def _restore(self, copy: _Copy) -> torch.UntypedStorage:
-        storage = copy.on_device()
-        if storage is not None:
+        if copy.again is not None and (storage := copy.again.lock()) is not None:
             return storage
         target = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device)
         with self._back.transferring():
@@ -275,10 +274,6 @@ class _Copy:
     def __del__(self) -> None:
         self.let_go()
         self.buffers.give(self.buffer)
-
-    def on_device(self) -> torch.UntypedStorage | None:
-        """The device memory it was brought back to, if that is still there."""
-        return None if self.again is None else self.again.lock()
 
     def wait(self) -> None:
         """Order everything from now on behind the copy to the device."""
