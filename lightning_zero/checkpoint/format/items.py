@@ -38,9 +38,8 @@ class Leaf(NamedTuple):
     """One value of the sharded part of a checkpoint."""
 
     path: tuple[Any, ...]  # from the checkpoint dictionary to the value; ``Index`` in lists, keys in dictionaries
-    stored_path: tuple[
-        str | int, ...
-    ]  # in the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``
+    # In the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``.
+    stored_path: tuple[str | int, ...]
     value: Any  # a FlatShard, a tensor, an empty dictionary, or any other value, such as a Counter
 
     @property
