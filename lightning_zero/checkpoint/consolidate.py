@@ -308,7 +308,9 @@ def _write_safetensors(
     single = _is_single(target)
     folder = target.parent if single else target
     shards = _shards({name: hole for name, hole in holes.items() if name not in aliases}, None if single else limit)
-    names = [target.name if single else _file_name(number, len(shards)) for number in range(len(shards))]
+    names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    if len(shards) == 1:
+        names = [target.name if single else SINGLE_FILE]
     layouts = []
     for shard in shards:
         metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in shard}}
@@ -379,7 +381,3 @@ def _shards(holes: Mapping[str, Hole], limit: int | None) -> list[dict[str, Hole
         shards[-1][name] = hole
         filled += hole.nbytes
     return shards
-
-
-def _file_name(number: int, count: int) -> str:
-    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"

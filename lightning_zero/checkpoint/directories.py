@@ -34,9 +34,9 @@ from lightning_zero.checkpoint.format.record import (
     Record,
     TensorItem,
 )
-from lightning_zero.checkpoint.format.stored import Source, StoredTensor, memory_of
+from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import ADVICE, load_torch
-from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, check_stored
+from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, check_stored, raw_memory
 from lightning_zero.checkpoint.storage.files import Files
 from lightning_zero.checkpoint.storage.ranges import open_range, read_index, samples
 from lightning_zero.errors import CheckpointError
@@ -168,7 +168,7 @@ def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
     item = TensorItem((), dtype, shape, (chunk,) if chunk.numel else ())
     Record(files=directory.record.files, items={name: item}, meta=None)  # proves that it lies in the file
     tensor = StoredTensor(directory.source, name, item).read()
-    if chunk.crc32 is not None and zlib.crc32(memory_of(tensor)) != chunk.crc32:
+    if chunk.crc32 is not None and zlib.crc32(raw_memory(tensor)) != chunk.crc32:
         raise CheckpointError(f"'{directory.files.name}/{name}' is damaged: a tensor does not match its checksum.")
     return tensor
 

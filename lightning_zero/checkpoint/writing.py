@@ -205,15 +205,13 @@ def _write(file: ChecksummedFile, name: str, key: str, box: Box | None, value: A
         layout = TorchFile(value)
         file.write_archive(layout)
         return Written(key, None, StoredBytes(name, begin, layout.nbytes))
-    layout = _layout(value.dtype, box.sizes)
+    layout = _layout(Hole(0, value.dtype, box.sizes))
     (crc32,) = file.write_archive(layout, value)
     elements = begin + layout.places[0].offset if value.numel() else None
     return Written(key, box, StoredBytes(name, begin, layout.nbytes), elements, crc32)
 
 
-@lru_cache(maxsize=256)
-def _layout(dtype: torch.dtype, sizes: tuple[int, ...]) -> TorchFile:
-    return TorchFile(Hole(0, dtype, sizes))
+_layout = lru_cache(maxsize=256)(TorchFile)
 
 
 # --------------------------------------------------------------------------------------------------------------- pieces

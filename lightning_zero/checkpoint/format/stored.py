@@ -10,7 +10,6 @@ is whole rows, and otherwise the pieces of [Note: Boxes], each a strided view of
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
 import zipfile
@@ -31,8 +30,9 @@ from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window
 from lightning_zero.checkpoint.storage.ranges import open_range
 from lightning_zero.errors import CheckpointError
 from lightning_zero.storage.file_tensor import FileTensor, aliased, pieces
+from lightning_zero.storage.host import bytes_of, view_of
 
-__all__ = ["Source", "StoredTensor", "find_elements", "memory_of", "read_chunk"]
+__all__ = ["Source", "StoredTensor", "find_elements", "read_chunk"]
 
 
 class Elements(Protocol):
@@ -306,15 +306,9 @@ def read_chunk(files: Files, key: str, chunk: Chunk, dtype: torch.dtype, first: 
         part = destination[begin : begin + step]
         target = part if buffer is None else buffer[: part.numel()]
         offset = chunk.offset + (first - chunk.start + begin) * dtype.itemsize
-        files.read_into(chunk.file, offset, memory_of(target))
+        files.read_into(chunk.file, offset, view_of(bytes_of(target)))
         if buffer is not None:
             part.copy_(target)
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """A contiguous host tensor's bytes, to be written to. The tensor must outlive it."""
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(array).cast("B")
 
 
 def find_elements(file: Any, nbytes: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int | None] | None:
