@@ -17,6 +17,7 @@ says is not repeated if it is no time. Nothing there is an error. Only the folde
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -31,11 +32,6 @@ from typing import Any
 from lightning_zero.errors import OffloadError
 from lightning_zero.storage.files import amount
 from lightning_zero.storage.host import PAGE_NBYTES
-
-try:
-    import fcntl
-except ImportError:  # no locks on this system
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["DATA", "Leftover", "RunFolder", "find_leftovers"]
 
@@ -123,9 +119,8 @@ class RunFolder:
         """Write the owner's file, locked before anybody can see it."""
         new = self.path / f"{_OWNER}.new"
         self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # not offered here
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # not offered here
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(self._lock, json.dumps(owner).encode())
         new.rename(self.path / _OWNER)
 
@@ -178,15 +173,12 @@ def _asked(path: Path) -> tuple[dict[str, Any] | None, bool | None]:
     except OSError:
         return {}, None
     try:
-        locked: bool | None = None
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others ask at the same time
-                locked = False
-            except BlockingIOError:
-                locked = True
-            except OSError:
-                locked = None
+        locked: bool | None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others ask at the same time
+            locked = False
+        except OSError as error:
+            locked = True if isinstance(error, BlockingIOError) else None
         try:
             owner = json.loads(os.pread(descriptor, PAGE_NBYTES, 0))
         except (OSError, ValueError, RecursionError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import json
 import os
@@ -91,8 +93,16 @@ def test_only_one_rank_reports(tmp_path: Path) -> None:
 
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system, or a system, that has none."""
-    monkeypatch.setattr(folders, "fcntl", None)
+    """A file system that has none."""
+
+    class Refusing:
+        LOCK_EX, LOCK_SH, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
+
+        @staticmethod
+        def flock(*_: object) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(folders, "fcntl", Refusing)
 
 
 @pytest.mark.usefixtures("without_locks")
