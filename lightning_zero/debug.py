@@ -345,11 +345,8 @@ def memory_stats(
 class Beside:
     """Observes spans: the ``most`` bytes on the device that a step takes beside what rests there.
 
-    They are slots that were given back before, stand in for one that is taken, or are gradients carried from one
-    reduction to the next.
-
-    Args:
-        engine: of the run, when nothing runs.
+    Made when nothing runs. They are slots that were given back before, stand in for one that is taken, or are gradients
+    carried from one reduction to the next.
     """
 
     def __init__(self, engine: ZeroEngine) -> None:

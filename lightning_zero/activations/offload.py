@@ -203,7 +203,7 @@ class SavedOnHost:
             start = 0
             if storage is None or storage.nbytes() < copy.start + copy.nbytes:
                 storage, start = self._restore(copy), copy.start
-                copy.wait()
+                copy.streams.wait(copy.filled)  # everything from now on is behind the copy to the device
                 self._look_ahead(copy)
             offset = packed.offset - start // packed.dtype.itemsize
             tensor = torch.empty(0, dtype=packed.dtype, device=self._device)
@@ -275,12 +275,8 @@ class _Copy:
         self.let_go()
         self.buffers.give(self.buffer)
 
-    def wait(self) -> None:
-        """Order everything from now on behind the copy to the device."""
-        self.streams.wait(self.filled)
-
     def let_go(self) -> None:
         """Hold on to it no more; the copy that still writes there is waited for, on the device."""
         if self.kept is not None:
-            self.wait()
+            self.streams.wait(self.filled)
             self.kept = None

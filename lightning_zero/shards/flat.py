@@ -54,12 +54,9 @@ def views_of(buffer: Tensor, layout: FlatLayout) -> list[Tensor]:
 
 
 class FlatParameters:
-    """The parameters of one layout: the user's objects and this rank's master shard.
+    """The parameters of one layout: the user's objects, in its order, and this rank's master shard.
 
     Args:
-        layout: where each parameter lies.
-        parameters: the user's parameters, in the layout's order.
-        rank: this rank of the shard group.
         master: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``; what the optimizer updates.
         placeholders: what each parameter shows while its values are not there.
         rest: where master, weights, gradients and state rest.

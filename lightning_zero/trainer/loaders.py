@@ -244,14 +244,8 @@ class _Evaluation(NamedTuple):
 
 
 class _LockStep:
-    """One rank's side of loaders that end on all ranks together.
-
-    Args:
-        name: for messages, alike on all ranks.
-        policy: what to do where data end on some ranks only.
-        agree: exchanges numbers with all ranks, given what for.
-        evaluation: ``None`` in training.
-    """
+    """One rank's side of loaders that end on all ranks together. ``name`` is alike on all of them, for messages;
+    ``agree`` exchanges numbers with them, given what for; ``evaluation`` is ``None`` in training."""
 
     def __init__(self, name: str, policy: Uneven, agree: Agree, evaluation: _Evaluation | None) -> None:
         self._name, self._policy, self._agree, self._evaluation = name, policy, agree, evaluation
@@ -260,13 +254,8 @@ class _LockStep:
         """What Lightning is told. With none it fetches one batch ahead of the step."""
 
     def begin(self, length: int, certain: bool, each: int) -> None:
-        """Compare lengths, at the beginning of each pass. Collective: every rank.
-
-        Args:
-            length: of all loaders together; -1 if nobody knows.
-            certain: whether it is the number of batches that will come.
-            each: a number for what they consist of.
-        """
+        """Compare lengths, at the beginning of each pass: that of all loaders together (-1: nobody knows), whether that
+        is the number of batches to come, and a number for what they consist of. Collective: every rank."""
         self._asked, self._count, self._has, self._held = 0, 0, True, None
         self._error: DivergenceError | None = None
         rows = self._agree(f"the length of the {self._name}", [length, int(certain), each])

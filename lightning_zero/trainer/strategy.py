@@ -363,12 +363,9 @@ class ZeroStrategy(Batches):
         return self._state_of(optimizer).save()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint as the policy says, whole or not at all. Collective: every rank.
+        """Write a checkpoint as the policy says, whole or not at all, also to a URL. Collective: every rank.
 
-        Args:
-            checkpoint: Lightning's dictionary.
-            filepath: where, also a URL.
-            storage_options: ``{"format": ..., "async": ...}`` to differ from the policy this once.
+        ``storage_options``: ``{"format": ..., "async": ...}`` to differ from the policy this once.
         """
         if self.settings.checkpoint.exclude_frozen:
             excluded = self.session.module_state(self._module).excluded_frozen()
