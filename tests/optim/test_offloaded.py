@@ -330,6 +330,19 @@ def test_step_hooks_and_schedulers_see_one_step(tier: Tier, rig_of: RigOf) -> No
     assert schedulers[1].get_last_lr() == schedulers[0].get_last_lr()
 
 
+def test_a_state_that_the_user_takes_out_stays_as_it_is(rig_of: RigOf) -> None:
+    rig = rig_of(optim.Adam, Tier.HOST)
+    rig.step(0)
+    parameter = rig.parameters[0]
+    state = rig.optimizer.state[parameter]
+    replaced, popped = state["exp_avg"], state.pop("exp_avg_sq")
+    before = [replaced.own.clone(), popped.own.clone()]
+    state.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.ones_like(parameter))
+    rig.step(1)
+    for kept, own in zip((replaced, popped), before, strict=True):
+        assert torch.equal((kept * 2).own, own * 2)  # raises if it were the optimizer's still
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_gradients_and_groups_are_as_before_a_step(tier: Tier, rig_of: RigOf) -> None:
     rate = torch.tensor(0.01)
