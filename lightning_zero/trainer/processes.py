@@ -73,7 +73,7 @@ class _Workers(_MultiProcessingLauncher):
 
 
 class Processes:
-    """One process for each device, in one group: what Lightning asks any such strategy about them.
+    """One process for each device, in one group: what Lightning asks any such strategy about them, and their session.
 
     To be put before a ``ParallelStrategy``: the Trainer and Fabric have one each, with these attributes.
     """
