@@ -60,7 +60,7 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
     if groups.across is not None:
         kind = GlooCollectives if device.type == "cpu" else NativeCollectives
         within = kind(groups, streams)
-        within.across = kind(groups.across, streams)
+        within.across = kind(groups.across, streams.in_reductions())
         if exchange.compression is not None and len(groups.find_hosts()) > 1:
             gradients = exchange.compression.gradients
             within.across = CompressedCollectives(groups.across, streams, gradients, gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -80,9 +81,10 @@ class Pending:
         self._event = event
         self._streams = streams
         self._keep = keep
-        self._finish = finish
+        self._finishing = [] if finish is None else [finish]
         self.done = False
         """Whether ``wait`` has returned before."""
+        self._waiting = threading.Lock()
 
     def ready_within(self, seconds: float) -> bool:
         """Whether ``wait`` would return after ``seconds`` at most; always on a device, where the host never waits."""
@@ -105,26 +107,34 @@ class Pending:
         """``wait`` for the result only: this rank's own part may still be read by others until ``wait``."""
         self.wait()
 
+    def then(self, more: Callable[[], None]) -> None:
+        """Have more arithmetic on the result follow, in the first ``wait``. Before that has begun."""
+        self._finishing.append(more)
+
     def wait(self) -> None:
         """Order everything issued from now on behind this collective. On CUDA the host does not wait.
+
+        Any thread may wait, also several at a time.
 
         Raises:
             CommunicationError: if a peer died or the process group's timeout passed.
         """
-        if self.done:
-            return
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise_failure(self.what, self._rank, error)
-        if self._streams is not None:
-            self._streams.wait(self._event)
-        if self._finish is not None:
-            with untracked():
-                self._finish()
-        self.done = True
-        self._works, self._keep, self._finish = (), (), None
+        with self._waiting:
+            if self.done:
+                return
+            try:
+                for work in self._works:
+                    work.wait()
+            except RuntimeError as error:
+                raise_failure(self.what, self._rank, error)
+            if self._streams is not None:
+                self._streams.wait(self._event)
+            if self._finishing:
+                with untracked():
+                    for finish in self._finishing:
+                        finish()
+            self.done = True
+            self._works, self._keep, self._finishing = (), (), []
 
 
 class Collectives(ABC):
@@ -249,19 +259,22 @@ class Collectives(ABC):
             self.across.broadcast(tensor, 0, what).wait()
         return self._broadcast(tensor, source, what)
 
-    def average_across(self, shard: Tensor, what: str) -> None:
-        """Average a shard in place with those of the other shard groups. Collective: all ranks, in one order."""
-        self._observe("all_reduce", what, shard)
-        wire = self.across
-        if wire is None:
-            raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
-        with untracked():
-            rest = -shard.numel() % (wire.world_size * wire.block)
-            whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
-            wire.reduce_scatter(whole, wire.own_range(whole), what).wait()
-            wire.all_gather(whole, what, content=(what, 0)).wait()  # which nobody keeps
-            if rest:
-                shard.copy_(whole[: shard.numel()])
+    def average_across(
+        self, shard: Tensor, what: str, reduction: Pending | None = None
+    ) -> tuple[Pending | None, Pending]:
+        """Average a shard in place with those of the other shard groups, behind a reduction, while this rank goes on.
+
+        Args:
+            shard: 1-D. Written until the average is waited on.
+            what: what it carries, for people.
+            reduction: brings into the shard what is averaged; ``None``: it is there. Nobody may have waited on it.
+
+        Returns:
+            What to wait on instead of ``reduction``, and what to wait on for the average.
+
+        Collective: all ranks, in one order, which is also that of the reductions.
+        """
+        raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what collectives read: 1-D, all zeros. Where it makes no difference, it is ordinary memory."""
@@ -427,6 +440,9 @@ class WrappedCollectives(Collectives):
 
     def _all_to_all(self, *arguments: Any, **named: Any) -> Pending:
         return self.inner.all_to_all(*arguments, **named)
+
+    def average_across(self, *arguments: Any, **named: Any) -> tuple[Pending | None, Pending]:
+        return self.inner.average_across(*arguments, **named)
 
     def _broadcast(self, *arguments: Any, **named: Any) -> Pending:
         return self.inner.broadcast(*arguments, **named)

@@ -208,6 +208,7 @@ class Groups:
     def __post_init__(self) -> None:
         self.hosts: list[list[int]] = []  # the ranks of each, once they have been asked
         self.hops: Hops | None = None  # within hosts and between them, once the ranks take these
+        self._averages: Relay | None = None  # takes averages between shard groups through, once there are any
         self.transport: Transport | None = None  # to each other's memory, once the ranks are connected
         self.problem = ""  # why they could not be connected
         self.told = ""  # what the log says about it
@@ -248,6 +249,13 @@ class Groups:
             self.hops = Hops(self, self.hosts, places)
             self.control.counted = self.checkpoint.counted = self.hops.order
         return self.hops
+
+    def averages(self) -> Relay:
+        """What takes averages between shard groups through, behind the reductions within them. Made once."""
+        if self._averages is None:
+            carriers = [groups.reduce for groups in (self, self.across) if groups is not None]
+            self._averages = Relay(f"the averages {self.number}", carriers)
+        return self._averages
 
     def check_hosts(self) -> None:
         """Raise ValueError, on all ranks, if those of a shard group are not on one host. Collective: every rank."""
@@ -301,7 +309,9 @@ class Groups:
         groups += [] if self.across is None else [self.across.gather]
         if self.hops is not None:
             groups += self.hops.end()
-        self.across = self.hops = None
+        if self._averages is not None:
+            self._averages.end()
+        self.across = self.hops = self._averages = None
         self.abandoned.clear()
         if self.transport is not None:
             self.transport.close()

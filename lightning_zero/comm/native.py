@@ -10,13 +10,14 @@ world size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero._torch import all_gather_single, reduce_scatter_single
+from lightning_zero._torch import all_gather_single, reduce_scatter_single, untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.control import ABOUT_GRADIENTS, naming_failures, raise_failure
 from lightning_zero.comm.groups import Groups
@@ -47,6 +48,34 @@ class NativeCollectives(Collectives):
         with naming_failures(ABOUT_GRADIENTS, self._told):
             dist.all_reduce(numbers, operation, group=self.groups.reduce, async_op=True).wait()
         return numbers.view(torch.float64)
+
+    def average_across(
+        self, shard: Tensor, what: str, reduction: Pending | None = None
+    ) -> tuple[Pending | None, Pending]:
+        self._observe("all_reduce", what, shard)
+        return self._averaged_behind(reduction, shard, what)
+
+    def _averaged_behind(self, reduction: Pending | None, shard: Tensor, what: str) -> tuple[Pending | None, Pending]:
+        with self.streams.reducing():  # not among the gathers, where it would have a place of its own on every rank
+            if reduction is not None:
+                reduction.wait()
+                reduction = Pending(what, self._told, event=self.streams.mark(), streams=self.streams)
+            self._average(shard, what)
+            event = self.streams.mark()
+        return reduction, Pending(what, self._told, event=event, streams=self.streams, keep=(shard,))
+
+    def _average(self, shard: Tensor, what: str) -> None:
+        """Average a shard in place with those of the other shard groups, and wait for it. Collective: all ranks."""
+        wire = self.across
+        if wire is None:
+            raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
+        with untracked():
+            rest = -shard.numel() % (wire.world_size * wire.block)
+            whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
+            wire.reduce_scatter(whole, wire.own_range(whole), what).wait()
+            wire.all_gather(whole, what, content=(what, 0)).wait()  # which nobody keeps
+            if rest:
+                shard.copy_(whole[: shard.numel()])
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
@@ -124,6 +153,11 @@ class GlooCollectives(NativeCollectives):
         if lent:
             self._receiving = pending
         return pending
+
+    def _averaged_behind(self, reduction: Pending | None, shard: Tensor, what: str) -> tuple[Pending | None, Pending]:
+        there = (lambda: None) if reduction is None else reduction.wait
+        passage = self.groups.averages().carry(what, (there, partial(self._average, shard, what)))
+        return reduction, Pending(what, self._told, works=[passage], keep=(shard,))
 
     def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str) -> Pending:
         """``reduce_scatter`` with memory of the caller's for what the others send: like ``bucket``, and no part of

@@ -7,6 +7,7 @@ allocator while in use.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -44,6 +45,12 @@ class Streams:
         if self.beside:
             gather, transfer = cuda.Stream(device), cuda.Stream(device)
             self._streams = [gather, gather if one_order else cuda.Stream(device), transfer]
+
+    def in_reductions(self) -> Streams:
+        """The same, for a wire all of whose work belongs among the reductions."""
+        found = copy.copy(self)
+        found._streams = [self._streams[1], *self._streams[1:]] if self.beside else []
+        return found
 
     def gathering(self, after: Event = None) -> AbstractContextManager[None]:
         """Issue the work inside on the gather stream, after ``after`` (default: all work issued so far)."""

@@ -296,7 +296,7 @@ class Passes:
             self._running["backward"] = self.spans.begin(Phase.BACKWARD, self._scope)
         self._schedule.open(name, place)
         if self._reducer is not None:
-            self._reducer.open(name, self._schedule.uniform)
+            self._reducer.open(name, self._schedule.uniform, self.reduce_gradients)
 
     def before_unit_backward(self, call: ForwardCall) -> None:
         """Make a unit available for its backward, and let those go whose backward is over."""
@@ -351,7 +351,7 @@ class Passes:
             rows = self.agree(f"backward {self._backwards} (of {self._scope})", report)
             rows = [row[: len(report)] for row in rows]
         if self._reducer is not None:
-            self._reducer.close(rows, self.reduce_gradients) if self._reduces else self._reducer.keep_local()
+            self._reducer.close(rows) if self._reduces else self._reducer.keep_local()
         self.in_backward = False
         self._segment += 1
         if self._depth > 0:

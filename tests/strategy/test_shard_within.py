@@ -6,6 +6,7 @@ import copy
 import socket
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_zero import (
@@ -79,7 +81,8 @@ def whole(module: Net) -> dict[str, Tensor]:
 
 def fit(stage: int, within: Any, module: Net, steps: int = STEPS, **options: Any) -> Net:
     if stage:
-        strategy: Any = ZeroStrategy(stage=stage, shard_within=within, units=["Sequential"])  # type: ignore[arg-type]
+        small: dict[str, Any] = {"units": ["Sequential"], "bucket_mib": 0.008}  # so that no stage has one bucket only
+        strategy: Any = ZeroStrategy(stage=stage, shard_within=within, **small)  # type: ignore[arg-type]
     else:
         strategy = DDPStrategy(find_unused_parameters=True)
     with quiet():
@@ -222,6 +225,79 @@ def test_shards_are_averaged_over_groups_once_in_a_step(stage: int) -> None:
             assert found[kind] == [plan.calls, plan.nbytes], kind
 
 
+class Waits(Net):
+    """Its last block's gradient does not go on before the first average is over, in micro-steps before a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[list[str]] = []
+        self.averaged = Event()
+
+    def on_train_start(self) -> None:
+        engine = self.trainer.strategy.engine  # type: ignore[attr-defined]
+        engine.collectives.across.observers.append(self.note)
+        self.buckets = len(engine.plan.trainable_layouts)
+        self.blocks[0][0].weight.register_hook(self.wait)  # type: ignore[index]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.events.append([])
+
+    def note(self, call: CollectiveCall) -> None:
+        if call.kind == "all_gather":
+            self.events[-1].append("average")
+            self.averaged.set()
+
+    def wait(self, gradient: Tensor) -> None:
+        if len(self.events) in (2, 4):
+            assert self.averaged.wait(30), "no average while the backward runs"
+        self.events[-1].append("gradient")
+        self.averaged.clear()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_average_runs_beside_the_last_backward(stage: int) -> None:
+    def run(rank: int) -> tuple[list[list[str]], int]:
+        module = Waits()
+        fit(stage, 2, module, accumulate_grad_batches=2)
+        return module.events, module.buckets
+
+    for found, buckets in run_world(4, run, timeout=120):
+        for none, last in (found[:2], found[2:]):
+            assert none == ["gradient"]
+            assert last[0] == "average"
+            assert sorted(last) == ["average"] * buckets + ["gradient"]
+
+
+class Again(Net):
+    """A block that gets gradients when it is averaged already; in ``uneven`` after one that only one group uses."""
+
+    recomputes = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * int(batch) + self.global_rank)
+        tokens, targets = torch.randint(0, 37, (2, 8), generator=generator)
+        x = self.embedding(tokens)
+        for index in (2, 0, 1, 2) if not self.uneven or self.global_rank >= 2 else (2, 0, 2):
+            block = self.blocks[index]
+            x = x + (checkpoint(block, x, use_reentrant=True) if self.recomputes and index == 2 else block(x))
+        return F.cross_entropy(self.head(self.norm(x)), targets)
+
+
+class Once(Again):
+    recomputes = False
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_after_the_average_of_their_block_are_averaged_too(stage: int, uneven: bool) -> None:
+    def run(rank: int) -> None:
+        expected = whole(fit(0, None, Once(uneven=uneven), accumulate_grad_batches=2))
+        found = fit(stage, 2, Again(uneven=uneven), accumulate_grad_batches=2)
+        assert near(whole(found), expected)
+
+    run_world(4, run, timeout=120)
+
+
 class Steps(Net):
     """Steps by hand on gradients that were averaged in this rank's group only."""
 
@@ -244,17 +320,29 @@ def test_a_step_before_groups_have_averaged_is_an_error(stage: int) -> None:
 
 
 class Fails(Net):
-    """One rank of the second group fails."""
+    """One rank of the second group fails, in the forward or, with averages under way, in the backward."""
+
+    amid = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 2 and self.global_rank == 3:
-            raise KeyError("mine")
+            if not self.amid:
+                raise KeyError("mine")
+            self.blocks[0][0].weight.register_hook(self.fail)  # type: ignore[index]
         return super().training_step(batch, batch_idx)
 
+    def fail(self, gradient: Tensor) -> None:
+        raise KeyError("mine")
 
-def test_an_error_of_one_rank_ends_all_of_all_groups() -> None:
+
+class FailsAmid(Fails):
+    amid = True
+
+
+@pytest.mark.parametrize(("stage", "net"), [(3, Fails), (1, FailsAmid), (2, FailsAmid), (3, FailsAmid)])
+def test_an_error_of_one_rank_ends_all_of_all_groups(stage: int, net: type[Fails]) -> None:
     with pytest.raises(WorldError) as raised:
-        run_world(4, lambda rank: fit(3, 2, Fails()), timeout=60)
+        run_world(4, lambda rank: fit(stage, 2, net()), timeout=60)
     failures = raised.value.failures
     assert failures.keys() == {0, 1, 2, 3}
     assert failures[3].type == "KeyError"

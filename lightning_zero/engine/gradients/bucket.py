@@ -13,6 +13,7 @@ backward). The bucket then starts another *round*; rounds of one backward add up
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -95,8 +96,9 @@ class GradientBucket:
         self.missing = count  # gradients of the running round, while it is plain
         self._shard_parameters = [shard.parameter for shard in flat.shards]
         self.pending: Pending | None = None  # the reduction under way
+        self.averaging: Pending | None = None  # what makes the shard's averages those of all shard groups
         self._what = f"gradients of '{unit.name}'"
-        self._direct = False  # the reduction under way writes the shard itself
+        self._direct = False  # what the reduction under way ends with is in the shard
         # Where nothing has to be added to the shard, a reduction's result can be the shard as it is: it lies elsewhere
         # than the full buffer, and no one has to convert it.
         self._is_apart = not self._in_place and transfers is None and layout.reduce_dtype == layout.dtype
@@ -232,16 +234,22 @@ class GradientBucket:
         self.drain()
         if self._leaving is not None:
             self._leaving.order()
+        if self.averaging is not None and self._in_place and self.full is not None:
+            # There, and some rank may join it only at the end of its backward.
+            self._in_place = False
+            self.give_buffer(torch.empty_like(self.full))
         self.plain = False
         self.used = [a or b or c for a, b, c in zip(self.used, self.arrived, self.local, strict=True)]
         self.arrived = [False] * len(self.arrived)
         self.local = [False] * len(self.local)
 
-    def launch(self, patience: float) -> None:
+    def launch(self, patience: float, last: bool = True) -> None:
         """Start averaging over the ranks. Everything that did not arrive here counts as zero.
 
-        ``patience``: seconds to wait for memory of the wire. Collective: every rank, in the agreed order of buckets.
+        ``patience``: seconds to wait for memory of the wire. ``last``: over those of all shard groups, as a step
+        follows. Collective: every rank, in the agreed order of buckets.
         """
+        self.settle()
         full, views = self.full, self.views
         if full is None or views is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
@@ -263,6 +271,9 @@ class GradientBucket:
             self._direct = full is self._shard or (self._is_apart and True not in self._keeps())
             target = self._memory(whole=True) if self._direct else self._collectives.own_range(full)
             self.pending = self._collectives.reduce_scatter(full, target, self._what, patience)
+            self.grouped = self._collectives.across is not None
+            if self.grouped and last:
+                self.average_across()
         self.launched, self.dirty, self.plain = True, False, False
 
     def drain(self) -> None:
@@ -282,19 +293,26 @@ class GradientBucket:
         if self._direct:
             return
         with untracked():
-            if self._in_place:
-                self._restore_reduced()
-            else:
-                for source, target, add in self._additions(self._collectives.own_range(self.full)):
-                    if add:
-                        target.add_(source)
-                    else:
-                        target.copy_(source)
+            self._bring(() if self._in_place else self._additions(self._collectives.own_range(self.full)))
 
     def average_across(self) -> None:
-        """Make averages of a shard group those of all ranks. Collective: every rank."""
-        self._collectives.average_across(self._memory(), self._what)
-        self.grouped = False
+        """Make averages of a shard group those of all ranks, behind the reduction under way, until ``settle``.
+
+        Collective: every rank, in one order.
+        """
+        if self.pending is not None and self.full is not None and not self._direct:
+            # What is added to what is decided here, and not when some thread comes to it.
+            copies = () if self._in_place else self._additions(self._collectives.own_range(self.full))
+            self.pending.then(partial(self._bring, copies))
+        shard = self._memory()
+        self.pending, self.averaging = self._collectives.average_across(shard, self._what, self.pending)
+        self.grouped, self._direct = False, True
+
+    def settle(self) -> None:
+        """Wait until the shard holds the averages of all ranks, if that has begun."""
+        if self.averaging is not None:
+            self.averaging.wait()
+            self.averaging = None
 
     def publish(self, used: Sequence[bool]) -> None:
         """Show the reduced gradients to the optimizer, and forget the backward.
@@ -340,7 +358,10 @@ class GradientBucket:
         self.missing = count
         self.merged.clear()
         self._held.clear()
-        self.pending, self._carry, self._leaving = None, None, None
+        self.pending, self.averaging, self._carry, self._leaving = None, None, None, None
+        if self.resident is not self.full and self.resident is not None:
+            self._in_place = True
+            self.give_buffer(self.resident)
         if not self._lasts:  # it is left to those who have a gradient in it
             self._shard = None
         if self.resident is None:
@@ -361,6 +382,16 @@ class GradientBucket:
         if any(kept):
             with untracked():
                 self._carry, self._carried = self._collectives.own_range(self.full).clone(), kept
+
+    def _bring(self, copies: Sequence[Copy]) -> None:
+        """Let the shard hold what was reduced, and what that is added to."""
+        if self._in_place:
+            self._restore_reduced()
+        for source, target, add in copies:
+            if add:
+                target.add_(source)
+            else:
+                target.copy_(source)
 
     def _restore_reduced(self) -> None:
         if self._carry is None:

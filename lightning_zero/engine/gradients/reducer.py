@@ -64,6 +64,7 @@ class GradientReducer:
         self._plan_order = tuple(reversed(range(len(self.buckets))) if forwards else range(len(self.buckets)))
         self._phase = ""
         self._patience = PATIENCE_SECONDS
+        self._last = True
         self._queue = self._plan_order  # the order of the running backward
         self._next = 0
         self._ready: dict[int, None] = {}  # buckets that may be launched, in the order in which they were ready
@@ -75,13 +76,16 @@ class GradientReducer:
         self.holds_local = False
         """Whether there are gradients that were never reduced over all ranks, because more micro-steps are to come."""
 
-    def open(self, name: str, uniform: bool = True) -> None:
+    def open(self, name: str, uniform: bool = True, last: bool = True) -> None:
         """Begin a backward. Those of one ``name`` share an order of buckets.
+
+        Averages are those of this rank's shard group until the ``last`` backward before a step.
 
         Unless all ranks used the same units in the forward (``uniform``), a rank may join a reduction only at the very
         end, so nobody waits for one before.
         """
         self._patience = PATIENCE_SECONDS if uniform else 0.0
+        self._last = last
         self._phase = name
         self._queue = self._order.get(name, self._plan_order)
         self._next = 0
@@ -140,10 +144,8 @@ class GradientReducer:
         late = [bucket.launched and bucket.dirty for bucket in self.buckets]
         return [word for flags in (touched, complete, late) for word in _pack(flags)]
 
-    def close(self, rows: Sequence[Sequence[int]], last: bool = True) -> None:
+    def close(self, rows: Sequence[Sequence[int]]) -> None:
         """Reduce what is left, and publish. ``rows`` holds every rank's report.
-
-        Averages are those of this rank's shard group until the ``last`` backward before a step.
 
         Collective: every rank.
         """
@@ -166,15 +168,16 @@ class GradientReducer:
                     bucket.start_round()
                 self._launch_now(bucket)
         for bucket in self.buckets:
+            if bucket.grouped and self._last:  # in earlier micro-steps
+                bucket.average_across()
+        for bucket in self.buckets:
             if bucket.pending is not None:
                 self._drain(bucket)
         used = self._agree_used(touched, complete)
         self._remember_order(touched)
-        grouped = self._wire.across is not None
         for bucket in self.buckets:
-            bucket.grouped |= grouped and touched[bucket.index]
-            if bucket.grouped and last:
-                bucket.average_across()
+            if bucket.averaging is not None:
+                self._settle(bucket)
             if touched[bucket.index]:
                 bucket.publish(used[bucket.index])
             else:
@@ -204,7 +207,8 @@ class GradientReducer:
 
         Returns reductions still under way; their memory must not be used again before they are done.
         """
-        orphans = [bucket.pending for bucket in self.buckets if bucket.pending is not None]
+        under_way = [pending for bucket in self.buckets for pending in (bucket.pending, bucket.averaging)]
+        orphans = [pending for pending in under_way if pending is not None]
         for bucket in self.buckets:
             bucket.reset()
             bucket.grouped = False
@@ -223,11 +227,15 @@ class GradientReducer:
 
     def _launch(self, bucket: GradientBucket) -> None:
         with self._spans.of(Phase.REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
-            bucket.launch(self._patience)
+            bucket.launch(self._patience, self._last)
 
     def _drain(self, bucket: GradientBucket) -> None:
         with self._spans.of(Phase.WAIT_REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
             bucket.drain()
+
+    def _settle(self, bucket: GradientBucket) -> None:
+        with self._spans.of(Phase.WAIT_REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
+            bucket.settle()
 
     def _claim(self, bucket: GradientBucket) -> None:
         """Give a unit's buckets memory: their slot, or fresh memory while another unit still collects there."""
