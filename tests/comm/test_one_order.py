@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero import ActivationPolicy, build_plan
-from lightning_zero.comm import Collectives, ControlGroup, Groups, NativeCollectives, ShardGroup, Streams, orders_differ
+from lightning_zero.comm import (
+    Collectives,
+    ControlGroup,
+    Groups,
+    NativeCollectives,
+    ShardGroup,
+    Streams,
+    choose_collectives,
+    orders_differ,
+)
 from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.comm.groups import COMMUNICATORS, order_launches
 from lightning_zero.config import Placement
@@ -200,21 +211,28 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def seen_in_a_fake_world(stage: int, one_order: bool) -> list[tuple[str, str, str, set[int]]]:
-    """What one rank of eight issues in the third step."""
+def seen_in_a_fake_world(stage: int, one_order: bool, span: int | None = None) -> list[tuple[str, str, str, set[int]]]:
+    """What one rank of eight, in shard groups of ``span``, issues in the third step."""
     cuda = SimulatedCuda()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
-        gather = dist.new_group(backend="fake")
-        reduce = gather if one_order else dist.new_group(backend="fake")
+        size = span or 8
+        gather = dist.new_group([*range(size)], backend="fake")
+        reduce = gather if one_order else dist.new_group([*range(size)], backend="fake")
         control = Alone(None, 0, 8)
-        groups = Groups(gather, reduce, control, control, ShardGroup(0, 8), divisor=8)
+        groups = Groups(gather, reduce, control, control, ShardGroup(0, size), divisor=size)
         assert groups.one_order is one_order
         device: Any = SimpleNamespace(type="cuda")
         streams = Streams(device, groups.one_order, cuda=cuda)
         net = Net()
-        plan = build_plan(net, stage=stage, world_size=8, units=["Block"])
-        engine = ZeroEngine(net, plan, NativeCollectives(groups, streams), control, MemoryTiers(CPU, streams))
+        placement = replace(Placement.from_stage(stage), span=span)
+        plan = build_plan(net, placement=placement, world_size=8, units=["Block"], bucket_mib=0.001)
+        wire = NativeCollectives(groups, streams)
+        if span is not None:
+            same = dist.new_group([*range(0, 8, size)], backend="fake")
+            groups.across = Groups(same, same, control, control, ShardGroup(0, 8 // size), divisor=8 // size)
+            wire = choose_collectives(groups, streams, device)
+        engine = ZeroEngine(net, plan, wire, control, MemoryTiers(CPU, streams))
         engine.prepare_training()
         for _ in range(STEPS):
             with Seen(cuda) as seen:
@@ -250,6 +268,24 @@ def test_in_two_orders_kinds_keep_apart() -> None:
     assert len({group for _, group, _ in lanes}) == 2
     for number, (kind, _, _, behind) in enumerate(calls):
         assert behind >= {earlier for earlier in range(number) if calls[earlier][0] == kind}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_averages_between_groups_are_among_the_reductions(stage: int) -> None:
+    """Each behind the reduction of its bucket, and not after all: a reduction, and a reduction and a gather between."""
+    calls = seen_in_a_fake_world(stage, one_order=False, span=4)
+    groups = {kind: {group for k, group, stream, _ in calls if k == kind and stream == "reduce"} for kind, *_ in calls}
+    [between] = groups["allgather_base"]
+    among = [(number, kind, group == between) for number, (kind, group, on, _) in enumerate(calls) if on == "reduce"]
+    for start in range(0, len(among), 3):
+        assert [(kind, across) for _, kind, across in among[start : start + 3]] == [
+            ("reduce_scatter_base", False),
+            ("reduce_scatter_base", True),
+            ("allgather_base", True),
+        ]
+    assert len(among) >= 3 * 5
+    for (earlier, *_), (later, *_) in pairwise(among):
+        assert earlier in calls[later][3]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -249,7 +249,8 @@ class GradientBucket:
         ``patience``: seconds to wait for memory of the wire. ``last``: over those of all shard groups, as a step
         follows. Collective: every rank, in the agreed order of buckets.
         """
-        self.settle()
+        if self.averaging is not None:
+            self.settle()
         full, views = self.full, self.views
         if full is None or views is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
@@ -312,7 +313,7 @@ class GradientBucket:
         """Wait until the shard holds the averages of all ranks, if that has begun."""
         if self.averaging is not None:
             self.averaging.wait()
-            self.averaging = None
+        self.averaging = None
 
     def publish(self, used: Sequence[bool]) -> None:
         """Show the reduced gradients to the optimizer, and forget the backward.
