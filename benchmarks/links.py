@@ -27,7 +27,6 @@ from torch import nn
 
 from lightning_zero import ZeroPlan, build_plan
 from lightning_zero.analysis.links import parse_speed
-from lightning_zero.analysis.traffic import ROUNDED_NBYTES, Traffic
 from lightning_zero.config import Placement
 
 BUCKET_NBYTES = 25 * 2**20  # of DDP
@@ -42,9 +41,9 @@ WAYS = {
 }
 
 
-def plan_of(model: nn.Module, stage: int, ranks: int, span: int | None = None) -> ZeroPlan:
+def plan_of(model: nn.Module, stage: int, ranks: int, span: int | None = None, keeping: int | None = None) -> ZeroPlan:
     """In ``float32``, as CPU ranks train."""
-    placement = replace(Placement.from_stage(stage), span=span)
+    placement = replace(Placement.from_stage(stage), span=span, keeping=keeping)
     return build_plan(model, placement=placement, world_size=ranks, units=["Block"])
 
 
@@ -60,25 +59,22 @@ class Sent:
 
 def sent(way: str, model: nn.Module, hosts: int, ranks: int, micro_steps: int) -> Sent:
     """By the formulas of the plan."""
-    world, share = hosts * ranks, (hosts - 1) / hosts
+    world = hosts * ranks
     if way == "DDP":
         nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
         ring, hops = 2 * nbytes * (world - 1) / world, 2 * (world - 1)
         return Sent(ring, ring * (ranks - 1) / ranks, hops * math.ceil(nbytes / BUCKET_NBYTES), hops)
     stage = int(way[4])
-    plan = plan_of(model, stage, world, ranks if "within" in way else None)
-    traffic: Traffic = plan.expected_traffic(micro_steps=micro_steps)
-    between, within = traffic.on_links(hosts, rings=False)
+    span, keeping = (ranks if word in way else None for word in ("within", "secondary"))
+    traffic = plan_of(model, stage, world, span, keeping).expected_traffic(micro_steps=micro_steps)
+    kind = "int8" if "int8" in way else None
+    between, within = traffic.on_links(hosts, rings=False, formats=(kind, kind))
     calls = traffic.all_gather.calls + traffic.reduce_scatter.calls
     agreements = (1 + (3 if stage == 3 else 2) * micro_steps) * math.ceil(math.log2(world))
     if "flat" in way:
         return Sent(between * ranks, within, calls * (world - 1) + agreements, calls + agreements)
-    crossing = calls
-    if "secondary" in way:
-        weights, gradients = sum(layout.numel for layout in plan.layouts), traffic.reduce_scatter.numel
-        between = (weights + gradients) * share * (ROUNDED_NBYTES["int8"] if "int8" in way else 4)
-        crossing = len(plan.layouts) + traffic.reduce_scatter.calls
-    elif traffic.all_reduce.calls:
+    crossing = (traffic.copies + traffic.exact + traffic.reduce_scatter).calls
+    if traffic.all_reduce.calls:
         crossing = 2 * traffic.all_reduce.calls
     messages = calls * (ranks - 1) + crossing * (hosts - 1) + agreements
     return Sent(between, within, messages, calls + crossing + agreements)

@@ -171,7 +171,7 @@ def test_plan_of_a_model_larger_than_any_memory() -> None:
     [
         (["--stage=3"], r"--world-size is needed: trainer\.devices is 'auto'"),
         (["--trainer.devices=-1"], r"--world-size is needed: trainer\.devices is -1"),
-        (["--trainer.strategy=ddp", "--world_size=2"], r"--stage is needed: trainer\.strategy is 'ddp'"),
+        (["--trainer.strategy=ddp", "--world_size=2"], r"trainer\.strategy is 'ddp', which has no ZeRO stage: give"),
         (["--world_size=2", "--units=[Missing]"], "Missing"),
         (
             ["--world_size=2", "--trainer.strategy=zero3_offload", "--stage=2"],
@@ -432,8 +432,81 @@ def test_host_memory_of_a_machine_is_shown_and_respected() -> None:
 
 def test_ranks_on_cpus_share_the_memory_of_a_machine() -> None:
     arguments = ["--parameters=1B", "--world-size=4", "--trainer.accelerator=cpu"]
-    assert "Recommended: none. " in plan_cli(*arguments, "--host-memory=64GB").describe()
-    assert "Recommended: zero1. " in plan_cli(*arguments, "--host-memory=40GB").describe()
+    assert "Recommended: none. " in plan_cli(*arguments, "--host-memory=65GB").describe()
+    assert "Recommended: zero1. " in plan_cli(*arguments, "--host-memory=41GB").describe()
+
+
+TWO_BY_TWO = ["--parameters=1B", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.num_nodes=2"]
+ROUNDED = ["--trainer.strategy.compression.weights=int8", "--trainer.strategy.compression.gradients=int8"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said", "leaving"),
+    [
+        (["zero3"], "", 6.0),
+        (["zero3", *ROUNDED], ", Compression(weights='int8', gradients='int8')", 3 * 1.0625 / 2),
+        (["zero3", "--trainer.strategy.secondary_shards=true"], ", secondary shards", 4.0),
+        (
+            ["zero3", "--trainer.strategy.secondary_shards=true", *ROUNDED],
+            ", secondary shards, Compression(weights='int8', gradients='int8')",
+            1.0625,
+        ),
+        (["zero3", "--trainer.strategy.shard_within=node"], ", shard groups of 2", 4.0),
+        (["zero1", "--trainer.strategy.shard_within=2", ROUNDED[1]], ", shard groups of 2, Compression(", 1.0625),
+        (["lightning_zero.ZeroStrategy", "--trainer.strategy.stage=2", ROUNDED[1]], ", Compression(", 2 + 1.0625 / 2),
+    ],
+)
+def test_the_configured_exchange_between_machines_is_counted(strategy: list[str], said: str, leaving: float) -> None:
+    """Bytes of a parameter, of which 10^9: 4 of weights and 4 of gradients, half of which leaves either machine."""
+    cli = plan_cli(*TWO_BY_TWO, f"--trainer.strategy={strategy[0]}", *strategy[1:])
+    printed = cli.describe()
+    assert f"1,000,000,000 parameters, AdamW, 4 processes{said}" in printed
+    stage = strategy[0] if strategy[0] in ("zero1", "zero3") else "zero2"
+    rows = {row[0]: row[1:] for row in (re.split("  +", line) for line in printed.splitlines())}
+    cells = dict(zip(rows["bytes of one process"], rows["leaves a host in a step"], strict=True))
+    assert cells[stage] == f"{leaving:.2f} GB".replace(".00", "")
+    kept = dict(zip(rows["bytes of one process"], rows.get("weights to compute with", ()), strict=False))
+    assert kept.get("zero3") == ("2 GB" if "secondary" in said else None)
+
+
+def test_the_configured_exchange_of_a_configuration(tmp_path: Path) -> None:
+    """The plan's memory and the way are those of the strategy; what a strategy refuses is said in one line."""
+    config = tmp_path / "run.yaml"
+    strategy = {"class_path": "lightning_zero.ZeroStrategy", "init_args": {"stage": 3, "secondary_shards": True}}
+    trainer = {"accelerator": "cpu", "devices": 2, "num_nodes": 2, "strategy": strategy}
+    config.write_text(json.dumps({"trainer": trainer}))
+    cli = plan_cli(*SMALL, "--model.layers=6", f"--config={config}")
+    plan = cli.plan()
+    assert plan.placement.keeping == 2
+    kept = sum(layout.numel for layout in plan.layouts) * 4 // 2
+    assert cli.estimate().stages["zero3"].rest.weights == plan.expected_memory().weights == kept
+    ways = {str(way): way for way in cli.ways()}
+    leaving = cli.estimate().leaving_nbytes("zero3")
+    assert ways["zero3 with secondary_shards"].between_nbytes == leaving < ways["zero3"].between_nbytes
+    assert ways["zero3 with secondary_shards in int8"].between_nbytes < leaving
+    report = cli.numbers()
+    assert report["estimate"]["keeping"] == 2
+    for wrong, message in (
+        (["--stage=2"], "secondary_shards is for stage 3"),
+        (["--trainer.strategy.init_args.shard_within=2"], "leave secondary_shards out"),
+        (["--trainer.accelerator=gpu"], "for CPU ranks so far"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            plan_cli(*SMALL, f"--config={config}", *wrong).describe()
+    with pytest.raises(SystemExit, match=r"Compression\.weights='int8' is for stage 3, and for mixed precision"):
+        plan_cli(*SMALL, *TWO_BY_TWO[1:], "--trainer.strategy=zero1", *ROUNDED).describe()
+    assert plan_cli(
+        *SMALL, *TWO_BY_TWO[1:], "--trainer.strategy=zero1", *ROUNDED, "--trainer.precision=bf16-mixed"
+    ).plan()
+    with pytest.raises(SystemExit, match="cannot be split into groups of 3"):
+        plan_cli(*TWO_BY_TWO, "--trainer.strategy=zero3", "--trainer.strategy.shard_within=3")
+
+
+def test_a_configured_number_of_ranks_is_a_way_of_its_own() -> None:
+    arguments = ["--trainer.strategy=zero3", "--trainer.strategy.shard_within=4", "--trainer.num_nodes=4"]
+    names = [str(way) for way in plan_cli(*TWO_BY_TWO, *arguments).ways()]
+    assert "zero3 with shard_within=4" in names
+    assert 'zero3 with shard_within="node"' in names
 
 
 @pytest.mark.parametrize("option", ["--host-memory=1TB", "--activations=1GB"])
@@ -635,7 +708,8 @@ def test_rounding_is_shown_for_processes_on_cpus() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--link-between=10Gb/s", "--trainer.num_nodes=2"], "--link-between: a speed like '10Gbit/s'"),
+        (["--link-between=10Gb", "--link-within=10G"], "--link-within: a speed like"),
+        (["--link-between=10GiB/s", "--trainer.num_nodes=2"], "--link-between: a speed like '10Gbit/s'"),
         (["--link-within=fast"], "--link-within: a speed like '10Gbit/s'"),
         (["--link-between=10Gbit"], "between machines, and there is one: give --trainer.num_nodes"),
     ],

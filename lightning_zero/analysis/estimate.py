@@ -83,6 +83,9 @@ class MemoryEstimate:
         hosts: that the ranks are on, equally many on each.
         accelerator: whether the ranks compute on one; otherwise the memory of their device is the host's.
         micro_steps: forwards and backwards of a step.
+        shard_within: ranks in a row that share what a stage divides; ``None``: all.
+        keeping: ranks of a host, which keep the weights that came from others in stage 3; ``None``: nobody.
+        compression: what is rounded between hosts: a ``Compression``, or ``None``.
     """
 
     numel: int
@@ -93,10 +96,17 @@ class MemoryEstimate:
     hosts: int
     accelerator: bool
     micro_steps: int
+    shard_within: int | None = None
+    keeping: int | None = None
+    compression: Any = None
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.world_size % self.hosts:
             raise ValueError(f"hosts must be a number that divides the {self.world_size} ranks, got {self.hosts}.")
+        if self.accelerator and (self.keeping or self.compression is not None):
+            raise ValueError("compression and secondary_shards are for CPU ranks so far, and these have accelerators.")
+        if self.shard_within and (self.keeping or getattr(self.compression, "weights", None)):
+            raise ValueError("shard_within goes neither with secondary_shards nor with Compression.weights.")
 
     def host_nbytes(self, name: str, *, activations_nbytes: int = 0) -> int:
         """Host memory that all ranks of one host take: what is offloaded, and on the CPU all of a rank at its peak."""
@@ -105,19 +115,23 @@ class MemoryEstimate:
         return self.world_size // self.hosts * (stage.host.total + computing)
 
     def leaving_nbytes(self, name: str, *, rounded: str | None = None) -> int:
-        """Bytes that leave a host in a step, with ``Compression`` if it is in that format; see [Note: links].
+        """Bytes that leave a host in a step, with ``compression`` or all in the format ``rounded``; see [Note: links].
 
-        In stage 3 weights are rounded as well, with ``"int4"`` gradients to ``"int8"``. Those of stages 1 and 2, which
-        may be in mixed precision, are not counted so.
+        Weights are rounded where they may be: in stage 3, and with mixed precision in stages 1 and 2. With ``"int4"``
+        gradients they are in ``"int8"``.
         """
-        traffic = self.stages[name].traffic
-        if rounded is not None and name != NONE:
-            traffic = traffic.rounded(rounded, weights=name.startswith("zero3"))
-        return traffic.on_links(self.hosts, rings=name == NONE or self.accelerator)[0]
+        return self._on_links(name, rounded)[0]
 
     def within_nbytes(self, name: str) -> int:
         """Bytes that one rank sends to others of its host in a step; see [Note: links]."""
-        return self.stages[name].traffic.on_links(self.hosts, rings=name == NONE or self.accelerator)[1]
+        return self._on_links(name)[1]
+
+    def _on_links(self, name: str, rounded: str | None = None) -> tuple[int, int]:
+        formats = "int8" if rounded == "int4" else rounded, rounded
+        if self.compression is not None and rounded is None:
+            formats = self.compression.weights, self.compression.gradients
+        formats = (None, None) if name == NONE else formats
+        return self.stages[name].traffic.on_links(self.hosts, rings=name == NONE or self.accelerator, formats=formats)
 
     def recommend(
         self, device_nbytes: int, *, host_nbytes: int | None = None, activations_nbytes: int = 0
@@ -167,6 +181,8 @@ class MemoryEstimate:
         held = self.host_nbytes(name, activations_nbytes=activations_nbytes)
         if peak > room:
             missing.append(f"{format_nbytes(peak)} on the device")
+        elif peak == room and not activations_nbytes:
+            missing.append(f"{format_nbytes(peak)} on the device, which leaves nothing for activations")
         if host_nbytes is not None and held > host_nbytes:
             there = format_nbytes(host_nbytes)
             missing.append(f"{format_nbytes(held)} of host memory for {self._ranks} of a machine, which has {there}")
@@ -194,6 +210,10 @@ class MemoryEstimate:
                 rows.append((word, *(format_nbytes(size) if size else "-" for size in sizes)))
         processes = "1 process" if self.world_size == 1 else f"{self.world_size:,} processes"
         processes += f", {self.micro_steps} micro-steps in a step" if self.micro_steps > 1 else ""
+        shards = (
+            f"shard groups of {self.shard_within}" if self.shard_within else "secondary shards" * bool(self.keeping)
+        )
+        processes += "".join(f", {said}" for said in (shards, self.compression) if said)
         lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {processes}", "", *table(rows)]
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
@@ -201,6 +221,7 @@ class MemoryEstimate:
     def _rows(self, stage: StageMemory) -> dict[str, int]:
         """Bytes in the order and in the words of the table."""
         rest, peak = dict(stage.rest.items()), dict(stage.peak.items())
+        leaving, within = self._on_links(stage.name)
         words = {name: _WORDS.get(name, name.replace("_", " ")) for name in rest}
         return {
             **{word: rest[name] for name, word in words.items()},
@@ -210,8 +231,8 @@ class MemoryEstimate:
             "host memory": stage.host.total,
             f"host memory of a machine, {self._ranks}": self.host_nbytes(stage.name),
             "files": stage.disk.total,
-            "sent in a step": stage.traffic.sent_nbytes,
-            "leaves a host in a step": self.leaving_nbytes(stage.name),
+            "sent in a step": leaving * self.hosts // self.world_size + within,
+            "leaves a host in a step": leaving,
         }
 
 
@@ -227,6 +248,8 @@ def estimate_memory(
     receive_buffer: bool = False,
     hosts: int = 1,
     shard_within: int | None = None,
+    secondary_shards: bool = False,
+    compression: Any = None,
     micro_steps: int = 1,
     **settings: Any,
 ) -> MemoryEstimate:
@@ -234,42 +257,40 @@ def estimate_memory(
 
     A module is counted to the byte, as this package will hold it, on the rank that holds most; a plan for its own stage
     and none. A number of parameters is counted by the ZeRO paper's arithmetic: parameters in ``param_dtype``, gradients
-    in ``reduce_dtype`` (else ``dtype``), masters in ``dtype`` where that is another one, and the optimizer's state. ::
-
-        estimate_memory(7.5e9, world_size=64, param_dtype=torch.float16, reduce_dtype=torch.float16)
-
-    is its table for 7.5 billion parameters: 120 GB without a stage, 31.4, 16.6 and 1.9 GB with stage 1, 2 and 3.
+    in ``reduce_dtype`` (else ``dtype``), masters in ``dtype`` where that is another one, and the optimizer's state.
 
     Args:
         model: a module (on the meta device, if it is large), a plan, or a number of parameters such as ``"7.5B"``.
-        world_size, hosts: ranks, of which a plan has its own; hosts that they are on, equally many on each.
+        world_size, hosts, micro_steps: ranks (a plan has its own); hosts, with equally many; forwards of a step.
         optimizer: which, see ``OptimizerCost.of``.
         dtype: of the parameters, where the model is a number. Modules know theirs.
         param_dtype, reduce_dtype: that it computes and averages gradients in; ``None``: the parameters', or a plan's.
         accelerator: whether it runs on one, where torch's optimizers take more memory for a step unless they are fused.
         receive_buffer: whether the transport keeps one: gloo does between hosts.
-        shard_within: ranks in a row that share what a stage divides; ``None``: all.
-        micro_steps: forwards and backwards of a step.
+        shard_within, secondary_shards, compression: as for ``ZeroStrategy``; the first ranks in a row, or ``None``.
         settings: of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``, ``broadcast_buffers``.
 
     Raises:
-        ValueError: if the world size is none, or not of so many hosts, a count is none, or a model cannot be laid out.
+        ValueError: if the world size is none or not of so many hosts, a count is none, settings clash, or no plan fits.
 
     Source: ZeRO, section 5, table 1 and figure 1 (arXiv:1910.02054).
     """
     cost = OptimizerCost.of(optimizer)
     told = {"optimizer": cost, "hosts": hosts, "accelerator": accelerator, "micro_steps": micro_steps}
+    told["compression"] = compression
     if isinstance(model, Plan):
-        if world_size not in (None, model.world_size) or settings or param_dtype or reduce_dtype or shard_within:
+        own = (settings, param_dtype, reduce_dtype, shard_within, secondary_shards)
+        if world_size not in (None, model.world_size) or any(own):
             raise ValueError("A plan has its own world size and settings: build another one instead.")
         return _of_plans({_name_of(model): model}, receive_buffer, **told)
     world_size = check_whole("world_size", world_size, least=1, unit="ranks")
-    kinds = _kinds(shard_within, offloads=not (shard_within or (cost.whole and accelerator)))
+    keeping = world_size // hosts if secondary_shards and 1 < hosts < world_size else None
+    kinds = _kinds(shard_within, keeping, offloads=not (shard_within or (cost.whole and accelerator)))
     if not isinstance(model, nn.Module):
         if settings:
             raise ValueError(f"A number of parameters has no {', '.join(sorted(settings))}: give the module.")
         ranks, dtypes = (world_size, shard_within or world_size), (dtype, param_dtype or dtype, reduce_dtype or dtype)
-        return _of_count(parse_count(model), ranks, kinds, dtypes, **told)
+        return _of_count(parse_count(model), ranks, kinds, dtypes, shard_within=shard_within, keeping=keeping, **told)
     if settings.keys() & {"stage", "placement", "offload"}:
         raise ValueError("All stages are estimated, with and without offload; for a single one, build its plan.")
     settings |= {"world_size": world_size, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
@@ -277,9 +298,10 @@ def estimate_memory(
     return _of_plans(plans, receive_buffer, **told)
 
 
-def _kinds(span: int | None, *, offloads: bool) -> dict[str, tuple[Placement, Offload | None]]:
+def _kinds(span: int | None, keeping: int | None, *, offloads: bool) -> dict[str, tuple[Placement, Offload | None]]:
     # Neither with shard groups nor, for optimizers of whole parameters, from an accelerator: see optim/rules.py.
-    return {name: (replace(where, span=span), on) for name, (where, on) in _STAGES.items() if offloads or not on}
+    kinds = {name: kind for name, kind in _STAGES.items() if offloads or not kind[1]}
+    return {name: (replace(where, span=span, keeping=keeping), on) for name, (where, on) in kinds.items()}
 
 
 def _name_of(plan: Plan) -> str:
@@ -313,6 +335,7 @@ def parse_count(text: float | str) -> int:
 def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> MemoryEstimate:
     """``told``: what the estimate says too."""
     first, cost, accelerator = next(iter(plans.values())), told["optimizer"], told["accelerator"]
+    told |= {"shard_within": first.placement.span, "keeping": first.placement.keeping}
     stages = {NONE: _without(first, cost, accelerator)}
     for name, plan in plans.items():
         rank = fullest_rank(plan, whole=cost.whole)
@@ -381,16 +404,18 @@ def _stage_of_count(
     if sharded and (autocast or offload):
         parameters = 0
     masters = own * stepped if mixed and not copied else 0
+    keeping = placement.keeping if placement is not None and sharded else None
+    kept = -(-numel // keeping) * compute if keeping else 0
     # The owner of a whole parameter has a copy of what it steps on.
     state = (cost.state + (cost.whole and placement is not None)) * own * stepped
     host = HostBytes()
     if offload:  # beside the masters, in another dtype, what stage 3 is gathered from
         weights = compute * share if mixed and sharded else 0
         host = HostBytes(weights=weights, masters=own * share, gradients=own * share, optimizer=state)
-        rest, made = Memory(parameters=parameters), 0
+        rest, made = Memory(parameters=parameters, weights=kept), 0
     else:
         gradients = reduced * (share if placement is not None and placement.shards_gradients else numel)
-        rest = Memory(parameters=parameters, masters=masters, gradients=gradients, optimizer=state)
+        rest = Memory(parameters=parameters, weights=kept, masters=masters, gradients=gradients, optimizer=state)
         made = cost.foreach * own * stepped if cost.way_on(told["accelerator"]) == "foreach" else 0
     copies = compute * numel if copied else 0
     peak = replace(rest, weights=copies) if copies > made else replace(rest, temporaries=made)
@@ -399,7 +424,9 @@ def _stage_of_count(
     if placement is not None:
         gathered = part(numel, compute * numel).times(2 * micro_steps if sharded else 1)
         averaged = traffic.all_reduce.times(micro_steps if placement.shards_gradients else 1)
-        traffic = Traffic(gathered, averaged, CollectiveTraffic(), part(share, own * share), *ranks)
+        once, none = part(numel, compute * numel) if keeping else gathered, CollectiveTraffic()
+        crossing = (once, none) if sharded or mixed else (none, once)
+        traffic = Traffic(gathered, averaged, none, part(share, own * share), *ranks, *crossing)
     return StageMemory(name=name, rest=rest, peak=peak, host=host, traffic=traffic)
 
 

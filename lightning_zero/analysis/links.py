@@ -24,7 +24,8 @@ class Way:
     """
 
     stage: str
-    shard_within: str | None
+    shard_within: str | int | None
+    secondary_shards: bool
     compression: str | None
     fits: bool
     peak_nbytes: int
@@ -35,29 +36,32 @@ class Way:
     within_seconds: float
 
     def __str__(self) -> str:
-        shards = f' with shard_within="{self.shard_within}"' if self.shard_within else ""
+        shards = f" with shard_within={self.shard_within!r}".replace("'", '"') if self.shard_within else ""
+        shards += " with secondary_shards" if self.secondary_shards else ""
         return f"{self.stage}{shards}" + (f" in {self.compression}" if self.compression else "")
 
 
 def ways_to_send(
-    estimates: Mapping[str | None, MemoryEstimate], memory: Mapping[str, Any] | None, speeds: Sequence[float | None]
+    estimates: Sequence[MemoryEstimate], memory: Mapping[str, Any] | None, speeds: Sequence[float | None]
 ) -> list[Way]:
     """Of all stages, from what changes least to what changes most.
 
-    ``estimates``: by ``shard_within``. ``memory``: arguments of ``recommend``; ``None``: everything fits. ``speeds``:
-    between hosts and within them, bytes a second, each way.
+    ``estimates``: first a plain one, then those with shard groups and with secondary shards. ``memory``: arguments of
+    ``recommend``; ``None``: everything fits. ``speeds``: between hosts and within them, bytes a second, each way.
     """
     ways = []
-    for name, (shard_within, estimate) in product(estimates[None].stages, estimates.items()):
-        if name not in estimate.stages or (shard_within and name == NONE):
+    for name, estimate in product(estimates[0].stages, estimates):
+        within, kept = estimate.shard_within, estimate.keeping is not None
+        if name not in estimate.stages or (within and name == NONE) or (kept and not name.startswith("zero3")):
             continue
+        span = "node" if within and within * estimate.hosts == estimate.world_size else within
         fits = memory is None or name in estimate.recommend(**memory).fits
         alone = estimate.hosts == 1 or estimate.accelerator or name == NONE
         for kind in (None, *(() if alone else ROUNDED_NBYTES)):
             nbytes = estimate.leaving_nbytes(name, rounded=kind), estimate.within_nbytes(name)
             seconds = [sent / speed if speed else 0.0 for sent, speed in zip(nbytes, speeds, strict=True)]
             peak, host = estimate.stages[name].peak.total, estimate.host_nbytes(name)
-            ways.append(Way(name, shard_within, kind, fits, peak, host, *nbytes, *seconds))
+            ways.append(Way(name, span, kept, kind, fits, peak, host, *nbytes, *seconds))
     return ways
 
 
@@ -96,8 +100,8 @@ def _costs(way: Way) -> str:
 
 
 def parse_speed(text: str) -> float:
-    """Bytes a second of ``"10Gbit"``, ``"10Gbit/s"`` or ``"1.25GB/s"``, in units of 1000; else ValueError."""
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(bit|B)(?:/s)?", text)
+    """Bytes a second of ``"10Gbit/s"``, ``"10Gb/s"``, ``"10Gbps"`` or ``"1.25GB/s"`` (units of 1000), or ValueError."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(bit|b|B)(?:/s|ps)?", text)
     if matched is None or not float(matched[1]):
         raise ValueError(f"a speed like '10Gbit/s' or '1.25GB/s' is needed, got {text!r}")
-    return float(matched[1]) * 1000.0 ** " KMGT".index(matched[2].upper() or " ") / (8 if matched[3] == "bit" else 1)
+    return float(matched[1]) * 1000.0 ** " KMGT".index(matched[2].upper() or " ") / (1 if matched[3] == "B" else 8)

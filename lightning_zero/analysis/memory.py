@@ -420,7 +420,7 @@ def _weight_nbytes(layout: FlatLayout) -> int:
 
 
 def _kept_nbytes(plan: Plan) -> int:
-    keeping = plan.placement.keeping
+    keeping = plan.placement.keeping if plan.placement.shards_parameters else None
     return sum(la.numel // keeping * la.compute_dtype.itemsize for la in plan.layouts) if keeping else 0
 
 

@@ -18,15 +18,15 @@ Prefetching changes when a unit is gathered, not how often, so it appears here o
 Of n bytes that R hosts of S ranks gather or reduce, (R - 1) / R leave a host over gloo, which sums up and hands on
 within hosts, and a rank sends (S - 1) / S there. Rings, nccl's and DDP's, pass every host with all that a rank sends:
 (R S - 1) / (R S) leave it, and S - 1 of S ranks send as much within. Where shard groups are hosts, or parts of one,
-nothing leaves one but the all-reduces across groups, rings of a shard each. Buffers, which are few, count as gathered.
+nothing leaves one but the all-reduces across groups, rings of a shard each. Where groups reach over several hosts,
+their ranks exchange directly: S times as much leaves a host. Where a host's ranks keep weights (``Placement.keeping``),
+those of each unit that is trained cross hosts once a step. Buffers, which are few, count as gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-
-import torch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan, make_pieces
 
@@ -64,6 +64,10 @@ class CollectiveTraffic:
         """The same collectives ``count`` times."""
         return CollectiveTraffic(self.calls * count, self.numel * count, self.nbytes * count)
 
+    def rounded(self, kind: str | None) -> int:
+        """Their bytes in a format of ``Compression``, which makes nothing larger; ``None``: as they are."""
+        return self.nbytes if kind is None else min(self.nbytes, int(self.numel * ROUNDED_NBYTES[kind]))
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -75,6 +79,10 @@ class Traffic:
     all_reduce: CollectiveTraffic = CollectiveTraffic()
     world_size: int = field(default=1, compare=False)
     group_size: int = field(default=1, compare=False)
+    copies: CollectiveTraffic = field(
+        default=CollectiveTraffic(), compare=False
+    )  # gathered across hosts, beside masters
+    exact: CollectiveTraffic = field(default=CollectiveTraffic(), compare=False)  # likewise, and nobody may round them
 
     @property
     def total(self) -> CollectiveTraffic:
@@ -83,33 +91,27 @@ class Traffic:
 
     @property
     def sent_nbytes(self) -> int:
-        """What one rank sends; it receives as many."""
+        """What one rank sends, where no host keeps any of it; it receives as many."""
         return self.on_links(1, rings=False)[1]
 
-    def rounded(self, kind: str, *, weights: bool) -> Traffic:
-        """Gradients, and ``weights`` too, in a format of ``Compression``; for weights the least is ``"int8"``. Between
-        groups that share shards only gradients go."""
-
-        def narrow(part: CollectiveTraffic, kind: str) -> CollectiveTraffic:
-            return replace(part, nbytes=min(part.nbytes, int(part.numel * ROUNDED_NBYTES[kind])))
-
-        if self.group_size < self.world_size:
-            return replace(self, all_reduce=narrow(self.all_reduce, kind))
-        gathers = narrow(self.all_gather, "int8" if kind == "int4" else kind) if weights else self.all_gather
-        return replace(self, all_gather=gathers, reduce_scatter=narrow(self.reduce_scatter, kind))
-
-    def on_links(self, hosts: int, *, rings: bool) -> tuple[int, int]:
-        """Bytes that leave a host, and that a rank sends within its host, in ``rings`` or not: see [Note: links]."""
+    def on_links(self, hosts: int, *, rings: bool, formats: Sequence[str | None] = (None, None)) -> tuple[int, int]:
+        """Bytes that leave a host, weights and gradients in ``formats``, and that a rank sends in it: [Note: links]."""
         ranks, groups = self.world_size // hosts, self.world_size // self.group_size
+        weights, gradients = formats if groups == 1 else (None, None)
+        crossing = self.exact.nbytes + self.copies.rounded(weights) + self.reduce_scatter.rounded(gradients)
+        flat, buffers = self.all_gather.nbytes + self.reduce_scatter.nbytes, self.broadcast.nbytes
         leaving = within = 0
-        flat = self.all_gather.nbytes + self.reduce_scatter.nbytes
-        for nbytes, size in ((flat, self.group_size), (self.broadcast.nbytes, self.world_size)):
+        for whole, out, size in ((flat, crossing, self.group_size), (buffers, buffers, self.world_size)):
             spanned, inside = max(1, size // ranks), min(size, ranks)  # hosts of a group, and its ranks on each
             if rings and spanned > 1:
-                nbytes = nbytes * (size - 1) // size
-            leaving += nbytes if rings and spanned > 1 else nbytes * (spanned - 1) // spanned
-            within += nbytes * (inside - 1) // inside
-        ring = 2 * self.all_reduce.nbytes * (groups - 1) // groups
+                whole = out = whole * (size - 1) // size
+            elif spanned > 1 and size < self.world_size:
+                whole, out = whole // spanned, out * inside * (spanned - 1) // spanned
+            else:
+                out = out * (spanned - 1) // spanned
+            leaving += out
+            within += whole * (inside - 1) // inside
+        ring = 2 * self.all_reduce.rounded(formats[1] if hosts > 1 else None) * (groups - 1) // groups
         inside = max(1, ranks // self.group_size)  # ranks of a ring that are on one host
         if hosts == 1:
             return 0, within + ring
@@ -127,22 +129,27 @@ def expected_traffic(plan: Plan, *, micro_steps: int = 1) -> Traffic:
     if micro_steps < 1:
         raise ValueError(f"A step has at least one micro-step, got {micro_steps}.")
     trainable = plan.trainable_layouts
-    gathered = reduced = buffers = across = CollectiveTraffic()
+    gathered = reduced = buffers = across = copies = exact = CollectiveTraffic()
     if plan.world_size > 1:
         pieces = make_pieces(plan.buffers)
         buffers = sum((CollectiveTraffic(1, piece.nbytes, piece.nbytes) for piece in pieces), buffers)
     if plan.world_size > plan.group_size:
-        across = _flat((layout.shard_numel, layout.dtype) for layout in trainable)
+        across = _flat(trainable, "dtype", "shard_numel")
     if plan.group_size > 1:
-        reduced = _flat((layout.numel, layout.reduce_dtype) for layout in trainable)
+        reduced = _flat(trainable, "reduce_dtype")
         if plan.placement.shards_gradients:
             reduced = reduced.times(micro_steps)
-        layouts: Iterable[FlatLayout] = trainable  # replicated: what the optimizer updated, gathered once, after it
         if plan.placement.shards_parameters:
-            units = gather_order(plan, micro_steps=micro_steps)
-            layouts = (layout for index in units for layout in plan.units[index].layouts)
-        gathered = _flat((layout.numel, layout.compute_dtype) for layout in layouts)
-    return Traffic(gathered, reduced, buffers, across, plan.world_size, plan.group_size)
+            units = [plan.units[index] for index in gather_order(plan, micro_steps=micro_steps)]
+            gathered = copies = _flat(la for unit in units for la in unit.layouts)
+            if plan.placement.keeping:
+                copies = _flat(la for unit in plan.units if unit.trainable_layouts for la in unit.layouts)
+        else:  # what the optimizer updated, gathered once, after it
+            mixed = {unit.index for unit in plan.units if any(la.compute_dtype != la.dtype for la in unit.layouts)}
+            exact = _flat(la for unit in plan.units if unit.index not in mixed for la in unit.trainable_layouts)
+            copies = _flat(la for unit in plan.units if unit.index in mixed for la in unit.trainable_layouts)
+            gathered = exact + copies
+    return Traffic(gathered, reduced, buffers, across, plan.world_size, plan.group_size, copies, exact)
 
 
 def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:
@@ -195,7 +202,7 @@ def _backward_order(plan: Plan) -> list[UnitPlan]:
     return order
 
 
-def _flat(buffers: Iterable[tuple[int, torch.dtype]]) -> CollectiveTraffic:
-    """A collective over each of these flat buffers, given as (elements, dtype)."""
-    calls = (CollectiveTraffic(1, numel, numel * dtype.itemsize) for numel, dtype in buffers)
-    return sum(calls, CollectiveTraffic())
+def _flat(layouts: Iterable[FlatLayout], dtype: str = "compute_dtype", numel: str = "numel") -> CollectiveTraffic:
+    """A collective over the flat buffer of each, with attributes that say how many elements it has, of what dtype."""
+    sizes = ((getattr(layout, numel), getattr(layout, dtype).itemsize) for layout in layouts)
+    return sum((CollectiveTraffic(1, count, count * itemsize) for count, itemsize in sizes), CollectiveTraffic())

@@ -10,7 +10,7 @@ import warnings
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn
 
@@ -26,8 +26,11 @@ from torch.optim import Optimizer
 from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
 from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from lightning_zero.checkpoint.consolidate import parse_size
+from lightning_zero.comm import Compression
+from lightning_zero.comm.groups import shard_span
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
 from lightning_zero.session.huggingface import model_of_config
+from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.cli_texts import PLAN, PLAN_OPTIONS, in_one_line, no_strategy, refused_by_the_class
 from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
 
@@ -163,7 +166,7 @@ class PlanCLI(ZeroCLI):
                 f"one of --model (or a configuration with it), --hf-config, --parameters is needed{found}"
             )
         with _said_in_one_line():
-            self.settings = _plan_settings(self.config)
+            self.settings, self.exchange, self.asked = _plan_settings(self.config)
             precision = _precision(self.config.trainer)
             self.memory = _memory(self.config, self.settings["world_size"])
             self.speeds = [_parsed(self.config, f"link_{name}", parse_speed) for name in ("between", "within")]
@@ -230,10 +233,12 @@ class PlanCLI(ZeroCLI):
         with _said_in_one_line():
             if self.model is None:
                 raise ValueError("--parameters is a number, of which there is no plan: give the model.")
-            return build_plan(self.model, **self.settings)
+            plan = build_plan(self.model, **self.settings)
+            self.asked.check(plan)
+            return plan
 
-    def estimate(self, shard_within: int | None = None) -> MemoryEstimate:
-        """All stages side by side. Raises SystemExit if the settings do not fit the model."""
+    def estimate(self, exchange: Mapping[str, Any] | None = None) -> MemoryEstimate:
+        """All stages side by side, with the configured exchange or another. Raises SystemExit if it does not fit."""
         settings = {name: value for name, value in self.settings.items() if name not in ("placement", "offload")}
         if self.model is None:
             settings = {name: settings[name] for name in ("world_size", "param_dtype", "reduce_dtype")}
@@ -247,22 +252,24 @@ class PlanCLI(ZeroCLI):
                 accelerator=not on_host,
                 receive_buffer=on_host and nodes > 1,
                 hosts=nodes,
-                shard_within=shard_within,
+                **(self.exchange if exchange is None else exchange),
                 micro_steps=trainer.accumulate_grad_batches,
                 **settings,
             )
 
-    def ways(self, estimate: MemoryEstimate) -> list[Way]:
+    def ways(self) -> list[Way]:
         """What links and memory a step takes, for every way to send what it sends."""
-        estimates: dict[str | None, MemoryEstimate] = {None: estimate}
-        if 1 < estimate.hosts < estimate.world_size:
-            estimates["node"] = self.estimate(estimate.world_size // estimate.hosts)
-        return ways_to_send(estimates, self.memory, self.speeds)
+        world_size = self.settings["world_size"]
+        ranks = world_size // self.config.trainer.num_nodes
+        node = ranks if 1 < ranks < world_size else None
+        spans = dict.fromkeys((None, node, self.exchange["shard_within"]))
+        exchanges: list[dict[str, Any]] = [{"shard_within": span} for span in spans]
+        exchanges += [{"secondary_shards": True}] if node and self.config.trainer.accelerator == "cpu" else []
+        return ways_to_send([self.estimate(exchange) for exchange in exchanges], self.memory, self.speeds)
 
     def numbers(self) -> dict[str, Any]:
         """What ``describe`` says, in bytes and seconds; docs/planner.md has the keys."""
-        estimate = self.estimate()
-        ways = self.ways(estimate)
+        estimate, ways = self.estimate(), self.ways()
         fastest = fastest_way(ways)
         return {
             "plan": None if self.model is None else self.plan().numbers(estimate.micro_steps),
@@ -287,7 +294,7 @@ class PlanCLI(ZeroCLI):
         if advice is not None:
             parts.append(f"Recommended: {advice.name or 'nothing'}. {advice.reason}")
         if any(self.speeds):
-            parts.append(describe_ways([way for way in self.ways(estimate) if offload or "_offload" not in way.stage]))
+            parts.append(describe_ways([way for way in self.ways() if offload or "_offload" not in way.stage]))
         return "\n\n".join(parts)
 
 
@@ -322,8 +329,8 @@ def _arguments(configured: Namespace) -> dict[str, Any]:
     return vars(configured.get("init_args") or Namespace())  # type: ignore[no-untyped-call]
 
 
-def _plan_settings(config: Namespace) -> dict[str, Any]:
-    """Keyword arguments of ``build_plan``: options of the command line, else those of the configured strategy."""
+def _plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], SessionSettings]:
+    """Arguments of ``build_plan``, of ``estimate_memory`` for the exchange, and both: options, else the strategy's."""
     strategy, given = config.trainer.strategy, {}
     name = strategy.class_path.rpartition(".")[2] if isinstance(strategy, Namespace) else str(strategy)
     if name.startswith("zero") and name in StrategyRegistry:
@@ -332,16 +339,26 @@ def _plan_settings(config: Namespace) -> dict[str, Any]:
         given = {**given, **_arguments(strategy)}
     names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers")
     settings = {name: given[name] for name in names if given.get(name) is not None}
+    exchange = {name: given[name] for name in ("shard_within", "compression", "secondary_shards") if given.get(name)}
     for name in ("stage", "units", "bucket_mib", "prefetch"):
         if config[name] is not None:
             settings[name] = config[name]
     if "stage" not in settings:
         shown = strategy.class_path if isinstance(strategy, Namespace) else repr(strategy)
-        raise ValueError(f"--stage is needed: trainer.strategy is {shown}.")
+        raise ValueError(
+            f"trainer.strategy is {shown}, which has no ZeRO stage: give --stage, or --trainer.strategy zero3"
+        )
     settings["placement"] = Placement.from_stage(settings.pop("stage"))
     settings["offload"] = _offload(config["offload"], settings.get("offload"), settings["placement"])
-    settings["world_size"] = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
-    return settings
+    if isinstance(chosen := exchange.get("compression"), Namespace):
+        exchange["compression"] = Compression(**vars(chosen.init_args if "class_path" in chosen else chosen))
+    asked = SessionSettings(**settings, **exchange)
+    world_size = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
+    ranks = world_size // config.trainer.num_nodes
+    exchange["shard_within"] = span = shard_span(asked.shard_within, ranks, world_size)
+    keeping = ranks if asked.secondary_shards and 1 < ranks < world_size else None
+    settings |= {"world_size": world_size, "placement": replace(asked.placement, span=span, keeping=keeping)}
+    return settings, exchange, asked
 
 
 def _offload(asked: str | None, configured: Any, placement: Placement) -> Offload | None:

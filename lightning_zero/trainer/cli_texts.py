@@ -60,7 +60,7 @@ PLAN_OPTIONS = {
     "device_memory": "Memory of one device, for example 80GB or 24GiB: recommends a stage that fits.",
     "host_memory": "Memory of a machine, for all its processes: 512GB. As much as it takes if not given.",
     "activations": "What has to stay free on the device.",
-    "link_between": "Speed of a machine's link to the others, each way: 10Gbit/s. Shows seconds.",
+    "link_between": "Speed of a machine's link to the others, each way: 10Gbit/s or 10Gbps. Shows seconds.",
     "link_within": "Speed of a process's link within its machine, each way: 100GB/s.",
     "json": "Print everything as one JSON object.",
     "stage": "ZeRO stage: 1, 2 or 3. From trainer.strategy if not given.",

@@ -241,3 +241,25 @@ def test_a_step_between_hosts_moves_what_the_plan_says() -> None:
             assert estimate == pytest.approx(must, abs=4)
             for leaves in map(sum, zip(*(found[stage][0] for found in ranks[first : first + 2]), strict=True)):
                 assert 0.99 * must < leaves < 1.02 * must, (stage, leaves, must)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_step_with_secondary_shards_moves_what_the_estimate_says(rounds: bool) -> None:
+    """Of four micro-steps: weights once, gradients four times, and less of both where they are rounded."""
+    compression = Compression(weights="int8", gradients="int8") if rounds else None
+
+    def run(rank: int) -> tuple[list[int], int]:
+        counter, settings = WireBytes(hosts=True), {"secondary_shards": True, "compression": compression}
+        trainer = fit(
+            Probe(case("wide", wide, batch=features(8))), stage=3, micro_steps=4, callbacks=[counter], **settings
+        )
+        estimate = estimate_memory(trainer.strategy.engine.plan, hosts=2, compression=compression)
+        return [
+            b[0] - a[0] for a, b in zip(counter.steps[2:], counter.steps[3:], strict=False)
+        ], estimate.leaving_nbytes("zero3")
+
+    ranks = run_world(4, run, timeout=90, environment={RANKS_PER_HOST: "2"})
+    for first in (0, 2):
+        must = ranks[first][1]
+        for leaves in map(sum, zip(*(sent for sent, _ in ranks[first : first + 2]), strict=True)):
+            assert 0.99 * must < leaves < 1.02 * must, (leaves, must)

@@ -179,7 +179,9 @@ def estimate() -> MemoryEstimate:
 @pytest.mark.parametrize(
     ("device", "activations", "expected"),
     [
-        (120 * GB, 0, "none"),
+        (121 * GB, 0, "none"),
+        (121 * GB, GB, "none"),
+        (120 * GB, 0, "zero1"),  # nothing would be left for activations
         (119 * GB, 0, "zero1"),
         (32 * GB, 0, "zero1"),
         (32 * GB, GB, "zero2"),
@@ -236,7 +238,10 @@ def test_ranks_on_cpus_compute_in_host_memory() -> None:
     assert estimate.host_nbytes("none") == 2 * 16 * GB
     assert estimate.host_nbytes("none", activations_nbytes=GB) == 2 * 17 * GB
     assert estimate.host_nbytes("zero3_offload") == 2 * 4 * GB
-    assert estimate.recommend(16 * GB, host_nbytes=32 * GB).name == "none"
+    assert estimate.recommend(16 * GB + 1, host_nbytes=32 * GB).name == "none"
+    tight = estimate.recommend(16 * GB, host_nbytes=32 * GB)
+    assert tight.name == "zero1"
+    assert "none needs 16 GB on the device, which leaves nothing for activations" in tight.reason
     assert estimate.recommend(17 * GB, host_nbytes=32 * GB, activations_nbytes=GB).name == "zero1"
 
 

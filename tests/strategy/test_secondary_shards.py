@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import Compression, HostOffload, ZeroPrecision, ZeroStrategy, full_parameters
+from lightning_zero import Compression, HostOffload, ZeroPrecision, ZeroStrategy, estimate_memory, full_parameters
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.debug import memory_stats
@@ -149,6 +149,11 @@ def test_weights_cross_once_a_step_and_rest_in_parts() -> None:
             weights = sum(la.numel // 2 * la.compute_dtype.itemsize for la in engine.plan.layouts) if kept else 0
             assert memory_stats(engine).device["weights"] == weights
             assert engine.plan.expected_memory().weights == weights
+            settings: dict[str, Any] = {"world_size": 4, "hosts": 2, "units": ["Sequential"]}
+            estimate = estimate_memory(Net(), secondary_shards=kept, **settings)
+            assert estimate.stages["zero3"].rest.weights == weights
+            assert estimate.stages["zero3"].peak.weights == weights
+            assert sum(part.untyped_storage().nbytes() for part in engine.collectives.kept) == weights
         assert set(crossed[True].values()) == {1}
         assert max(crossed[False].values()) > 4
 
