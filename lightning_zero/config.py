@@ -61,6 +61,7 @@ class Placement:
         span: ranks that share what is sharded; each such group holds all of it, and gradients are averaged across the
             groups. ``None``: all ranks.
         keeping: ranks of a host, each of which keeps a part of the weights that came from others; ``None``: nobody.
+        feedback: ranks that divide what is rounded of a gradient, each of which keeps what it loses; ``None``: nobody.
 
     Source: ZeRO, sections 5.1 to 5.3 (arXiv:1910.02054); MiCS, for the span (arXiv:2205.00119).
     """
@@ -69,6 +70,7 @@ class Placement:
     gradients: Residence
     span: int | None = None
     keeping: int | None = None
+    feedback: int | None = None
 
     optimizer: ClassVar[Residence] = Residence.SHARDED
     """Every rank updates its own part only: that is what ZeRO is. With a replicated optimizer there is plain DDP."""

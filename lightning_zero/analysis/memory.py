@@ -84,7 +84,7 @@ class Memory(_Categories):
         slots: for unsharded parameters, without those that are given back between steps; on an accelerator also for
             shards that are fetched from host memory ahead of their gather.
         gradient_slots: for gradients on their way to the reduce-scatter, likewise.
-        transport: receive buffers of the reduce-scatter.
+        transport: receive buffers of the reduce-scatter, and what error feedback keeps (``Placement.feedback``).
         raw_gradients: gradients in memory of autograd's own, before they are copied; 0 at rest.
         temporaries: what the optimizer's step computes with; 0 at rest.
     """
@@ -219,7 +219,7 @@ def expected_memory(
         optimizer=(1 + tensors) * whole if optimizer.whole else tensors * _owned_nbytes(stepped, rank),
         slots=sum(slot.nbytes for slot in plan.slots if slot.index in lasting) + fetched,
         gradient_slots=gradient_slots if accelerator else 0,
-        transport=_transport_nbytes(trained) if receive_buffer and plan.group_size > 1 else 0,
+        transport=_transport_nbytes(plan, trained, receive_buffer),
     )
     if not (peak and training):
         return rest
@@ -438,9 +438,10 @@ def _gradient_nbytes(plan: Plan, layout: FlatLayout) -> int:
     return full if layout.reduce_dtype == layout.dtype else full + shard
 
 
-def _transport_nbytes(layouts: Iterable[FlatLayout]) -> int:
+def _transport_nbytes(plan: Plan, layouts: Sequence[FlatLayout], receive_buffer: bool) -> int:
+    kept = sum(layout.residual_nbytes(plan.placement.feedback, plan.world_size) for layout in layouts)
     largest: dict[object, int] = {}
-    for layout in layouts:
+    for layout in layouts if receive_buffer and plan.group_size > 1 else ():
         nbytes = layout.numel * layout.reduce_dtype.itemsize
         largest[layout.reduce_dtype] = max(largest.get(layout.reduce_dtype, 0), nbytes)
-    return sum(largest.values())
+    return kept + sum(largest.values())

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY, by_parameter_index
+from lightning_zero.checkpoint.consolidated import FEEDBACK_KEY, RANDOM_KEY, SUMMARY_KEY, by_parameter_index
 from lightning_zero.checkpoint.directories import Directory, read_directory
 from lightning_zero.checkpoint.format.record import RECORD_FILE
 from lightning_zero.checkpoint.format.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFile
@@ -209,7 +209,8 @@ def _opened(source: str | os.PathLike[str], own: Directory | None) -> dict[str, 
     """The checkpoint, with its partition if it is one of ours."""
     checkpoint = open_checkpoint(source, ControlGroup(None))
     if own is not None and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
-        summary = {key: value for key, value in checkpoint.get(SUMMARY_KEY, {}).items() if key != RANDOM_KEY}
+        told, of_ranks = checkpoint.get(SUMMARY_KEY, {}), (FEEDBACK_KEY, RANDOM_KEY)
+        summary = {key: value for key, value in told.items() if key not in of_ranks}
         checkpoint[SUMMARY_KEY] = {**summary, "plan": Decoder().decode(own.record.plan)}
     if not isinstance(checkpoint.get("state_dict"), Mapping):
         raise CheckpointError(f"'{os.fspath(source)}' holds no weights: there is no `state_dict` in it.")

@@ -28,9 +28,10 @@ from lightning_zero.checkpoint.writing import Pieces, combine, write_bytes
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 
-__all__ = ["RANDOM_KEY", "SUMMARY_KEY", "by_parameter_index", "save_consolidated_file"]
+__all__ = ["FEEDBACK_KEY", "RANDOM_KEY", "SUMMARY_KEY", "by_parameter_index", "save_consolidated_file"]
 
 RANDOM_KEY = "random_state"
+FEEDBACK_KEY = "error_feedback"
 """Under it: the state of every rank's random number generators, in sharded directories only."""
 
 

@@ -63,7 +63,9 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
         within.across = kind(groups.across, streams.in_reductions())
         if exchange.compression is not None and len(groups.find_hosts()) > 1:
             gradients = exchange.compression.gradients
-            within.across = CompressedCollectives(groups.across, streams, gradients, gradients)
+            fed = ("sum", "average") if exchange.compression.error_feedback else ()
+            within.across = CompressedCollectives(groups.across, streams, gradients, gradients, fed)
+            within.feeding, within.residuals = groups.shard.world_size if fed else None, within.across.residuals
         return within
     if device.type != "cpu":
         return NativeCollectives(groups, streams)
@@ -88,7 +90,8 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
 def _over_gloo(groups: Groups, streams: Streams, compression: Compression | None) -> GlooCollectives:
     if compression is None:
         return GlooCollectives(groups, streams)
-    return CompressedCollectives(groups, streams, compression.weights, compression.gradients)
+    fed = ("sum",) if compression.error_feedback else ()
+    return CompressedCollectives(groups, streams, compression.weights, compression.gradients, fed)
 
 
 def _without_shared_memory(groups: Groups) -> str:

@@ -162,6 +162,9 @@ class Collectives(ABC):
         self.asked: object = None  # how it was chosen
         self.rounds_weights = False  # where they may be rounded
         self.keeping: int | None = None  # ranks, this one among them, that keep what they gather to compute with
+        self.feeding: int | None = None  # ranks that what is rounded of a reduction is divided by, if that is fed back
+        self.residuals: dict[str, Tensor] = {}
+        """By reduction, 1-D in float32: what rounding has taken from it so far, of what this rank rounds."""
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -212,7 +215,9 @@ class Collectives(ABC):
             self._observe("all_gather", what, buffer)
         return self._all_gather(buffer, what, after, source, version, content)
 
-    def reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float = PATIENCE_SECONDS) -> Pending:
+    def reduce_scatter(
+        self, bucket: Tensor, shard: Tensor, what: str, patience: float = PATIENCE_SECONDS, key: Hashable = None
+    ) -> Pending:
         """Average a flat buffer over the ranks and keep this rank's range of the result.
 
         Args:
@@ -221,6 +226,7 @@ class Collectives(ABC):
                 range of ``bucket``.
             what: what it carries, for people.
             patience: how many seconds to wait, at most, for memory that an earlier reduction still uses.
+            key: whose gradients these are, alike on all ranks, where a wire may add what it lost of these before.
 
         Raises:
             ValueError: if the sizes do not match (on every rank alike).
@@ -235,7 +241,7 @@ class Collectives(ABC):
             )
         if self.observers:
             self._observe("reduce_scatter", what, bucket)
-        return self._reduce_scatter(bucket, shard, what, patience)
+        return self._reduce_scatter(bucket, shard, what, patience, key)
 
     def all_to_all(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], what: str = ""
@@ -260,7 +266,7 @@ class Collectives(ABC):
         return self._broadcast(tensor, source, what)
 
     def average_across(
-        self, shard: Tensor, what: str, reduction: Pending | None = None
+        self, shard: Tensor, what: str, reduction: Pending | None = None, key: Hashable = None
     ) -> tuple[Pending | None, Pending]:
         """Average a shard in place with those of the other shard groups, behind a reduction, while this rank goes on.
 
@@ -268,6 +274,7 @@ class Collectives(ABC):
             shard: 1-D. Written until the average is waited on.
             what: what it carries, for people.
             reduction: brings into the shard what is averaged; ``None``: it is there. Nobody may have waited on it.
+            key: whose gradients these are, as in ``reduce_scatter``.
 
         Returns:
             What to wait on instead of ``reduction``, and what to wait on for the average.
@@ -332,7 +339,7 @@ class Collectives(ABC):
     ) -> Pending: ...
 
     @abstractmethod
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending: ...
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending: ...
 
     @abstractmethod
     def _all_to_all(
@@ -370,7 +377,7 @@ class LocalCollectives(Collectives):
             buffer.copy_(source)
         return self._over(what)
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
         if shard is not bucket and shard.data_ptr() != bucket.data_ptr():
             shard.copy_(bucket)
         return self._over(what)
@@ -404,6 +411,7 @@ class WrappedCollectives(Collectives):
         self.inner = inner
         self.observers, self.device, self.across = inner.observers, inner.device, inner.across
         self.asked, self.rounds_weights, self.keeping = inner.asked, inner.rounds_weights, inner.keeping
+        self.feeding, self.residuals = inner.feeding, inner.residuals
 
     @property
     def buffers(self) -> Sequence[Tensor]:

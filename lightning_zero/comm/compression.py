@@ -7,11 +7,18 @@ itself what it rounds for others: so numbers depend on which ranks share a host,
 cut. (Ranks of hosts with different numbers of them, which exchange directly, count as hosts each.) Where one element of
 a block is not finite, none is. Masters, optimizer state, checkpoints and ``full_parameters`` are never rounded. What
 user code reads of a weight in a step is what it computes with; writing there raises, as with weights in 16 bits.
+
+[Note: error feedback]
+What rounding takes from a gradient is kept by the rank that rounds it, and added to the next gradient of the same
+elements before that is rounded: so the sum of all that was exchanged is the exact sum but for what is kept now. It is
+kept by bucket, whose elements are always the same ones of the same parameters, and begins at zero with every layout.
+Nothing is added to blocks in which a host has no gradient, as those of parameters that a step does not use, and nothing
+that is not finite is kept: both keep what they had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -46,15 +53,18 @@ class Compression:
         weights: what weights are gathered in, for forward and backward; ``None``: as they are. In stage 3, and with
             mixed precision in stages 1 and 2: where they are gathered from masters that stay exact.
         gradients: what gradients go between hosts in; ``None``: as they are.
+        error_feedback: whether what rounding takes from gradients is added to those of the next exchange, see
+            [Note: error feedback]. Costs 4/S bytes per parameter on each rank, with S ranks on each host.
 
     Raises:
         ValueError: if a setting is not usable.
 
-    Source: ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3.
+    Source: ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3; EF-SGD (arXiv:1901.09847), for the feedback.
     """
 
     weights: Literal["bfloat16", "int8"] | None = None
     gradients: Format | None = None
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("weights", ("bfloat16", "int8")), ("gradients", get_args(Format))):
@@ -62,6 +72,10 @@ class Compression:
                 raise ValueError(f"Compression.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
         if self.weights is None and self.gradients is None:
             raise ValueError("Compression of nothing: give weights, gradients or both, for example gradients='int8'.")
+        if not isinstance(self.error_feedback, bool):
+            raise ValueError(f"Compression.error_feedback must be True or False, got {self.error_feedback!r}.")
+        if self.error_feedback and self.gradients is None:
+            raise ValueError("Compression.error_feedback is for rounded gradients: give gradients, too, as 'int4'.")
 
     def check(self, within: ShardWithin) -> None:
         """Raise ValueError where it does not go with other settings."""
@@ -78,14 +92,18 @@ class CompressedCollectives(GlooCollectives):
     Args:
         gathers: in how many what has a content is gathered; ``None``: as it is.
         reductions: likewise, what is reduced.
+        fed: of what the errors are fed back: the ``"sum"`` that is reduced, the ``"average"`` that is gathered.
     """
 
     block = _BLOCK
 
-    def __init__(self, groups: Groups, streams: Streams, gathers: Format | None, reductions: Format | None) -> None:
+    def __init__(
+        self, groups: Groups, streams: Streams, gathers: Format | None, reductions: Format | None, fed: Collection[str]
+    ) -> None:
         super().__init__(groups, streams)
-        self._gathers, self._reductions = gathers, reductions
+        self._gathers, self._reductions, self._fed = gathers, reductions, fed
         self.rounds_weights = gathers is not None
+        self.feeding = 1 if fed else None
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
@@ -98,28 +116,40 @@ class CompressedCollectives(GlooCollectives):
             if source is not None:
                 rows[self.rank].copy_(source)
             codes = torch.empty(self.world_size, format_nbytes(kind, rows.shape[1]), dtype=torch.uint8)
-            compress(kind, rows[self.rank], codes[self.rank])
+            own = self._residual_of("average", None if content is None else content[0], rows[self.rank])
+            compress(kind, rows[self.rank], codes[self.rank], own)
         gathered = super()._all_gather(codes.view(-1), what, after, None, None, content)
         finish = partial(_decompress_rows, kind, codes, rows)
         return Pending(what, self._told, works=[gathered], keep=(buffer,), finish=finish)
 
     def _swap(
-        self, taken: Tensor, sent: Tensor, what: str, finish: Callable[[], None], keep: Sequence[Tensor]
+        self, taken: Tensor, sent: Tensor, what: str, finish: Callable[[], None], keep: Sequence[Tensor], key: Hashable
     ) -> Pending:
         kind = self._reductions
         if kind is None or not self._fits(sent, kind):
-            return super()._swap(taken, sent, what, finish, keep)
+            return super()._swap(taken, sent, what, finish, keep, key)
         rows, arrived = sent.view(self.world_size, -1), taken.view(self.world_size, -1)
         codes = torch.empty(self.world_size, format_nbytes(kind, rows.shape[1]), dtype=torch.uint8)
         others = torch.empty_like(codes)
-        for row, code in zip(rows, codes, strict=True):
-            compress(kind, row, code)
+        residual = self._residual_of("sum", key, sent)
+        lost = [None] * len(rows) if residual is None else residual.view(rows.shape)
+        for row, code, own in zip(rows, codes, lost, strict=True):
+            compress(kind, row, code, own)
 
         def unpack() -> None:
             _decompress_rows(kind, others, arrived)
             finish()
 
-        return super()._swap(others, codes, what, unpack, (*keep, codes))
+        return super()._swap(others, codes, what, unpack, (*keep, codes), key)
+
+    def _residual_of(self, which: str, key: Hashable, rounded: Tensor) -> Tensor | None:
+        """What was lost of such values before; ``None``: it is not fed back."""
+        if which not in self._fed or key is None:
+            return None
+        if (name := f"{which} {key}") not in self.residuals:
+            with torch.inference_mode(False):
+                self.residuals[name] = torch.zeros(rounded.numel(), dtype=torch.float32)
+        return self.residuals[name]
 
     def _fits(self, buffer: Tensor, kind: Format) -> bool:
         """Whether there are whole blocks of what a format makes smaller."""
@@ -137,8 +167,13 @@ def format_nbytes(kind: Format, numel: int) -> int:
     return numel // (2 if kind == "int4" else 1) + numel // _BLOCK * 4
 
 
-def compress(kind: Format, values: Tensor, codes: Tensor) -> None:
-    """Write a 1-D tensor, of a multiple of 64 elements, to bytes: 1-D, uint8, ``format_nbytes`` of them."""
+def compress(kind: Format, values: Tensor, codes: Tensor, residual: Tensor | None = None) -> None:
+    """Write a 1-D tensor, of a multiple of 64 elements, to bytes: 1-D, uint8, ``format_nbytes`` of them.
+
+    ``residual``: like it, in float32, to be added before; holds what was lost after. See [Note: error feedback].
+    """
+    if residual is not None:
+        return _compress_fed(kind, values, codes, residual)
     if kind == "bfloat16":
         codes.view(torch.bfloat16).copy_(values)
         return
@@ -152,6 +187,16 @@ def compress(kind: Format, values: Tensor, codes: Tensor) -> None:
         else:  # halves of a block side by side, each integer above zero
             low, high = whole.add_(8).to(torch.uint8).chunk(2, 1)
             integers.copy_(high << 4 | low)
+
+
+def _compress_fed(kind: Format, values: Tensor, codes: Tensor, residual: Tensor) -> None:
+    blocks, lost = values.view(-1, _BLOCK), residual.view(-1, _BLOCK)
+    busy = blocks.any(1, keepdim=True)
+    exact = (lost * busy).add_(blocks)
+    compress(kind, exact.view(-1), codes)
+    decompress(kind, codes, arrives := torch.empty_like(values))
+    exact -= arrives.view_as(exact)
+    torch.where(busy & exact.isfinite(), exact, lost, out=lost)
 
 
 def decompress(kind: Format, codes: Tensor, values: Tensor) -> None:

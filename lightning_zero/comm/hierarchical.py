@@ -51,11 +51,13 @@ class HierarchicalCollectives(GlooCollectives):
         self._within, self._between = GlooCollectives(hops.within, streams), between
         self.rounds_weights = between.rounds_weights
         self.keeping = self._within.world_size if keeps else None
+        self.feeding = None if between.feeding is None else self._within.world_size
+        self.residuals = between.residuals
         self._kept: dict[Hashable, tuple[int, Tensor]] = {}  # by name of the content, with its state
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        return self._within.buffers
+        return *self._within.buffers, *self.residuals.values()
 
     @property
     def kept(self) -> Sequence[Tensor]:
@@ -91,7 +93,7 @@ class HierarchicalCollectives(GlooCollectives):
         self._kept[name] = state, keep
         return keep, state == before
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
         divisor, early = self.groups.divisor, bucket.dtype == torch.float16  # as its sum may be infinite
         part = self._within.own_range(bucket)
         free = bucket.narrow(0, 0 if self._within.rank else part.numel(), part.numel())  # once the host has its sum
@@ -102,7 +104,7 @@ class HierarchicalCollectives(GlooCollectives):
             self._within.reduce_scatter(bucket, part, what).wait()
 
         def between() -> None:
-            self._between.reduce_through(free, part, shard, what).wait()
+            self._between.reduce_through(free, part, shard, what, key).wait()
             divide(shard, 1 if early else divisor)
 
         return self._carried(self._hops.reductions, what, (within, between), (bucket, shard))

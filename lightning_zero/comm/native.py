@@ -9,7 +9,7 @@ world size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,21 +50,23 @@ class NativeCollectives(Collectives):
         return numbers.view(torch.float64)
 
     def average_across(
-        self, shard: Tensor, what: str, reduction: Pending | None = None
+        self, shard: Tensor, what: str, reduction: Pending | None = None, key: Hashable = None
     ) -> tuple[Pending | None, Pending]:
         self._observe("all_reduce", what, shard)
-        return self._averaged_behind(reduction, shard, what)
+        return self._averaged_behind(reduction, shard, what, key)
 
-    def _averaged_behind(self, reduction: Pending | None, shard: Tensor, what: str) -> tuple[Pending | None, Pending]:
+    def _averaged_behind(
+        self, reduction: Pending | None, shard: Tensor, what: str, key: Hashable
+    ) -> tuple[Pending | None, Pending]:
         with self.streams.reducing():  # not among the gathers, where it would have a place of its own on every rank
             if reduction is not None:
                 reduction.wait()
                 reduction = Pending(what, self._told, event=self.streams.mark(), streams=self.streams)
-            self._average(shard, what)
+            self._average(shard, what, key)
             event = self.streams.mark()
         return reduction, Pending(what, self._told, event=event, streams=self.streams, keep=(shard,))
 
-    def _average(self, shard: Tensor, what: str) -> None:
+    def _average(self, shard: Tensor, what: str, key: Hashable) -> None:
         """Average a shard in place with those of the other shard groups, and wait for it. Collective: all ranks."""
         wire = self.across
         if wire is None:
@@ -72,8 +74,8 @@ class NativeCollectives(Collectives):
         with untracked():
             rest = -shard.numel() % (wire.world_size * wire.block)
             whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
-            wire.reduce_scatter(whole, wire.own_range(whole), what).wait()
-            wire.all_gather(whole, what, content=(what, 0)).wait()  # which nobody keeps
+            wire.reduce_scatter(whole, wire.own_range(whole), what, key=key).wait()
+            wire.all_gather(whole, what, content=(key, 0)).wait()  # which nobody keeps
             if rest:
                 shard.copy_(whole[: shard.numel()])
 
@@ -89,7 +91,7 @@ class NativeCollectives(Collectives):
             event = self.streams.mark()
         return Pending(what, self._told, event=event, streams=self.streams, keep=(buffer,))
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
         with self.streams.reducing():
             if bucket.dtype == torch.float16:
                 bucket.div_(self.groups.divisor)
@@ -126,7 +128,7 @@ class GlooCollectives(NativeCollectives):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        return tuple(self._received.values())
+        return *self._received.values(), *self.residuals.values()
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
@@ -147,19 +149,21 @@ class GlooCollectives(NativeCollectives):
             raise_failure(what, self._told, error)
         return Pending(what, self._told, works=works, keep=(buffer,), group=group)
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
         received, lent = self._receive_buffer(bucket, patience)
-        pending = self.reduce_through(received, bucket, shard, what)
+        pending = self.reduce_through(received, bucket, shard, what, key)
         if lent:
             self._receiving = pending
         return pending
 
-    def _averaged_behind(self, reduction: Pending | None, shard: Tensor, what: str) -> tuple[Pending | None, Pending]:
+    def _averaged_behind(
+        self, reduction: Pending | None, shard: Tensor, what: str, key: Hashable
+    ) -> tuple[Pending | None, Pending]:
         there = (lambda: None) if reduction is None else reduction.wait
-        passage = self.groups.averages().carry(what, (there, partial(self._average, shard, what)))
+        passage = self.groups.averages().carry(what, (there, partial(self._average, shard, what, key)))
         return reduction, Pending(what, self._told, works=[passage], keep=(shard,))
 
-    def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str) -> Pending:
+    def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending:
         """``reduce_scatter`` with memory of the caller's for what the others send: like ``bucket``, and no part of
         ``shard``. Collective: the ranks of the shard group."""
         if bucket.dtype == torch.float16 and self.groups.divisor > 1:
@@ -169,10 +173,10 @@ class GlooCollectives(NativeCollectives):
             pieces = received.view(self.world_size, -1).unbind(0)
             self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.groups.divisor, spare=True)
 
-        return self._swap(received, bucket, what, add_up, (bucket, shard))
+        return self._swap(received, bucket, what, add_up, (bucket, shard), key)
 
     def _swap(
-        self, taken: Tensor, sent: Tensor, what: str, finish: Callable[[], None], keep: Sequence[Tensor]
+        self, taken: Tensor, sent: Tensor, what: str, finish: Callable[[], None], keep: Sequence[Tensor], key: Hashable
     ) -> Pending:
         """Send every rank its range, and take this one's from each."""
         try:

@@ -217,6 +217,17 @@ class FlatLayout:
         """Of a parameter: equal for others of the same shape that are cut over the ranks at the same places."""
         return self.offsets[position], self.shard_numel
 
+    def residual_nbytes(self, ranks: int | None, world_size: int) -> int:
+        """Bytes that error feedback keeps on each rank, in float32, where ``ranks`` divide what is rounded.
+
+        With several shard groups in the world that is a shard, and its part of the average of all groups.
+        """
+        if ranks is None or not self.dtype.is_floating_point:
+            return 0
+        groups = world_size // self.world_size
+        numel = align_up(self.numel // ranks, groups * ALIGNMENT)
+        return 4 * (numel + (numel // groups if groups > 1 else 0))
+
     def slices(self, rank: int) -> tuple[ShardSlice, ...]:
         """What the rank owns: exactly one slice per parameter, in buffer order; empty where it owns nothing.
 

@@ -14,13 +14,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
-from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
+from lightning_zero.checkpoint.consolidated import FEEDBACK_KEY, RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.comm import ControlGroup, Groups
 from lightning_zero.comm.control import collect
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
+from lightning_zero.session.feedback import load_residuals, save_residuals
 from lightning_zero.session.random_state import RandomState
 
 __all__ = ["Checkpoints", "require_lightning"]
@@ -104,6 +105,8 @@ class Checkpoints:
         summary = _summary(engine, precision)
         if policy.format == "sharded" and "optimizer_states" in checkpoint:  # a run can go on from it
             own = {**checkpoint.get(SUMMARY_KEY, {}), RANDOM_KEY: self.random.save(engine.device)}
+            if residuals := save_residuals(engine, self._groups):
+                own[FEEDBACK_KEY] = residuals
             checkpoint = {**checkpoint, SUMMARY_KEY: own}
 
         def write(content: Mapping[str, Any], control: ControlGroup) -> list[str]:
@@ -142,6 +145,10 @@ class Checkpoints:
         saved = checkpoint.get(SUMMARY_KEY, {}).get(RANDOM_KEY)
         if saved is not None:
             self.random.load(saved, checkpoint["global_step"], device)
+
+    def load_residuals(self, checkpoint: Mapping[str, Any], engine: ZeroEngine) -> None:
+        """Read what error feedback keeps of gradients. Collective: every rank."""
+        load_residuals(checkpoint.get(SUMMARY_KEY, {}).get(FEEDBACK_KEY), engine, self._groups)
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint at the next save, or at the end of the run: never before its successor is durable."""

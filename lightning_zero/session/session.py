@@ -48,6 +48,9 @@ class Dtypes(Protocol):
         """What gradients are averaged in; ``None``: each parameter's own dtype."""
         return None
 
+    scales_loss: bool = False
+    """Whether gradients are multiplied by a scale that changes."""
+
     full_precision: Sequence[str] = ()
     """Class names of modules whose parameters keep their own dtype in units."""
 
@@ -183,10 +186,10 @@ class ZeroSession:
             )
 
     def _plan(self, module: nn.Module, dtypes: Dtypes, collectives: Collectives) -> ZeroPlan:
-        settings = self.settings
+        settings, feeding = self.settings, collectives.feeding
         plan = build_plan(
             module,
-            placement=replace(settings.placement, span=self.groups.span, keeping=collectives.keeping),
+            placement=replace(settings.placement, span=self.groups.span, keeping=collectives.keeping, feedback=feeding),
             world_size=self.groups.control.world_size,
             units=settings.units,
             bucket_mib=settings.bucket_mib,
@@ -197,7 +200,7 @@ class ZeroSession:
             full_precision=dtypes.full_precision,
             broadcast_buffers=settings.broadcast_buffers,
         )
-        settings.check(plan)
+        settings.check(plan, dtypes.scales_loss)
         return plan
 
     def begin(self, training: bool) -> None:
@@ -207,6 +210,7 @@ class ZeroSession:
             engine.masters_changed(range(len(engine.units)))  # what is computed with is rounded from the first batch on
         self._buffers = BufferBroadcast(engine, fitting=training, enabled=self.settings.broadcast_buffers)
         if training:
+            engine.collectives.residuals.clear()  # of an earlier run
             self._prepare_training()
 
     def _prepare_training(self) -> None:

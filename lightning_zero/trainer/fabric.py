@@ -327,6 +327,8 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         if isinstance(state, Optimizer):
             raise ValueError("Load an optimizer's state by `fabric.load(path, {'optimizer': optimizer})`.")
         wanted: dict[str, Any] = {_WEIGHTS: state} if isinstance(state, nn.Module) else state or {}
+        if any(isinstance(value, Optimizer) for value in wanted.values()):
+            self.session.checkpoints.load_residuals(found, self.session.engine)
         if not isinstance(state, nn.Module):
             self._rename(found, wanted)
         if wanted:

@@ -110,6 +110,7 @@ class ZeroPrecision(Precision):
         self.full_precision: Sequence[str] = tuple(full_precision)
         self.buffers = buffers
         self.scaler = scaler or (LossScaler() if precision == "16-mixed" else None)
+        self.scales_loss = self.scaler is not None
         self._reduce_dtype = reduce_dtype
         self._device_type = "cpu"
         self._totals: Totals = ControlGroup(None)

@@ -398,6 +398,7 @@ class ZeroStrategy(Batches):
             strict, weights = self._module.strict_loading, checkpoint.get("state_dict")
             self._state_of(optimizer).load(state, strict=strict, weights=weights)
         self.checkpoints.load_random_state(checkpoint, self.root_device)
+        self.checkpoints.load_residuals(checkpoint, self.engine)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint once its successor is durable: at the next save, or at the end of the run."""

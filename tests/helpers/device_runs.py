@@ -88,12 +88,12 @@ class Staged(WrappedCollectives):
             self.own_range(host).copy_(self.own_range(buffer) if source is None else source)
         return self._returning(self.inner.all_gather(host, what), buffer, host)
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, *others: Any) -> Pending:
         host = torch.empty_like(shard, device=CPU)
         sent = torch.empty_like(bucket, device=CPU).copy_(
             bucket
         )  # gloo may overwrite it, and on the CPU it is the same
-        return self._returning(self.inner.reduce_scatter(sent, host, what, patience), shard, host)
+        return self._returning(self.inner.reduce_scatter(sent, host, what, patience, *others), shard, host)
 
     def _all_to_all(self, output: Tensor, input: Tensor, *others: Any) -> Pending:
         host = torch.empty_like(output, device=CPU)

@@ -12,7 +12,7 @@ Anything else is copied to such memory first and may be changed as soon as this 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class SharedMemoryCollectives(Collectives):
                 return Pending(what, self.rank)
         return self._transfer(Channel.GATHER, what, own, dict.fromkeys(ranges, (0, size)), ranges)
 
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
         if bucket.dtype == torch.float16:
             bucket.div_(self.groups.divisor)
         divisor = 1 if bucket.dtype == torch.float16 else self.groups.divisor

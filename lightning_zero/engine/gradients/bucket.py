@@ -271,7 +271,7 @@ class GradientBucket:
                 foreach_zero(empty)
             self._direct = full is self._shard or (self._is_apart and True not in self._keeps())
             target = self._memory(whole=True) if self._direct else self._collectives.own_range(full)
-            self.pending = self._collectives.reduce_scatter(full, target, self._what, patience)
+            self.pending = self._collectives.reduce_scatter(full, target, self._what, patience, self.index)
             self.grouped = self._collectives.across is not None
             if self.grouped and last:
                 self.average_across()
@@ -306,7 +306,7 @@ class GradientBucket:
             copies = () if self._in_place else self._additions(self._collectives.own_range(self.full))
             self.pending.then(partial(self._bring, copies))
         shard = self._memory()
-        self.pending, self.averaging = self._collectives.average_across(shard, self._what, self.pending)
+        self.pending, self.averaging = self._collectives.average_across(shard, self._what, self.pending, self.index)
         self.grouped, self._direct = False, True
 
     def settle(self) -> None:
