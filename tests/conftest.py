@@ -42,6 +42,7 @@ import torch._dynamo  # noqa: E402
 from lightning.fabric.utilities import registry  # noqa: E402
 
 import lightning_zero  # noqa: E402
+from lightning_zero.comm.hosts import RANKS_PER_HOST  # noqa: E402
 from tests.helpers import rungs  # noqa: E402
 
 torch.set_num_threads(1)
@@ -144,3 +145,9 @@ def _clean_process() -> Iterator[None]:
             del os.environ[name]
     assert not leaked_group, "the test left a default process group behind"
     assert not changed, f"the test left changed environment variables behind: {sorted(changed)}"
+
+
+@pytest.fixture
+def one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only ranks of one host do, and tests that play hosts of their own, are so wherever the suite runs."""
+    monkeypatch.delenv(RANKS_PER_HOST, raising=False)

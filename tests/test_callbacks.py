@@ -105,6 +105,7 @@ def observe(rank: int, stage: int, accumulate: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("one_host")  # over a wire, how many reductions are on their way at once is a matter of time
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_loggers_get_what_is_sent_and_held_next_to_the_plan(world_size: int) -> None:
     def every(rank: int) -> dict[tuple[int, int], dict[str, Any]]:

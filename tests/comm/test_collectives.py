@@ -17,6 +17,8 @@ from lightning_zero.errors import CommunicationError
 from tests.helpers.probe import pairwise_sum
 from tests.helpers.world import run_world
 
+pytestmark = pytest.mark.usefixtures("one_host")
+
 CPU = torch.device("cpu")
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OTHERS = (torch.int64, torch.int32, torch.uint8)

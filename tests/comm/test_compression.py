@@ -32,6 +32,8 @@ from lightning_zero.session.settings import SessionSettings
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
+pytestmark = pytest.mark.usefixtures("one_host")
+
 CPU = torch.device("cpu")
 KINDS = ("bfloat16", "int8", "int4")
 LARGEST = {"int8": 127, "int4": 7}

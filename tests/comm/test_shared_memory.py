@@ -24,6 +24,8 @@ from lightning_zero.comm.shared_memory.heap import Heap
 from lightning_zero.errors import CommunicationError
 from tests.helpers.world import run_world
 
+pytestmark = pytest.mark.usefixtures("one_host")
+
 CPU = torch.device("cpu")
 SIZE = 192
 SOON = 3.0  # seconds in which a rank has to notice that another one is gone

@@ -18,6 +18,8 @@ from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollective
 from tests.comm.test_shared_memory import CPU, SIZE, connected, filled
 from tests.helpers.world import run_world
 
+pytestmark = pytest.mark.usefixtures("one_host")
+
 NOBODY = 65534
 REACHED, TRIED = b"!", b"."
 

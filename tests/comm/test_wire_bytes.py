@@ -25,7 +25,10 @@ from tests.helpers.cases import Block, Stack, case, features
 from tests.helpers.probe import Probe, fit
 from tests.helpers.world import run_world
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads tcp_info of Linux")
+pytestmark = [
+    pytest.mark.usefixtures("one_host"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads tcp_info of Linux"),
+]
 
 CPU = torch.device("cpu")
 NUMEL = 12 * 2**16  # 3 MiB in float32, a multiple of 2, 3 and 4

@@ -1,4 +1,7 @@
-"""Play features and say whether each holds: ``python -m tests.features [NAME...]``. ``--page``: write the page."""
+"""Play features and say whether each holds: ``python -m tests.features [NAME...]``. ``--page``: write the page.
+
+``--hosts [NAME...]``: whether each is the same on two hosts of two ranks as on one of four.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,23 @@ import time
 from pathlib import Path
 
 from tests.features import page
-from tests.features.feature import hold
+from tests.features.feature import hold, hold_on_two_hosts
 
 
 def main(names: list[str]) -> int:
     if names == ["--page"]:
         (Path(__file__).parents[2] / "docs" / "features.md").write_text(page.text(), encoding="utf-8")
         return 0
-    failed = 0
+    failed, across = 0, names[:1] == ["--hosts"]
+    names = names[across:]
     for feature in (feature for features in page.TABLES.values() for feature in features):
         if names and not any(name in feature.name for name in names):
             continue
         began, verdict = time.monotonic(), "holds"
         try:
-            for ranks in (1, 2):
+            if across:
+                hold_on_two_hosts(feature)
+            for ranks in () if across else (1, 2):
                 hold(feature, ranks)
         except Exception as error:
             failed += 1

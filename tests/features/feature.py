@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.comm.hosts import RANKS_PER_HOST
 from tests.helpers.world import run_world
 from tests.strategy.runs import STAGES, assert_same
 
-__all__ = ["Feature", "Refusal", "hold"]
+__all__ = ["Feature", "Refusal", "hold", "hold_on_two_hosts"]
 
 Play = Callable[[Callable[[], Strategy], Path], Any]
 """Given what makes fresh strategies and a folder that all ranks share, what it did: to be compared with DDP's."""
@@ -80,13 +82,12 @@ def hold(feature: Feature, ranks: int = 2) -> None:
     """
     if ranks == 1 and feature.alone:
         feature = replace(feature, refused={})
+    stages = {name: stage for name, stage in STAGES.items() if ranks > 1 or stage != 2}  # one has nothing to divide
     with tempfile.TemporaryDirectory() as shared:
-        results = run_world(ranks, lambda rank: _played(feature, Path(shared), ranks), timeout=200)
+        results = run_world(ranks, lambda rank: _played(feature, Path(shared), {"ddp": 0, **stages}), timeout=200)
     if feature.ddp_refuses:
         assert all("error" in result["ddp"] for result in results), "DDP does it"
-    for name, stage in STAGES.items():
-        if not _is_played(stage, ranks):
-            continue
+    for name, stage in stages.items():
         if stage in feature.refused:
             for rank, result in enumerate(results):
                 assert re.search(feature.refused[stage].message, result[name].get("error", "")), (rank, result[name])
@@ -94,25 +95,35 @@ def hold(feature: Feature, ranks: int = 2) -> None:
             assert_same(results, [name], bound=feature.bounds.get(stage, 0.0))
 
 
-def _is_played(stage: int, ranks: int) -> bool:
-    """One process alone has nothing to divide: there stage 2 does what stage 1 does."""
-    return ranks > 1 or stage != 2
+def hold_on_two_hosts(feature: Feature, stages: Sequence[int] = (1, 2, 3)) -> None:
+    """Play a feature by four ranks of one host and by four on two hosts, in those of ``stages`` that do not refuse it.
+
+    Raises:
+        AssertionError: if a bit differs.
+    """
+    played = {name: stage for name, stage in STAGES.items() if stage in {*stages} - feature.refused.keys()}
+
+    def play(rank: int) -> dict[str, dict[str, Any]]:
+        return _played(feature, Path(shared), played)
+
+    found = []
+    for per_host in ("", "2"):
+        with tempfile.TemporaryDirectory() as shared:
+            found.append(run_world(4, play, timeout=250, environment={RANKS_PER_HOST: per_host}))
+    assert_same([{"one": one, "two": two} for one, two in zip(*found, strict=True)], ["two"], expected="one")
 
 
-def _played(feature: Feature, shared: Path, ranks: int) -> dict[str, dict[str, Any]]:
+def _played(feature: Feature, shared: Path, stages: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """What came of it by name of the stage, of which 0 is DDP."""
     results: dict[str, dict[str, Any]] = {}
-    makers: dict[str, Callable[[], Strategy]] = {"ddp": lambda: DDPStrategy(find_unused_parameters=True)}
-    for name, stage in STAGES.items():
-        if not _is_played(stage, ranks):
-            continue
-        makers[name] = lambda stage=stage: ZeroStrategy(stage, units=["Block"], **feature.options)  # type: ignore[misc]
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice of Lightning's, under any strategy
-        for name, make in makers.items():
+        for name, stage in stages.items():
+            make = functools.partial(_strategy, feature, stage)
             folder = shared / name.replace(" ", "_")
             folder.mkdir(exist_ok=True)
-            refused = feature.ddp_refuses if name == "ddp" else STAGES[name] in feature.refused
+            refused = stage in feature.refused if stage else feature.ddp_refuses
             if not refused:
                 results[name] = {"made": feature.play(make, folder)}
                 continue
@@ -122,3 +133,9 @@ def _played(feature: Feature, shared: Path, ranks: int) -> dict[str, dict[str, A
             except Exception as error:
                 results[name] = {"error": f"{type(error).__name__}: {error}"}
     return results
+
+
+def _strategy(feature: Feature, stage: int) -> Strategy:
+    if not stage:
+        return DDPStrategy(find_unused_parameters=True)
+    return ZeroStrategy(stage, units=["Block"], **feature.options)  # type: ignore[arg-type]

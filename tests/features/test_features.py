@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch import callbacks, profilers
 
+from lightning_zero import CheckpointPolicy
 from tests.features import page
-from tests.features.feature import Feature, hold
+from tests.features.feature import Feature, hold, hold_on_two_hosts
 
 ALL = [feature for features in page.TABLES.values() for feature in features]
 NOT_PLAYED = {"Checkpoint", "ProgressBar", "Profiler"}  # bases without code
@@ -19,6 +22,22 @@ NOT_PLAYED |= {"PassThroughProfiler", "XLAProfiler"}  # the one that is always t
 @pytest.mark.parametrize("feature", ALL, ids=lambda feature: feature.name)
 def test_holds(feature: Feature, ranks: int) -> None:
     hold(feature, ranks)
+
+
+# Those in which ranks meet in other ways than in a step; `python -m tests.features --hosts` plays all.
+ACROSS_HOSTS: list[tuple[str, dict[str, Any]]] = [
+    ("`EMAWeightAveraging`", {}),
+    ("`EMAWeightAveraging`", {"shard_within": 2}),
+    ("`StochasticWeightAveraging`", {}),
+    ("resuming in mid-epoch, hooks, hyperparameters", {"checkpoint": CheckpointPolicy(async_save=True)}),
+    ("several optimizers, `toggle_optimizer`, `clip_gradients`, schedulers", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), ACROSS_HOSTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_holds_across_hosts(name: str, options: dict[str, Any]) -> None:
+    (feature,) = (feature for feature in ALL if feature.name == name)
+    hold_on_two_hosts(replace(feature, options=options), stages=(1, 3))
 
 
 def test_nothing_that_lightning_ships_is_missing() -> None:

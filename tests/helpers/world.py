@@ -36,6 +36,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from lightning_zero.comm.hosts import RANKS_PER_HOST
+
 __all__ = ["Failure", "WorldError", "free_port", "rank_environment", "run_world", "subprocess_env"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +151,7 @@ def run_world(
 def subprocess_env(**variables: str) -> dict[str, str]:
     """The environment for a test that starts its own processes: ours, without a trace of a world or of pytest."""
     foreign = ("PYTEST_", "TORCHELASTIC_", "SLURM_", "LIGHTNING_", "PL_")
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(foreign) or name == RANKS_PER_HOST}
     for name in rank_environment(0, 1, 0):
         ours.pop(name, None)
     path = os.pathsep.join(filter(None, (str(ROOT), ours.get("PYTHONPATH"))))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import (
     CheckpointPolicy,
     HostOffload,
+    LoaderPolicy,
     NvmeOffload,
     ZeroPrecision,
     ZeroStrategy,
@@ -29,6 +30,8 @@ from lightning_zero.comm.hosts import RANKS_PER_HOST, places_by_host
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
 from tests.strategy.test_shard_within import Fails, Looks, Net, fit, same, whole
+
+pytestmark = pytest.mark.usefixtures("one_host")
 
 STAGES = (1, 2, 3)
 CPU = torch.device("cpu")
@@ -155,6 +158,44 @@ def test_checkpoints_go_to_another_topology(tmp_path: Path, optimizer: str) -> N
     unbroken, resumed = in_both(run), in_both(resume)
     for ranks in zip(*unbroken, *resumed, strict=True):
         assert all(all_same(ranks[0], other) for other in ranks[1:])
+
+
+def test_fewer_ranks_go_on_from_what_two_hosts_have_saved(tmp_path: Path) -> None:
+    """In the background, with shards cut by host."""
+
+    def save(rank: int) -> None:
+        strategy = ZeroStrategy(stage=3, units=["Sequential"], checkpoint=CheckpointPolicy(async_save=True))
+        with quiet():
+            trainer = make_trainer(strategy)
+            trainer.fit(Net(optimizer="adafactor"), DataLoader(range(2), batch_size=None))  # type: ignore[arg-type]
+            trainer.save_checkpoint(tmp_path / f"{os.environ[RANKS_PER_HOST]}.ckpt")
+            strategy.teardown()
+
+    def resume(rank: int, saved: str) -> dict[str, Tensor]:
+        net = Net(seed=5, optimizer="adafactor")
+        with quiet():
+            trainer = make_trainer(ZeroStrategy(stage=3, units=["Sequential"]), max_epochs=2)
+            trainer.fit(net, DataLoader(range(2), batch_size=None), ckpt_path=tmp_path / saved)  # type: ignore[arg-type]
+        return whole(net)
+
+    for ranks in ("4", "2"):
+        run_world(4, save, environment={RANKS_PER_HOST: ranks})
+    assert all_same(run_world(2, resume, "4.ckpt"), run_world(2, resume, "2.ckpt"))
+
+
+def test_loaders_that_end_earlier_on_one_host() -> None:
+    def run(rank: int) -> list[dict[str, Tensor]]:
+        found = []
+        for stage in (1, 3):
+            module, policy = Net(), LoaderPolicy(training="join")
+            strategy = ZeroStrategy(stage=stage, units=["Sequential"], loaders=policy)  # type: ignore[arg-type]
+            with quiet():
+                make_trainer(strategy).fit(module, DataLoader(range(4 - rank // 2), batch_size=None))  # type: ignore[arg-type]
+            found.append(whole(module))
+        return found
+
+    for there, here in zip(*in_both(run), strict=True):
+        assert all_same(there, here)
 
 
 def test_an_error_of_one_rank_ends_all() -> None:

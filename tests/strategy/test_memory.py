@@ -247,6 +247,7 @@ def count(rank: int, precision_name: str, stage: int) -> dict[str, Any]:
         pytest.param(3, False, id="3-gloo"),
     ],
 )
+@pytest.mark.usefixtures("one_host")
 def test_memory_at_rest_is_the_plan_s_formula(world_size: int, shared: bool) -> None:
     """Both with ranks that read one another's memory and over gloo, which has a receive buffer."""
 
@@ -377,6 +378,7 @@ class Troubled(Stack):
         return Trouble.apply(output)
 
 
+@pytest.mark.usefixtures("one_host")  # a reduction on its way over a wire keeps its memory until it has ended
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_exception_leaves_no_memory_behind(stage: int) -> None:
     def run(rank: int, where: str) -> dict[str, Any]:

@@ -33,6 +33,8 @@ from tests.strategy.test_memory import (
     vacant,
 )
 
+pytestmark = pytest.mark.usefixtures("one_host")  # torch's profiler crashes beside the threads of gloo
+
 STAGES = (1, 2, 3)
 WIDE = 256
 

@@ -20,6 +20,8 @@ from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
 from tests.strategy.test_shard_within import WIDTH, Net, same, whole
 
+pytestmark = pytest.mark.usefixtures("one_host")
+
 TWO_HOSTS = {RANKS_PER_HOST: "2"}
 
 

@@ -39,7 +39,7 @@ class Wire(pl.Callback):
     def __init__(self, accumulate: int) -> None:
         self.accumulate = accumulate
         self.steps: list[list[Any]] = []
-        self.agreements: list[int] = []
+        self.agreements: list[float] = []
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         trainer.strategy.engine.collectives.observers.append(lambda call: self.steps[-1].append(call))
@@ -55,13 +55,14 @@ class Wire(pl.Callback):
         if (batch_idx + 1) % self.accumulate == 0:
             self.agreements[-1] = self._sequence(trainer) - self.agreements[-1]
 
-    def _sequence(self, trainer: pl.Trainer) -> int:
-        """Torch's own count of the group's collectives, and the transport's: nothing can hide from both."""
+    def _sequence(self, trainer: pl.Trainer) -> float:
+        """Torch's own count of the group's messages, and the transport's: nothing can hide from both."""
         control = trainer.strategy.engine.control
         if control.process_group is None:
             return 0
         passed_by = 0 if control.shortcut is None else control.shortcut.__self__.exchanges
-        return control.process_group._get_sequence_number_for_group() + passed_by
+        messages = 2 * (control.world_size - 1).bit_length()  # of an agreement, on each rank: there and back
+        return control.process_group._get_sequence_number_for_group() / messages + passed_by
 
 
 def traffic(calls: list[Any]) -> Traffic:
