@@ -308,7 +308,7 @@ def test_programs_of_others_are_not_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["plan", "fit"])
 def test_help_all_lists_what_help_leaves_out(tmp_path: Path, command: str) -> None:
     short, _ = run_script(["-m", "lightning_zero", command, "--help"], cwd=tmp_path)
-    stdout, _ = run_script(["-m", "lightning_zero", command, "--help-all"], cwd=tmp_path)
+    stdout, _ = run_forked(["-m", "lightning_zero", command, "--help-all"], cwd=tmp_path)
 
     options = re.findall(r"^  --([\w.-]+) ", short, re.MULTILINE)
     assert len(options) >= 9

@@ -28,6 +28,7 @@ from lightning_zero.trainer.precision import PrecisionName
 from tests.helpers.script import ROOT, run_forked, run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+START = "python examples/language_model.py fit --config configs/zero3.yaml"
 BORING = "lightning.pytorch.demos.boring_classes.BoringModel"
 SHORT = ["--trainer.fast_dev_run=true", "--report.length=5"]
 SMALL = {
@@ -97,13 +98,20 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 220
 
 
+def ranks_of(text: str, otherwise: int = 1) -> int:
+    """As many as it says, all of them forked: one that Lightning launches imports for six seconds."""
+    found = re.search(r"\bdevices\W+([24])\b", text)
+    return int(found[1]) if found else otherwise
+
+
 @pytest.mark.parametrize("text", of_language("python"))
 def test_python_block_runs(tmp_path: Path, text: str) -> None:
     script = tmp_path / "block.py"
     script.write_text(text, encoding="utf-8")
     arguments = ["--help"] if "ZeroCLI(" in text else []
 
-    run_forked([str(script), *arguments], cwd=tmp_path, timeout=180)
+    ranks = 1 if text in README else ranks_of(text)  # there Lightning launches the second process
+    run_forked([str(script), *arguments], cwd=tmp_path, timeout=180, ranks=ranks)
 
 
 @pytest.mark.parametrize("text", of_language("yaml"))
@@ -115,6 +123,7 @@ def test_yaml_block_trains(tmp_path: Path, text: str) -> None:
         ["-m", "lightning_zero", "fit", f"--model={BORING}", f"--config={config}", "--trainer.fast_dev_run=2"],
         cwd=tmp_path,
         timeout=180,
+        ranks=ranks_of(text),
     )
 
 
@@ -148,10 +157,12 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         return  # goes on from the checkpoint of the first command: tests/examples/test_fine_tune.py runs it on one
     if program == "python":
         script, *options = (str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments)
-        short = SHORT if "language_model" in script else SMALL[Path(script).stem]
+        arguments = [script, *options, *(SHORT if "language_model" in script else SMALL[Path(script).stem])]
         # These fork, and must not find threads of OpenMP or the profiler that a test before this one has left.
-        fresh = "examples" in script or Path(script).stem in ("offload", "trace")
-        (run_script if fresh else run_forked)([script, *options, *short], cwd=tmp_path, timeout=180)
+        if command == START or Path(script).stem in ("offload", "trace"):
+            run_script(arguments, cwd=tmp_path, timeout=180)
+        else:
+            run_forked(arguments, cwd=tmp_path, timeout=180, ranks=ranks_of(command, 2 if "examples" in script else 1))
     elif program == "torchrun":
         (text,) = (block.text for block in BLOCKS if block.text.count("class Classifier"))
         (tmp_path / "train.py").write_text(text, encoding="utf-8")
@@ -174,7 +185,7 @@ def test_the_two_commands_are_there() -> None:
     shown = [block.text.strip() for block in blocks_of(ROOT / "README.md") if block.text.startswith(install)]
 
     assert shown == [
-        install + "python examples/language_model.py fit --config configs/zero3.yaml",
+        install + START,
         install + "pytest -n 2",
     ]
 

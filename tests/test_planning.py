@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -409,9 +410,9 @@ def test_the_stage_that_fits_is_recommended(arguments: list[str], recommended: s
 
 def of_70b(*arguments: str) -> str:
     """What a user reads at the end."""
-    command = [sys.executable, "-m", "lightning_zero", "plan", "--parameters=70B", "--trainer.precision=bf16-mixed"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
-    return done.stdout
+    with redirect_stdout(StringIO()) as printed:
+        main(["plan", "--parameters=70B", "--trainer.precision=bf16-mixed", *arguments])
+    return printed.getvalue()
 
 
 def test_host_memory_of_a_machine_is_shown_and_respected() -> None:

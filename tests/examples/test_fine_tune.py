@@ -85,6 +85,7 @@ def test_a_run_from_a_sharded_checkpoint(tmp_path: Path) -> None:
         ],
         cwd=tmp_path,
         timeout=240,
+        ranks=2,
     )
 
     def number(pattern: str) -> float:

@@ -61,26 +61,34 @@ def run_script(arguments: Sequence[str], *, cwd: Path, timeout: float = 120.0, c
 
 
 def run_forked(
-    arguments: Sequence[str], *, cwd: Path, timeout: float = 120.0, code: int = 0, ranks: int = 1
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    timeout: float = 120.0,
+    code: int = 0,
+    ranks: int | Sequence[Mapping[str, str]] = 1,
 ) -> Finished:
     """As ``run_script``, in a process forked from this one, which has imported torch and Lightning: seconds less.
 
     For ``FILE *ARGUMENTS`` and ``-m MODULE *ARGUMENTS``. What it launches itself are fresh processes, which import
-    for themselves. With ``ranks`` there are so many, as ``torchrun`` starts them; their outputs become one.
+    for themselves. With ``ranks`` there are so many, as ``torchrun`` starts them, or one with each of these variables;
+    their outputs become one.
     """
     pids, codes = [], {}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        port = free_port()
-        for rank in range(ranks):
+        if isinstance(ranks, int):
+            port = free_port()
+            ranks = [rank_environment(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
+        for variables in ranks:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12+: fork of a process with threads
                 pids.append(os.fork())
             if pids[-1] == 0:
-                _be_a_program(arguments, cwd, outputs, rank_environment(rank, ranks, port) if ranks > 1 else {})
+                _be_a_program(arguments, cwd, outputs, variables)
         deadline = time.monotonic() + timeout
         try:
-            while len(codes) < ranks and not any(codes.values()) and time.monotonic() < deadline:
+            while len(codes) < len(ranks) and not any(codes.values()) and time.monotonic() < deadline:
                 for pid in (pid for pid in pids if pid not in codes):
                     ended, status = os.waitpid(pid, os.WNOHANG)
                     if ended:
@@ -136,7 +144,7 @@ def _be_a_program(
         warnings.simplefilter("ignore")
         os.environ.clear()
         os.environ.update({**_environment(), **environment})
-        rank_zero_only.rank = int(environment.get("RANK", 0))
+        rank_zero_only.rank = int(environment.get("RANK", environment.get("SLURM_PROCID", 0)))
         os.chdir(cwd)
         module = arguments[0] == "-m"
         sys.argv = [*arguments[module:]]

@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader
 import lightning_zero
 from lightning_zero import HostOffload, ZeroStrategy, full_parameters
 from tests.helpers import launched
+from tests.helpers.script import run_forked
 from tests.helpers.training import quiet
 from tests.helpers.waiting import until
-from tests.helpers.world import _reserved_port, run_world, subprocess_env
+from tests.helpers.world import _reserved_port, rank_environment, run_world, subprocess_env
 
 SCRIPT = str(Path(launched.__file__))
 DEADLINE = 150.0
@@ -124,29 +125,30 @@ def test_torchrun_on_one_node() -> None:
     assert [(r["local_rank"], r["node_rank"]) for r in reports["zero3"]] == [(0, 0), (1, 0)]
 
 
-def test_torchrun_on_two_nodes() -> None:
+def forked(ways: Sequence[str], folder: Path, ranks: Sequence[dict[str, str]]) -> Reports:
+    """As ``launch``, of programs that somebody started with these variables."""
+    run_forked([SCRIPT, str(folder), *ways], cwd=folder, timeout=DEADLINE, ranks=ranks)
+    return {way: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{way}.*.json"))] for way in ways}
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    """What torchrun tells a process on each of two; tests/examples/test_clusters.py starts torchrun on both."""
     with _reserved_port() as port:
-        programs = [
-            Program(
-                [
-                    *("-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", f"--node_rank={node}"),
-                    *("--master_addr=127.0.0.1", f"--master_port={port}"),
-                ],
-                {"DEVICES": "1", "NODES": "2"},
-            )
-            for node in (0, 1)
-        ]
-        reports = launch(["zero3", "zero1"], *programs)
+        common = {"DEVICES": "1", "NODES": "2", "DEADLINE": str(DEADLINE - 30)}
+        here = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        nodes = [{**rank_environment(i, 2, port), **here, "GROUP_RANK": str(i), **common} for i in (0, 1)]
+        reports = forked(["zero3", "zero1"], tmp_path, nodes)
     check_two_ranks(reports, {"zero3": 3, "zero1": 1})
     assert [(r["local_rank"], r["node_rank"]) for r in reports["zero3"]] == [(0, 0), (0, 1)]
 
 
-def test_slurm() -> None:
+def test_slurm(tmp_path: Path) -> None:
     """Two tasks as ``srun --ntasks=2`` starts them; the Trainer must not start any."""
     with _reserved_port() as port:
         common = {
             "DEVICES": "2",
             "NODES": "1",
+            "DEADLINE": str(DEADLINE - 30),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "SLURM_JOB_ID": "1234567",
@@ -158,8 +160,8 @@ def test_slurm() -> None:
             "SLURM_NNODES": "1",
             "SLURM_NODEID": "0",
         }
-        tasks = [Program([], {**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}) for i in (0, 1)]
-        reports = launch(["zero3", "zero2"], *tasks)
+        tasks = [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in (0, 1)]
+        reports = forked(["zero3", "zero2"], tmp_path, tasks)
     check_two_ranks(reports, {"zero3": 3, "zero2": 2})
     assert [r["environment"] for r in reports["zero3"]] == ["SLURMEnvironment"] * 2
 
