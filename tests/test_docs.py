@@ -28,6 +28,7 @@ from lightning_zero.trainer.precision import PrecisionName
 from tests.helpers.script import ROOT, run_forked, run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # with it, benchmarks/memory.py does not start itself again
 START = "python examples/language_model.py fit --config configs/zero3.yaml"
 BORING = "lightning.pytorch.demos.boring_classes.BoringModel"
 SHORT = ["--trainer.fast_dev_run=true", "--report.length=5"]
@@ -162,7 +163,8 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         if command == START or Path(script).stem in ("offload", "trace"):
             run_script(arguments, cwd=tmp_path, timeout=180)
         else:
-            run_forked(arguments, cwd=tmp_path, timeout=180, ranks=ranks_of(command, 2 if "examples" in script else 1))
+            ranks = [MALLOC] if "memory" in script else ranks_of(command, 2 if "examples" in script else 1)
+            run_forked(arguments, cwd=tmp_path, timeout=180, ranks=ranks)
     elif program == "torchrun":
         (text,) = (block.text for block in BLOCKS if block.text.count("class Classifier"))
         (tmp_path / "train.py").write_text(text, encoding="utf-8")
