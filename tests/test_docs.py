@@ -47,6 +47,7 @@ SMALL = {
     "changing_order": ["--width=16", "--blocks=3", "--rows=4", "--rounds=1", "--steps=1"],
     "verification": ["--mb=2", "--repeat=1"],
     "fabric_loop": ["--steps=2"],
+    "language_model": [*SHORT, "--model.dim=32", "--model.layers=1", f"--data.path={ROOT / 'lightning_zero'}"],
     "trace": ["--width=64", "--layers=2", "--warm-up=2", "--length=17", "--output=."],
 }
 
@@ -158,7 +159,8 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         return  # goes on from the checkpoint of the first command: tests/examples/test_fine_tune.py runs it on one
     if program == "python":
         script, *options = (str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments)
-        arguments = [script, *options, *(SHORT if "language_model" in script else SMALL[Path(script).stem])]
+        short = SHORT if command == START else SMALL[Path(script).stem]
+        arguments = [script, *options, *short]
         # These fork, and must not find threads of OpenMP or the profiler that a test before this one has left.
         if command == START or Path(script).stem in ("offload", "trace"):
             run_script(arguments, cwd=tmp_path, timeout=180)
