@@ -20,6 +20,7 @@ from jsonargparse.typing import class_from_function
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero.activations import measure_activations
 from lightning_zero.analysis import ZeroPlan, build_plan, estimate_memory
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.comm import Compression
@@ -59,6 +60,7 @@ __all__ = [
     "grad_norm",
     "load_from_checkpoint",
     "load_full_state_dict",
+    "measure_activations",
     "register_strategies",
 ]
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -38,7 +39,9 @@ no_functions = torch._C.DisableTorchFunction
 no_subclasses = torch._C.DisableTorchFunctionSubclass
 
 # Plain functions and classes.
+ASKS_FOR_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+FakeTensorMode = fake_tensor.FakeTensorMode
 check_and_unscale: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 foreach_copy: Callable[..., Any] = torch._foreach_copy_

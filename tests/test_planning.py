@@ -15,9 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from examples.language_model import ByteGPT
+from lightning_zero import ActivationPolicy, measure_activations
 from lightning_zero.cli import main
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
 from lightning_zero.trainer.cli import PlanCLI
@@ -733,7 +737,7 @@ def test_one_machine_has_links_within(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_report_is_one_json_object() -> None:
     arguments = ["--json", "--device-memory=80GB", "--host-memory=1TB", "--trainer.devices=8", "--trainer.num_nodes=4"]
     report = json.loads(of_70b(*arguments, *LINKS))
-    assert set(report) == {"plan", "estimate", "recommended", "ways", "fastest"}
+    assert set(report) == {"plan", "estimate", "activations", "recommended", "ways", "fastest"}
     assert report["plan"] is None
     estimate = report["estimate"]
     assert (estimate["numel"], estimate["world_size"], estimate["hosts"]) == (70 * 10**9, 32, 4)
@@ -766,3 +770,147 @@ def test_nothing_fits_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--parameters=7B", "--world-size=2", "--json", "--device-memory=1GB", "--host-memory=1GB"])
     report = json.loads(capsys.readouterr().out)
     assert (report["recommended"]["name"], report["recommended"]["fits"], report["fastest"]) == (None, [], None)
+
+
+# -------------------------------------------------------------------------------------------------------- activations
+
+
+class Words(LightningDataModule):
+    """Asks its Trainer for something."""
+
+    def __init__(self, batch_size: int = 2, length: int = 17) -> None:
+        super().__init__()
+        self.batch_size, self.length = batch_size, length
+
+    def setup(self, stage: str) -> None:
+        self.data = torch.zeros(64, self.length * self.trainer.world_size, dtype=torch.uint8)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.data, self.batch_size)  # type: ignore[arg-type]
+
+
+class Curious(BoringModel):
+    """Looks at values."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch.sum().item() else None
+
+
+MEASURED = ["--activations=measured", "--world-size=2", "--trainer.accelerator=cpu"]
+WORDS = "--data=tests.test_planning.Words"
+
+
+def batch_of(size: int) -> Tensor:
+    return torch.empty(size, 2 * 17, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("settings", [{}, {"activations.checkpointing": "[Block]"}])
+def test_activations_are_those_of_the_first_batch(settings: dict[str, str]) -> None:
+    strategy = ["--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.stage=3"]
+    strategy += [f"--trainer.strategy.{name}={value}" for name, value in settings.items()]
+    arguments = [*SMALL, *MEASURED, WORDS, "--data.batch_size=4", *strategy, "--trainer.precision=bf16-mixed"]
+    cli = plan_cli(*arguments)
+    policy = ActivationPolicy(checkpointing=["Block"]) if settings else None
+    found = measure_activations(ByteGPT(32, 2), batch_of(4), param_dtype=torch.bfloat16, policy=policy)
+
+    assert cli.measured == found
+    for stage in cli.estimate().stages.values():
+        assert stage.peak.activations == found.total
+    assert re.search(r"^\+ activations +\d", cli.describe(), re.MULTILINE)
+    assert re.search(r"^at peak  ", cli.describe(), re.MULTILINE)
+    assert cli.numbers()["activations"] == asdict(found)
+
+
+def test_a_configuration_that_has_arguments_of_the_data_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(OF_A_SCRIPT + "data:\n  batch_size: 8\n")
+    cli = plan_cli(MODEL, f"--config={tmp_path / 'run.yaml'}", WORDS, *MEASURED)
+    assert cli.measured == measure_activations(ByteGPT(32, 1), batch_of(8))
+
+
+def test_activations_decide_what_fits() -> None:
+    known = plan_cli(
+        *SMALL, *MEASURED, WORDS, "--data.batch_size=64", "--trainer.accelerator=gpu", "--device-memory=1GB"
+    )
+    peak = known.estimate().stages["none"].peak.total
+    cli = plan_cli(*SMALL, "--world-size=2", f"--device-memory={peak - 1}")
+    assert cli.estimate().recommend(**cli.memory).name == "none"
+    assert known.estimate().recommend(peak).name == "none"
+    assert known.estimate().recommend(peak - 1).name != "none"
+    assert "for activations" not in known.describe()
+
+
+def test_a_model_s_own_data_and_what_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    boring = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
+    assert plan_cli(boring, *MEASURED).measured == measure_activations(BoringModel(), torch.empty(1, 32))
+    main(["plan", "--model=tests.test_planning.Curious", *MEASURED])
+    printed = capsys.readouterr().out
+    assert re.search(r"^Activations of Curious are not known: .* asks for values \(test_planning.py", printed, re.M)
+    assert "at peak, without activations" in printed
+    unknown = plan_cli("--model=tests.test_planning.Curious", *MEASURED).numbers()["activations"]
+    assert "not known" in unknown["unknown"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*SMALL], "ByteGPT has no first batch"),
+        ([*SMALL, "--data=nowhere.Found"], "no first batch: .*nowhere"),
+        ([*SMALL, WORDS, "--data.batch_size=0"], "Words has no first batch: ValueError: batch_size should be"),
+        (["--parameters=1B"], "measured needs --hf-config, --batch-size and --sequence-length"),
+    ],
+)
+def test_without_a_batch_nothing_is_measured(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        plan_cli(*arguments, *MEASURED)
+
+
+def test_activations_of_a_hugging_face_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(1000, 256), nn.Linear(256, 1000)
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            logits = self.head(self.embedding(input_ids))
+            assert labels is not None
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    module = library([])
+    vars(module)["LlamaForCausalLM"] = type("LlamaForCausalLM", (Model,), {})
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    cli = plan_cli(f"--hf-config={llama}", *MEASURED, "--batch-size=3", "--sequence-length=64")
+    tokens = torch.empty(3, 64, dtype=torch.int64)
+    assert cli.measured == measure_activations(Model(None), {"input_ids": tokens, "labels": tokens})
+    assert cli.measured.saved > 3 * 64 * (256 + 1000) * 4
+
+
+# ------------------------------------------------------------------------------------------------------------ picture
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_picture_has_a_bar_for_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *SMALL, *MEASURED, WORDS, "--host-memory=3GB", f"--plot={tmp_path / 'plan.svg'}"])
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert drawn.startswith("<?xml")
+    # Text is drawn as paths, and stands beside them as a comment.
+    for text in (
+        "none",
+        "zero1",
+        "zero3_offload",
+        "optimizer",
+        "activations",
+        "1.50 GB of a device",
+        "GB of one process",
+    ):
+        assert f"<!-- {text}" in drawn
+    main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.png'}"])
+    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+    with pytest.raises(SystemExit, match="Format 'doc' is not supported"):
+        main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.doc'}"])
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"pip install 'lightning-zero\[plot\]'"):
+        main(["plan", "--parameters=7B", "--world-size=2", "--plot=plan.png"])

@@ -17,6 +17,7 @@ from lightning_zero.analysis.memory import (
     HostBytes,
     Memory,
     StageMemory,
+    expected_memory,
     fullest_rank,
     raw_gradient_nbytes,
     stage_memory,
@@ -86,6 +87,7 @@ class MemoryEstimate:
         shard_within: ranks in a row that share what a stage divides; ``None``: all.
         keeping: ranks of a host, which keep the weights that came from others in stage 3; ``None``: nobody.
         compression: what is rounded between hosts: a ``Compression``, or ``None``.
+        activations: bytes of them that are in every peak; ``None``: they are in none.
     """
 
     numel: int
@@ -99,6 +101,7 @@ class MemoryEstimate:
     shard_within: int | None = None
     keeping: int | None = None
     compression: Any = None
+    activations: int | None = None
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.world_size % self.hosts:
@@ -164,7 +167,8 @@ class MemoryEstimate:
             )
             return Recommendation(name=None, reason=reason, fits=())
         needed = self.stages[fits[0]].peak.total
-        left = format_nbytes(room - needed) + ("" if activations_nbytes else " for activations")
+        known = activations_nbytes or self.activations is not None
+        left = format_nbytes(room - needed) + " for activations" * (not known)
         reason = f"{fits[0]} needs {format_nbytes(needed)} at peak, which fits into {device} and leaves {left}.{more}"
         if self.stages[fits[0]].host.total or not self.accelerator:
             held = format_nbytes(self.host_nbytes(fits[0], activations_nbytes=activations_nbytes))
@@ -227,7 +231,7 @@ class MemoryEstimate:
             **{word: rest[name] for name, word in words.items()},
             "at rest": stage.rest.total,
             **{f"+ {word}": peak[name] - rest[name] for name, word in words.items()},
-            "at peak, without activations": stage.peak.total,
+            "at peak" if self.activations is not None else "at peak, without activations": stage.peak.total,
             "host memory": stage.host.total,
             f"host memory of a machine, {self._ranks}": self.host_nbytes(stage.name),
             "files": stage.disk.total,
@@ -251,6 +255,7 @@ def estimate_memory(
     secondary_shards: bool = False,
     compression: Any = None,
     micro_steps: int = 1,
+    activations: int | None = None,
     **settings: Any,
 ) -> MemoryEstimate:
     """Bytes of one rank for no stage and for each stage, at rest and at peak, before anything runs.
@@ -262,12 +267,12 @@ def estimate_memory(
     Args:
         model: a module (on the meta device, if it is large), a plan, or a number of parameters such as ``"7.5B"``.
         world_size, hosts, micro_steps: ranks (a plan has its own); hosts, with equally many; forwards of a step.
-        optimizer: which, see ``OptimizerCost.of``.
-        dtype: of the parameters, where the model is a number. Modules know theirs.
+        optimizer, dtype: see ``OptimizerCost.of``; the parameters' own, where the model is a number.
         param_dtype, reduce_dtype: that it computes and averages gradients in; ``None``: the parameters', or a plan's.
         accelerator: whether it runs on one, where torch's optimizers take more memory for a step unless they are fused.
         receive_buffer: whether the transport keeps one: gloo does between hosts.
         shard_within, secondary_shards, compression: as for ``ZeroStrategy``; the first ranks in a row, or ``None``.
+        activations: bytes, the ``total`` of ``measure_activations``; ``None``: they are not counted.
         settings: of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``, ``broadcast_buffers``.
 
     Raises:
@@ -277,6 +282,7 @@ def estimate_memory(
     """
     cost = OptimizerCost.of(optimizer)
     told = {"optimizer": cost, "hosts": hosts, "accelerator": accelerator, "micro_steps": micro_steps}
+    told["activations"] = activations and check_whole("activations", activations, least=0, unit="bytes")
     told["compression"] = compression
     if isinstance(model, Plan):
         own = (settings, param_dtype, reduce_dtype, shard_within, secondary_shards)
@@ -287,8 +293,10 @@ def estimate_memory(
     keeping = world_size // hosts if secondary_shards and 1 < hosts < world_size else None
     kinds = _kinds(shard_within, keeping, offloads=not (shard_within or (cost.whole and accelerator)))
     if not isinstance(model, nn.Module):
-        if settings:
-            raise ValueError(f"A number of parameters has no {', '.join(sorted(settings))}: give the module.")
+        if settings or activations is not None:
+            raise ValueError(
+                f"A number of parameters has no {', '.join(settings or ['activations'])}: give the module."
+            )
         ranks, dtypes = (world_size, shard_within or world_size), (dtype, param_dtype or dtype, reduce_dtype or dtype)
         return _of_count(parse_count(model), ranks, kinds, dtypes, shard_within=shard_within, keeping=keeping, **told)
     if settings.keys() & {"stage", "placement", "offload"}:
@@ -336,15 +344,20 @@ def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> M
     """``told``: what the estimate says too."""
     first, cost, accelerator = next(iter(plans.values())), told["optimizer"], told["accelerator"]
     told |= {"shard_within": first.placement.span, "keeping": first.placement.keeping}
-    stages = {NONE: _without(first, cost, accelerator)}
+    stages = {NONE: _without(first, cost, accelerator, told["activations"] or 0)}
     for name, plan in plans.items():
         rank = fullest_rank(plan, whole=cost.whole)
         stage = stage_memory(plan, name, rank, cost, receive_buffer=receive_buffer, accelerator=accelerator)
+        if told["activations"]:  # which are gone when the optimizer steps
+            settings = {"optimizer": replace(cost, way="fused"), "accelerator": accelerator, "peak": True}
+            backward = expected_memory(plan, rank=rank, receive_buffer=receive_buffer, **settings)
+            backward = replace(backward, activations=told["activations"])
+            stage = replace(stage, peak=max(stage.peak, backward, key=lambda memory: memory.total))
         stages[name] = replace(stage, traffic=expected_traffic(plan, micro_steps=told["micro_steps"]))
     return MemoryEstimate(numel=first.numel, world_size=first.world_size, stages=stages, counted=True, **told)
 
 
-def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
+def _without(plan: Plan, cost: OptimizerCost, accelerator: bool, activations: int) -> StageMemory:
     """Plain PyTorch with ``gradient_as_bucket_view=True``; by default DDP holds another copy of the gradients.
 
     Under autocast, which has no masters, autograd keeps a copy of every weight in the dtype of compute until backward.
@@ -359,7 +372,7 @@ def _without(plan: Plan, cost: OptimizerCost, accelerator: bool) -> StageMemory:
     )
     raw = raw_gradient_nbytes([(spec, spec.dtype.itemsize) for spec in trained])
     step = cost.step_nbytes([_nbytes(spec) for spec in reversed(trained)], accelerator)
-    backward = replace(rest, weights=copies, raw_gradients=raw)
+    backward = replace(rest, weights=copies, raw_gradients=raw, activations=activations)
     peak = max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
     reduced = CollectiveTraffic(numel=sum(spec.numel for spec in trained), nbytes=gradients)
     buffers = CollectiveTraffic(nbytes=sum(buffer.nbytes for buffer in plan.buffers))

@@ -1,5 +1,5 @@
 """What one rank holds after a training step and at the worst moment of one, computed from a plan: on its device, and
-with offloading in host memory and in files. Activations are not in it.
+with offloading in host memory and in files. No plan knows activations: ``activations.measure`` does.
 
 [Note: the worst moment]
 
@@ -87,6 +87,7 @@ class Memory(_Categories):
         transport: receive buffers of the reduce-scatter, and what error feedback keeps (``Placement.feedback``).
         raw_gradients: gradients in memory of autograd's own, before they are copied; 0 at rest.
         temporaries: what the optimizer's step computes with; 0 at rest.
+        activations: what forward and backward hold beside that, where it was measured; 0 at rest.
     """
 
     parameters: int = 0
@@ -99,6 +100,7 @@ class Memory(_Categories):
     transport: int = 0
     raw_gradients: int = 0
     temporaries: int = 0
+    activations: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ class StageMemory:
     Attributes:
         name: ``"none"``, or what the strategy is called.
         rest: on the device between steps.
-        peak: on the device at the worst moment of a step, without activations.
+        peak: on the device at the worst moment of a step, without activations that nobody measured.
         host: in host memory, because it is offloaded.
         disk: in files.
         traffic: of a step.

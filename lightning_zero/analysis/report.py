@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
@@ -12,6 +13,7 @@ from lightning_zero.analysis.memory import (
     DiskBytes,
     HostBytes,
     Memory,
+    StageMemory,
     expected_disk,
     expected_host_memory,
     expected_memory,
@@ -22,7 +24,7 @@ from lightning_zero.analysis.traffic import Traffic, expected_traffic
 from lightning_zero.config import Tier
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan
 
-__all__ = ["ZeroPlan", "build_plan", "format_nbytes", "table"]
+__all__ = ["ZeroPlan", "build_plan", "draw", "format_nbytes", "table"]
 
 LONGEST_NAME = 48
 """Characters of a unit's name that the table shows."""
@@ -206,11 +208,38 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
+def draw(stages: Mapping[str, StageMemory], path: str, line: int | None = None) -> None:
+    """Write a picture, ``.png`` or ``.svg``: for each stage a bar of what a rank's device holds at the peak, and a line
+    at so many bytes. Raises ValueError for what matplotlib cannot write, and without it."""
+    try:
+        figure: Any = importlib.import_module("matplotlib.figure").Figure(
+            (9, 1.6 + 0.4 * len(stages)), layout="constrained"
+        )
+    except ImportError as error:
+        raise ValueError(f"A picture needs matplotlib ({error}): pip install 'lightning-zero[plot]'.") from error
+    axes, left = figure.subplots(), [0.0] * len(stages)
+    for category, _ in next(iter(stages.values())).peak.items():
+        sizes = [max(0, getattr(stage.peak, category)) / 1e9 for stage in stages.values()]
+        if any(sizes):
+            axes.barh(list(stages), sizes, left=left, label=category.replace("_", " "), height=0.7)
+            left = [sum(pair) for pair in zip(left, sizes, strict=True)]
+    if line is not None:
+        axes.axvline(line / 1e9, color="black", linestyle="--", label=f"{format_nbytes(line)} of a device")
+    for end, (name, stage) in zip(left, stages.items(), strict=True):
+        axes.annotate(format_nbytes(stage.peak.total), (end, name), (4, 0), textcoords="offset points", va="center")
+    axes.set(xlabel="GB of one process at the worst moment of a step", xlim=(0, 1.15 * max(*left, (line or 0) / 1e9)))
+    axes.invert_yaxis()
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.lower().endswith("svg") else None)
+
+
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 
 def format_nbytes(nbytes: int) -> str:
     """Bytes for people, in units of 1000 with three digits, as papers and data sheets have them: ``"31.4 GB"``."""
+    if nbytes < 0:
+        return f"-{format_nbytes(-nbytes)}"
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 999.5:

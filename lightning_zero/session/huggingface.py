@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import json
 import math
 import re
@@ -25,7 +26,7 @@ from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.errors import CheckpointError, some
 from lightning_zero.session.names import unwrapped
 
-__all__ = ["in_layout_of", "model_of_config"]
+__all__ = ["in_layout_of", "model_of_config", "tokens_for"]
 
 
 def in_layout_of(module: nn.Module, own: Collection[str], stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -255,3 +256,10 @@ def model_of_config(path: str) -> nn.Module:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"transformers cannot build the model of {file}: {type(error).__name__}: {reason}") from error
     return model
+
+
+def tokens_for(model: nn.Module, batch_size: int, sequence_length: int) -> dict[str, Tensor]:
+    """A batch of tokens without values, for a language model with labels."""
+    tokens = torch.empty(batch_size, sequence_length, dtype=torch.int64, device="meta")
+    labels = "labels" in inspect.signature(model.forward).parameters and re.search("LM|Gener", type(model).__name__)
+    return {"input_ids": tokens, "labels": tokens} if labels else {"input_ids": tokens}

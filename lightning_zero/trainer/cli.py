@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
+import re
 import warnings
 from argparse import SUPPRESS
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn
 
@@ -23,29 +23,28 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero._torch import tree_leaves
+from lightning_zero.activations import ActivationBytes, measure_activations
 from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
 from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
-from lightning_zero.checkpoint.consolidate import parse_size
-from lightning_zero.comm import Compression
-from lightning_zero.comm.groups import shard_span
-from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Stage, Tier
-from lightning_zero.session.huggingface import model_of_config
-from lightning_zero.session.settings import SessionSettings
+from lightning_zero.analysis.report import draw
+from lightning_zero.config import ActivationPolicy, Stage
+from lightning_zero.session.huggingface import model_of_config, tokens_for
 from lightning_zero.trainer.cli_texts import PLAN, PLAN_OPTIONS, in_one_line, no_strategy, refused_by_the_class
-from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
+from lightning_zero.trainer.loaders import first_batch
+from lightning_zero.trainer.plan_settings import (
+    MEASURED,
+    arguments_of,
+    memory_of,
+    parsed,
+    plan_settings,
+    precision_of,
+)
+from lightning_zero.trainer.precision import ZeroPrecision
 
 __all__ = ["PlanCLI", "ZeroCLI", "plan_command"]
 
 DEFAULT_STRATEGY = "zero3"
-
-# Short names that the Trainer takes too.
-_PRECISIONS: Mapping[str, PrecisionName] = {
-    "32": "32-true",
-    "64": "64-true",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-    "None": "32-true",
-}
 
 
 class OneLineParser(LightningArgumentParser):
@@ -116,6 +115,9 @@ def plan_command(args: Sequence[str]) -> str:
         load_from_checkpoint_support=False,
         parser_kwargs={"prog": "lightning-zero plan", "description": PLAN},
     )
+    if cli.config.plot is not None:
+        with _said_in_one_line():
+            draw(cli.estimate().stages, cli.config.plot, (cli.memory or {}).get("device_nbytes"))
     return json.dumps(cli.numbers(), indent=2) if cli.config.json else cli.describe()
 
 
@@ -130,7 +132,7 @@ class PlanCLI(ZeroCLI):
         defaults = {"strategy": DEFAULT_STRATEGY, **self.trainer_defaults}
         parser.set_defaults({f"trainer.{key}": value for key, value in defaults.items()})
         parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True, required=False)
-        parser.add_argument("--data", type=dict[str, Any] | str | None, default=None, help="Not looked at.")
+        parser.add_argument("--data", type=dict[str, Any] | str | None, default=None, help="Only to be measured with.")
         for name in ("ckpt_path", "weights_only"):  # which `fit` has, and so a run's saved configuration
             parser.add_argument(f"--{name}", type=Any, default=None, help="Not looked at.")
 
@@ -139,6 +141,7 @@ class PlanCLI(ZeroCLI):
 
         types = {"stage": Stage, "world_size": PositiveInt, "bucket_mib": PositiveFloat, "prefetch": NonNegativeInt}
         types |= {"units": list[str], "offload": Literal["host", "nvme", "none"]}
+        types |= dict.fromkeys(("batch_size", "sequence_length"), PositiveInt)
         for name, text in PLAN_OPTIONS.items():  # all may be left out, and have their hyphens as hyphens too
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
             kind: dict[str, Any] = {"type": types.get(name, str) | None, "default": None}
@@ -166,10 +169,11 @@ class PlanCLI(ZeroCLI):
                 f"one of --model (or a configuration with it), --hf-config, --parameters is needed{found}"
             )
         with _said_in_one_line():
-            self.settings, self.exchange, self.asked = _plan_settings(self.config)
-            precision = _precision(self.config.trainer)
-            self.memory = _memory(self.config, self.settings["world_size"])
-            self.speeds = [_parsed(self.config, f"link_{name}", parse_speed) for name in ("between", "within")]
+            self.settings, self.exchange, self.asked = plan_settings(self.config)
+            precision = precision_of(self.config.trainer)
+            self.on_host = self.config.trainer.accelerator == "cpu"
+            self.memory = memory_of(self.config, self.settings["world_size"])
+            self.speeds = [parsed(self.config, f"link_{name}", parse_speed) for name in ("between", "within")]
             if self.speeds[0] and self.config.trainer.num_nodes == 1:
                 raise ValueError("--link-between is between machines, and there is one: give --trainer.num_nodes.")
             self.model = self._module()
@@ -182,6 +186,8 @@ class PlanCLI(ZeroCLI):
         self.assumed = found_optimizer is None and isinstance(self.model, LightningModule)
         self.settings |= {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
         self.settings["full_precision"] = precision.full_precision
+        with _said_in_one_line():
+            self.measured, self.unknown = self._measured(precision, self.settings.pop("activations", None))
 
     def _module(self) -> nn.Module | None:
         if self.config.hf_config is not None:
@@ -201,29 +207,55 @@ class PlanCLI(ZeroCLI):
         if configured is not None:
             module, _, name = configured.class_path.rpartition(".")
             cls: type = getattr(importlib.import_module(module), name)  # other packages have an Adam, too
-            return OptimizerCost.of(cls, **_arguments(configured))
+            return OptimizerCost.of(cls, **arguments_of(configured))
         if not isinstance(self.model, LightningModule):
             return None
         try:
             with self._attached(self.model), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                made = list(_optimizers_in(self.model.configure_optimizers()))
+                found = tree_leaves(self.model.configure_optimizers())
         except Exception:  # the user's code, which may ask for more of a Trainer, or for data
             return None
-        return OptimizerCost.of(max(made, key=_numel)) if made else None
+        made = [leaf for leaf in found if isinstance(leaf, Optimizer)]
+        numels = [sum(p.numel() for group in one.param_groups for p in group["params"]) for one in made]
+        return OptimizerCost.of(made[numels.index(max(numels))]) if made else None
+
+    def _measured(self, precision: ZeroPrecision, policy: Any) -> tuple[ActivationBytes | None, str]:
+        """Activations, if they are to be measured, and why they are not known. Raises ValueError without a batch."""
+        if self.config.activations != MEASURED:
+            return None, ""
+        if isinstance(policy, Namespace):
+            policy = ActivationPolicy(**vars(policy.init_args if "class_path" in policy else policy))
+        settings: Any = {name: self.settings.get(name) for name in ("param_dtype", "full_precision", "units")}
+        settings |= {"accelerator": not self.on_host, "policy": policy}
+        model, size, length = self.model, self.config.batch_size, self.config.sequence_length
+        with ExitStack() as stack:
+            if isinstance(model, LightningModule):
+                stack.enter_context(self._attached(model, "cpu"))
+                batch = precision.convert_input(first_batch(model, self.config.data))
+            elif model is None or size is None or length is None:
+                raise ValueError(f"--activations {MEASURED} needs --hf-config, --batch-size and --sequence-length.")
+            else:
+                batch = tokens_for(model, size, length)
+            stack.enter_context(precision.tensor_init_context())
+            try:
+                return measure_activations(model, batch, **settings), ""
+            except ValueError as error:
+                return None, str(error)
 
     @contextmanager
-    def _attached(self, model: LightningModule) -> Iterator[None]:
-        """On the meta device, with a stand-in for the Trainer that answers what most models ask of one."""
+    def _attached(self, model: LightningModule, device: str = "meta") -> Iterator[None]:
+        """With a stand-in for the Trainer that answers what most models ask of one, and tensors made on ``device``."""
         trainer, names = self.config.trainer, ("max_epochs", "max_steps", "accumulate_grad_batches", "num_nodes")
         # Mostly for schedules, of which nothing counts here.
         steps = trainer.max_steps if trainer.max_steps and trainer.max_steps > 0 else 1_000
-        answers = {"estimated_stepping_batches": steps, "global_step": 0, "current_epoch": 0}
+        answers: dict[str, Any] = {"estimated_stepping_batches": steps, "global_step": 0, "current_epoch": 0}
+        answers |= {"global_rank": 0, "is_global_zero": True, "training": True, "logger": None, "loggers": []}
         model.trainer = SimpleNamespace(  # type: ignore[assignment]
             **{name: trainer[name] for name in names}, **answers, world_size=self.settings["world_size"]
         )
         try:
-            with torch.device("meta"):
+            with torch.device(device):
                 yield
         finally:
             model.trainer = None
@@ -240,20 +272,20 @@ class PlanCLI(ZeroCLI):
     def estimate(self, exchange: Mapping[str, Any] | None = None) -> MemoryEstimate:
         """All stages side by side, with the configured exchange or another. Raises SystemExit if it does not fit."""
         settings = {name: value for name, value in self.settings.items() if name not in ("placement", "offload")}
+        settings["activations"] = self.measured and self.measured.total
         if self.model is None:
             settings = {name: settings[name] for name in ("world_size", "param_dtype", "reduce_dtype")}
-        trainer = self.config.trainer
-        on_host, nodes = trainer.accelerator == "cpu", trainer.num_nodes
+        nodes = self.config.trainer.num_nodes
         with _said_in_one_line():
             return estimate_memory(
                 self.config.parameters if self.model is None else self.model,
                 optimizer=self.optimizer,
                 dtype=self.dtype,
-                accelerator=not on_host,
-                receive_buffer=on_host and nodes > 1,
+                accelerator=not self.on_host,
+                receive_buffer=self.on_host and nodes > 1,
                 hosts=nodes,
                 **(self.exchange if exchange is None else exchange),
-                micro_steps=trainer.accumulate_grad_batches,
+                micro_steps=self.config.trainer.accumulate_grad_batches,
                 **settings,
             )
 
@@ -274,6 +306,7 @@ class PlanCLI(ZeroCLI):
         return {
             "plan": None if self.model is None else self.plan().numbers(estimate.micro_steps),
             "estimate": asdict(estimate),
+            "activations": {"unknown": self.unknown} if self.unknown else self.measured and asdict(self.measured),
             "recommended": self.memory and asdict(estimate.recommend(**self.memory)),
             "ways": [asdict(way) for way in ways],
             "fastest": fastest and asdict(fastest),
@@ -289,6 +322,7 @@ class PlanCLI(ZeroCLI):
         offload = advice is not None and (advice.name is None or advice.name.endswith("_offload"))
         offload = offload or self.settings["offload"] is not None
         parts.append(estimate.describe(offload=offload))
+        parts += [self.unknown] if self.unknown else []
         if self.assumed:
             parts.append("Which optimizer the model makes cannot be told without training it: AdamW is assumed.")
         if advice is not None:
@@ -314,120 +348,12 @@ def _class_first(args: list[str]) -> list[str]:
     """The command line with the model's class in front too.
 
     A script that fixes its model's class has configurations with arguments of the model alone: their class has to be
-    known before they are read. What comes last still wins.
+    known before they are read. What comes last still wins. That of the data, which comes last, stands beside them.
     """
+    args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args]
     for index, arg in enumerate(args):
         if arg.startswith("--model="):
             return [arg, *args]
         if arg == "--model":
             return [*args[index : index + 2], *args]
     return args
-
-
-def _arguments(configured: Namespace) -> dict[str, Any]:
-    """The ``init_args`` of a configured class."""
-    return vars(configured.get("init_args") or Namespace())  # type: ignore[no-untyped-call]
-
-
-def _plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], SessionSettings]:
-    """Arguments of ``build_plan``, of ``estimate_memory`` for the exchange, and both: options, else the strategy's."""
-    strategy, given = config.trainer.strategy, {}
-    name = strategy.class_path.rpartition(".")[2] if isinstance(strategy, Namespace) else str(strategy)
-    if name.startswith("zero") and name in StrategyRegistry:
-        given = StrategyRegistry[name]["init_params"]
-    if isinstance(strategy, Namespace) and (given or name == "ZeroStrategy"):
-        given = {**given, **_arguments(strategy)}
-    names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers")
-    settings = {name: given[name] for name in names if given.get(name) is not None}
-    exchange = {name: given[name] for name in ("shard_within", "compression", "secondary_shards") if given.get(name)}
-    for name in ("stage", "units", "bucket_mib", "prefetch"):
-        if config[name] is not None:
-            settings[name] = config[name]
-    if "stage" not in settings:
-        shown = strategy.class_path if isinstance(strategy, Namespace) else repr(strategy)
-        raise ValueError(
-            f"trainer.strategy is {shown}, which has no ZeRO stage: give --stage, or --trainer.strategy zero3"
-        )
-    settings["placement"] = Placement.from_stage(settings.pop("stage"))
-    settings["offload"] = _offload(config["offload"], settings.get("offload"), settings["placement"])
-    if isinstance(chosen := exchange.get("compression"), Namespace):
-        exchange["compression"] = Compression(**vars(chosen.init_args if "class_path" in chosen else chosen))
-    asked = SessionSettings(**settings, **exchange)
-    world_size = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
-    ranks = world_size // config.trainer.num_nodes
-    exchange["shard_within"] = span = shard_span(asked.shard_within, ranks, world_size)
-    keeping = ranks if asked.secondary_shards and 1 < ranks < world_size else None
-    settings |= {"world_size": world_size, "placement": replace(asked.placement, span=span, keeping=keeping)}
-    return settings, exchange, asked
-
-
-def _offload(asked: str | None, configured: Any, placement: Placement) -> Offload | None:
-    """What ``--offload`` asks for, with the settings of ``configured`` where they are of that kind.
-
-    ``configured`` is the strategy's ``offload``: a policy, or what it would be made of.
-    """
-    policy: Offload | None = configured
-    if isinstance(configured, Namespace):
-        settings = vars(configured.init_args if "class_path" in configured else configured)
-        policy = (NvmeOffload if "path" in settings else HostOffload)(**settings)
-    tier = {"host": Tier.HOST, "nvme": Tier.DISK}.get(asked or "")
-    if asked is None or (policy is not None and policy.tier is tier):
-        return policy
-    if tier is Tier.HOST:
-        return HostOffload(parameters=placement.shards_parameters)
-    if tier is Tier.DISK:
-        return NvmeOffload(path=os.curdir, parameters=placement.shards_parameters)  # a plan does not look there
-    return None
-
-
-def _world_size(devices: Any, num_nodes: int) -> int:
-    if isinstance(devices, str) and devices.lstrip("-").isdigit():
-        devices = int(devices)
-    if isinstance(devices, list) and devices:
-        devices = len(devices)
-    if not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"--world-size is needed: trainer.devices is {devices!r}.")
-    return devices * num_nodes
-
-
-def _precision(trainer: Namespace) -> ZeroPrecision:
-    """That of the Trainer's ``precision``, or of a ``ZeroPrecision`` among its plugins."""
-    for plugin in trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]:
-        if isinstance(plugin, Namespace) and plugin.class_path.rpartition(".")[2] == "ZeroPrecision":
-            given = _arguments(plugin)
-            names = ("precision", "reduce_dtype", "full_precision")
-            return ZeroPrecision(**{name: given[name] for name in names if name in given})
-    return ZeroPrecision(_PRECISIONS.get(str(trainer.precision), trainer.precision))
-
-
-def _memory(config: Namespace, world_size: int) -> dict[str, Any] | None:
-    """What there is, as ``recommend`` takes it; ``None`` if that is not said."""
-    device, host, activations = (_parsed(config, name) for name in ("device_memory", "host_memory", "activations"))
-    if device is None and host is not None and config.trainer.accelerator == "cpu":
-        device = host * config.trainer.num_nodes // world_size  # a rank's share of what is device and host in one
-    if device is None and (host or activations):
-        raise ValueError("--host-memory and --activations need --device-memory beside them, for example 80GB.")
-    return device and {"device_nbytes": device, "host_nbytes": host, "activations_nbytes": activations or 0}
-
-
-def _parsed(config: Namespace, name: str, parse: Callable[[str], Any] = parse_size) -> Any:
-    """Bytes of an option, or bytes a second."""
-    try:
-        return None if config[name] is None else parse(config[name])
-    except ValueError as error:
-        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
-
-
-def _optimizers_in(found: Any) -> Iterator[Optimizer]:
-    """What ``configure_optimizers`` returns has many forms."""
-    if isinstance(found, Optimizer):
-        yield found
-    elif isinstance(found, Mapping):
-        yield from _optimizers_in(found.get("optimizer"))
-    elif isinstance(found, list | tuple):
-        for part in found:
-            yield from _optimizers_in(part)
-
-
-def _numel(optimizer: Optimizer) -> int:
-    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])

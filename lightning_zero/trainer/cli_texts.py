@@ -51,7 +51,7 @@ Shows how a model would be split over processes, what every stage would take of 
 
 The model is the configuration's (or --model), that of a Hugging Face configuration (--hf-config), or a number of
 parameters (--parameters). It is built on the meta device: nothing is trained or allocated. Understands every option
-of ``fit``, so that the configuration of a run can be given as it is; what concerns data is not looked at. The
+of ``fit``, so that the configuration of a run can be given as it is; data are only for ``--activations measured``. The
 stage, the number of processes and the other settings of the plan come from ``trainer`` unless they are given.
 """
 PLAN_OPTIONS = {
@@ -59,9 +59,12 @@ PLAN_OPTIONS = {
     "parameters": "A number of parameters instead of a model: 7.5B.",
     "device_memory": "Memory of one device, for example 80GB or 24GiB: recommends a stage that fits.",
     "host_memory": "Memory of a machine, for all its processes: 512GB. As much as it takes if not given.",
-    "activations": "What has to stay free on the device.",
+    "activations": "What has to stay free on the device; or measured: with the data's first batch, and no memory.",
+    "batch_size": "Of one process, to measure activations of --hf-config with.",
+    "sequence_length": "Tokens of each example there.",
     "link_between": "Speed of a machine's link to the others, each way: 10Gbit/s or 10Gbps. Shows seconds.",
     "link_within": "Speed of a process's link within its machine, each way: 100GB/s.",
+    "plot": "Write a picture, FILE.png or FILE.svg: a bar of each stage. Needs matplotlib.",
     "json": "Print everything as one JSON object.",
     "stage": "ZeRO stage: 1, 2 or 3. From trainer.strategy if not given.",
     "world_size": "Number of processes. trainer.devices * trainer.num_nodes if not given.",

@@ -1,0 +1,126 @@
+"""What a configuration says of a plan: options of ``lightning-zero plan``, else what its Trainer is given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_zero.checkpoint.consolidate import parse_size
+from lightning_zero.comm import Compression
+from lightning_zero.comm.groups import shard_span
+from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Tier
+from lightning_zero.session.settings import SessionSettings
+from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
+
+__all__ = ["MEASURED", "arguments_of", "memory_of", "parsed", "plan_settings", "precision_of"]
+
+MEASURED = "measured"
+
+# Short names that the Trainer takes too.
+_PRECISIONS: Mapping[str, PrecisionName] = {
+    "32": "32-true",
+    "64": "64-true",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "None": "32-true",
+}
+
+
+def arguments_of(configured: Namespace) -> dict[str, Any]:
+    """The ``init_args`` of a configured class."""
+    return vars(configured.get("init_args") or Namespace())  # type: ignore[no-untyped-call]
+
+
+def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], SessionSettings]:
+    """Arguments of ``build_plan``, of ``estimate_memory`` for the exchange, and both: options, else the strategy's."""
+    strategy, given = config.trainer.strategy, {}
+    name = strategy.class_path.rpartition(".")[2] if isinstance(strategy, Namespace) else str(strategy)
+    if name.startswith("zero") and name in StrategyRegistry:
+        given = StrategyRegistry[name]["init_params"]
+    if isinstance(strategy, Namespace) and (given or name == "ZeroStrategy"):
+        given = {**given, **arguments_of(strategy)}
+    names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers", "activations")
+    settings = {name: given[name] for name in names if given.get(name) is not None}
+    exchange = {name: given[name] for name in ("shard_within", "compression", "secondary_shards") if given.get(name)}
+    for name in ("stage", "units", "bucket_mib", "prefetch"):
+        if config[name] is not None:
+            settings[name] = config[name]
+    if "stage" not in settings:
+        shown = strategy.class_path if isinstance(strategy, Namespace) else repr(strategy)
+        raise ValueError(
+            f"trainer.strategy is {shown}, which has no ZeRO stage: give --stage, or --trainer.strategy zero3"
+        )
+    settings["placement"] = Placement.from_stage(settings.pop("stage"))
+    settings["offload"] = _offload(config["offload"], settings.get("offload"), settings["placement"])
+    if isinstance(chosen := exchange.get("compression"), Namespace):
+        exchange["compression"] = Compression(**vars(chosen.init_args if "class_path" in chosen else chosen))
+    asked = SessionSettings(**settings, **exchange)
+    world_size = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
+    ranks = world_size // config.trainer.num_nodes
+    exchange["shard_within"] = span = shard_span(asked.shard_within, ranks, world_size)
+    keeping = ranks if asked.secondary_shards and 1 < ranks < world_size else None
+    settings |= {"world_size": world_size, "placement": replace(asked.placement, span=span, keeping=keeping)}
+    return settings, exchange, asked
+
+
+def _offload(asked: str | None, configured: Any, placement: Placement) -> Offload | None:
+    """What ``--offload`` asks for, with the settings of ``configured`` where they are of that kind.
+
+    ``configured`` is the strategy's ``offload``: a policy, or what it would be made of.
+    """
+    policy: Offload | None = configured
+    if isinstance(configured, Namespace):
+        settings = vars(configured.init_args if "class_path" in configured else configured)
+        policy = (NvmeOffload if "path" in settings else HostOffload)(**settings)
+    tier = {"host": Tier.HOST, "nvme": Tier.DISK}.get(asked or "")
+    if asked is None or (policy is not None and policy.tier is tier):
+        return policy
+    if tier is Tier.HOST:
+        return HostOffload(parameters=placement.shards_parameters)
+    if tier is Tier.DISK:
+        return NvmeOffload(path=os.curdir, parameters=placement.shards_parameters)  # a plan does not look there
+    return None
+
+
+def _world_size(devices: Any, num_nodes: int) -> int:
+    if isinstance(devices, str) and devices.lstrip("-").isdigit():
+        devices = int(devices)
+    if isinstance(devices, list) and devices:
+        devices = len(devices)
+    if not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"--world-size is needed: trainer.devices is {devices!r}.")
+    return devices * num_nodes
+
+
+def precision_of(trainer: Namespace) -> ZeroPrecision:
+    """That of the Trainer's ``precision``, or of a ``ZeroPrecision`` among its plugins."""
+    for plugin in trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]:
+        if isinstance(plugin, Namespace) and plugin.class_path.rpartition(".")[2] == "ZeroPrecision":
+            given = arguments_of(plugin)
+            names = ("precision", "reduce_dtype", "full_precision")
+            return ZeroPrecision(**{name: given[name] for name in names if name in given})
+    return ZeroPrecision(_PRECISIONS.get(str(trainer.precision), trainer.precision))
+
+
+def memory_of(config: Namespace, world_size: int) -> dict[str, Any] | None:
+    """What there is, as ``recommend`` takes it; ``None`` if that is not said."""
+    device, host = (parsed(config, name) for name in ("device_memory", "host_memory"))
+    activations = None if config.activations == MEASURED else parsed(config, "activations")
+    if device is None and host is not None and config.trainer.accelerator == "cpu":
+        device = host * config.trainer.num_nodes // world_size  # a rank's share of what is device and host in one
+    if device is None and (host or activations):
+        raise ValueError("--host-memory and --activations need --device-memory beside them, for example 80GB.")
+    return device and {"device_nbytes": device, "host_nbytes": host, "activations_nbytes": activations or 0}
+
+
+def parsed(config: Namespace, name: str, parse: Callable[[str], Any] = parse_size) -> Any:
+    """Bytes of an option, or bytes a second."""
+    try:
+        return None if config[name] is None else parse(config[name])
+    except ValueError as error:
+        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
