@@ -19,6 +19,8 @@ from lightning_zero.comm.shared_memory.links import Links
 from lightning_zero.errors import CommunicationError
 from tests.helpers.world import run_world
 
+pytestmark = pytest.mark.usefixtures("one_host")
+
 CPU = torch.device("cpu")
 SIZE = 100
 
