@@ -110,6 +110,8 @@ class MemoryEstimate:
             raise ValueError("compression and secondary_shards are for CPU ranks so far, and these have accelerators.")
         if self.shard_within and (self.keeping or getattr(self.compression, "weights", None)):
             raise ValueError("shard_within goes neither with secondary_shards nor with Compression.weights.")
+        if self.activations is not None:
+            check_whole("activations", self.activations, least=0, unit="bytes")
 
     def host_nbytes(self, name: str, *, activations_nbytes: int = 0) -> int:
         """Host memory that all ranks of one host take: what is offloaded, and on the CPU all of a rank at its peak."""
@@ -260,9 +262,9 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes of one rank for no stage and for each stage, at rest and at peak, before anything runs.
 
-    A module is counted to the byte, as this package will hold it, on the rank that holds most; a plan for its own stage
-    and none. A number of parameters is counted by the ZeRO paper's arithmetic: parameters in ``param_dtype``, gradients
-    in ``reduce_dtype`` (else ``dtype``), masters in ``dtype`` where that is another one, and the optimizer's state.
+    A module is counted to the byte, as this package will hold it, on the rank that holds most; a plan for its stage and
+    none; a number of parameters by the ZeRO paper's arithmetic: parameters in ``param_dtype``, gradients in
+    ``reduce_dtype`` (else ``dtype``), masters in ``dtype`` where that is another one, and the optimizer's state.
 
     Args:
         model: a module (on the meta device, if it is large), a plan, or a number of parameters such as ``"7.5B"``.
@@ -275,15 +277,13 @@ def estimate_memory(
         activations: bytes, the ``total`` of ``measure_activations``; ``None``: they are not counted.
         settings: of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``, ``broadcast_buffers``.
 
-    Raises:
-        ValueError: if the world size is none or not of so many hosts, a count is none, settings clash, or no plan fits.
+    ValueError if the world size is none or not of so many hosts, a count is none, settings clash, or no plan fits.
 
     Source: ZeRO, section 5, table 1 and figure 1 (arXiv:1910.02054).
     """
     cost = OptimizerCost.of(optimizer)
     told = {"optimizer": cost, "hosts": hosts, "accelerator": accelerator, "micro_steps": micro_steps}
-    told["activations"] = activations and check_whole("activations", activations, least=0, unit="bytes")
-    told["compression"] = compression
+    told |= {"compression": compression, "activations": activations}
     if isinstance(model, Plan):
         own = (settings, param_dtype, reduce_dtype, shard_within, secondary_shards)
         if world_size not in (None, model.world_size) or any(own):
@@ -294,9 +294,7 @@ def estimate_memory(
     kinds = _kinds(shard_within, keeping, offloads=not (shard_within or (cost.whole and accelerator)))
     if not isinstance(model, nn.Module):
         if settings or activations is not None:
-            raise ValueError(
-                f"A number of parameters has no {', '.join(settings or ['activations'])}: give the module."
-            )
+            raise ValueError(f"A number of parameters has no {next(iter(settings), 'activations')}: give the module.")
         ranks, dtypes = (world_size, shard_within or world_size), (dtype, param_dtype or dtype, reduce_dtype or dtype)
         return _of_count(parse_count(model), ranks, kinds, dtypes, shard_within=shard_within, keeping=keeping, **told)
     if settings.keys() & {"stage", "placement", "offload"}:

@@ -268,18 +268,11 @@ class Collectives(ABC):
     def average_across(
         self, shard: Tensor, what: str, reduction: Pending | None = None, key: Hashable = None
     ) -> tuple[Pending | None, Pending]:
-        """Average a shard in place with those of the other shard groups, behind a reduction, while this rank goes on.
+        """Average a 1-D shard in place with those of the other shard groups, while this rank goes on.
 
-        Args:
-            shard: 1-D. Written until the average is waited on.
-            what: what it carries, for people.
-            reduction: brings into the shard what is averaged; ``None``: it is there. Nobody may have waited on it.
-            key: whose gradients these are, as in ``reduce_scatter``.
-
-        Returns:
-            What to wait on instead of ``reduction``, and what to wait on for the average.
-
-        Collective: all ranks, in one order, which is also that of the reductions.
+        ``reduction``, on which nobody may have waited, brings into the shard what is averaged; ``None``: it is there.
+        ``key`` is as in ``reduce_scatter``. Returns what to wait on instead of ``reduction``, and for the average,
+        until which the shard is written. Collective: all ranks, in one order, which is also that of the reductions.
         """
         raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
 

@@ -253,8 +253,8 @@ class Groups:
     def averages(self) -> Relay:
         """What takes averages between shard groups through, behind the reductions within them. Made once."""
         if self._averages is None:
-            carriers = [groups.reduce for groups in (self, self.across) if groups is not None]
-            self._averages = Relay(f"the averages {self.number}", carriers)
+            across = [] if self.across is None else [self.across.reduce, self.across.gather]
+            self._averages = Relay(f"the averages {self.number}", [self.reduce, *across])
         return self._averages
 
     def check_hosts(self) -> None:

@@ -10,7 +10,6 @@ world size.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,26 +57,35 @@ class NativeCollectives(Collectives):
     def _averaged_behind(
         self, reduction: Pending | None, shard: Tensor, what: str, key: Hashable
     ) -> tuple[Pending | None, Pending]:
-        with self.streams.reducing():  # not among the gathers, where it would have a place of its own on every rank
+        # Not among the gathers, where it would have a place of its own on every rank.
+        with untracked(), self.streams.reducing():
             if reduction is not None:
                 reduction.wait()
                 reduction = Pending(what, self._told, event=self.streams.mark(), streams=self.streams)
-            self._average(shard, what, key)
+            for hop in self._averaging(shard, what, key):
+                hop()
             event = self.streams.mark()
         return reduction, Pending(what, self._told, event=event, streams=self.streams, keep=(shard,))
 
-    def _average(self, shard: Tensor, what: str, key: Hashable) -> None:
-        """Average a shard in place with those of the other shard groups, and wait for it. Collective: all ranks."""
+    def _averaging(self, shard: Tensor, what: str, key: Hashable) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The two hops of an average with the other shard groups, each of which returns when it has ended."""
         wire = self.across
         if wire is None:
             raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
-        with untracked():
-            rest = -shard.numel() % (wire.world_size * wire.block)
+        rest = -shard.numel() % (wire.world_size * wire.block)
+        whole = shard
+
+        def reduce() -> None:
+            nonlocal whole
             whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
             wire.reduce_scatter(whole, wire.own_range(whole), what, key=key).wait()
+
+        def gather() -> None:
             wire.all_gather(whole, what, content=(key, 0)).wait()  # which nobody keeps
             if rest:
                 shard.copy_(whole[: shard.numel()])
+
+        return reduce, gather
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
@@ -160,7 +168,7 @@ class GlooCollectives(NativeCollectives):
         self, reduction: Pending | None, shard: Tensor, what: str, key: Hashable
     ) -> tuple[Pending | None, Pending]:
         there = (lambda: None) if reduction is None else reduction.wait
-        passage = self.groups.averages().carry(what, (there, partial(self._average, shard, what, key)))
+        passage = self.groups.averages().carry(what, (there, *self._averaging(shard, what, key)))
         return reduction, Pending(what, self._told, works=[passage], keep=(shard,))
 
     def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending:
