@@ -449,11 +449,11 @@ ROUNDED = ["--trainer.strategy.compression.weights=int8", "--trainer.strategy.co
     ("strategy", "said", "leaving"),
     [
         (["zero3"], "", 6.0),
-        (["zero3", *ROUNDED], ", Compression(weights='int8', gradients='int8')", 3 * 1.0625 / 2),
+        (["zero3", *ROUNDED], ", Compression(weights='int8', gradients='int8', error_feedback=False)", 3 * 1.0625 / 2),
         (["zero3", "--trainer.strategy.secondary_shards=true"], ", secondary shards", 4.0),
         (
             ["zero3", "--trainer.strategy.secondary_shards=true", *ROUNDED],
-            ", secondary shards, Compression(weights='int8', gradients='int8')",
+            ", secondary shards, Compression(weights='int8', gradients='int8', error_feedback=False)",
             1.0625,
         ),
         (["zero3", "--trainer.strategy.shard_within=node"], ", shard groups of 2", 4.0),
@@ -491,6 +491,11 @@ def test_the_configured_exchange_of_a_configuration(tmp_path: Path) -> None:
     assert ways["zero3 with secondary_shards in int8"].between_nbytes < leaving
     report = cli.numbers()
     assert report["estimate"]["keeping"] == 2
+    fed = ["--trainer.strategy.init_args.compression.gradients=int4"]
+    fed.append("--trainer.strategy.init_args.compression.error_feedback=true")
+    cli = plan_cli(*SMALL, "--model.layers=6", f"--config={config}", *fed)
+    more = cli.plan().expected_memory().transport - plan.expected_memory().transport
+    assert cli.estimate().stages["zero3"].rest.transport - plan.expected_memory().transport == more == kept
     for wrong, message in (
         (["--stage=2"], "secondary_shards is for stage 3"),
         (["--trainer.strategy.init_args.shard_within=2"], "leave secondary_shards out"),

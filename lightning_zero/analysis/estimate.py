@@ -291,7 +291,7 @@ def estimate_memory(
         return _of_plans({_name_of(model): model}, receive_buffer, **told)
     world_size = check_whole("world_size", world_size, least=1, unit="ranks")
     keeping = world_size // hosts if secondary_shards and 1 < hosts < world_size else None
-    kinds = _kinds(shard_within, keeping, offloads=not (shard_within or (cost.whole and accelerator)))
+    kinds = _kinds(shard_within, keeping, world_size, told, offloads=not (shard_within or (cost.whole and accelerator)))
     if not isinstance(model, nn.Module):
         if settings or activations is not None:
             raise ValueError(f"A number of parameters has no {next(iter(settings), 'activations')}: give the module.")
@@ -304,10 +304,14 @@ def estimate_memory(
     return _of_plans(plans, receive_buffer, **told)
 
 
-def _kinds(span: int | None, keeping: int | None, *, offloads: bool) -> dict[str, tuple[Placement, Offload | None]]:
+def _kinds(
+    span: int | None, keeping: int | None, world_size: int, told: Mapping[str, Any], *, offloads: bool
+) -> dict[str, tuple[Placement, Offload | None]]:
     # Neither with shard groups nor, for optimizers of whole parameters, from an accelerator: see optim/rules.py.
     kinds = {name: kind for name, kind in _STAGES.items() if offloads or not kind[1]}
-    return {name: (replace(where, span=span, keeping=keeping), on) for name, (where, on) in kinds.items()}
+    feeds = told["hosts"] > 1 and told["compression"] is not None and told["compression"].error_feedback
+    fed = (span or world_size // told["hosts"]) if feeds else None
+    return {name: (replace(where, span=span, keeping=keeping, feedback=fed), on) for name, (where, on) in kinds.items()}
 
 
 def _name_of(plan: Plan) -> str:
@@ -417,6 +421,10 @@ def _stage_of_count(
     masters = own * stepped if mixed and not copied else 0
     keeping = placement.keeping if placement is not None and sharded else None
     kept = -(-numel // keeping) * compute if keeping else 0
+    residuals = 0
+    if placement is not None and placement.feedback:  # in float32; with shard groups of their average, too
+        groups = ranks[0] // ranks[1]
+        residuals = 4 * (numel // placement.feedback) * (groups + (groups > 1)) // groups
     # The owner of a whole parameter has a copy of what it steps on.
     state = (cost.state + (cost.whole and placement is not None)) * own * stepped
     host = HostBytes()
@@ -428,6 +436,7 @@ def _stage_of_count(
         gradients = reduced * (share if placement is not None and placement.shards_gradients else numel)
         rest = Memory(parameters=parameters, weights=kept, masters=masters, gradients=gradients, optimizer=state)
         made = cost.foreach * own * stepped if cost.way_on(told["accelerator"]) == "foreach" else 0
+    rest = replace(rest, transport=residuals)
     copies = compute * numel if copied else 0
     peak = replace(rest, weights=copies) if copies > made else replace(rest, temporaries=made)
     part = partial(CollectiveTraffic, 1)

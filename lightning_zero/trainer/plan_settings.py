@@ -64,7 +64,11 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
     ranks = world_size // config.trainer.num_nodes
     exchange["shard_within"] = span = shard_span(asked.shard_within, ranks, world_size)
     keeping = ranks if asked.secondary_shards and 1 < ranks < world_size else None
-    settings |= {"world_size": world_size, "placement": replace(asked.placement, span=span, keeping=keeping)}
+    feeds = ranks < world_size and asked.compression is not None and asked.compression.error_feedback
+    settings["placement"] = replace(
+        asked.placement, span=span, keeping=keeping, feedback=(span or ranks) if feeds else None
+    )
+    settings["world_size"] = world_size
     return settings, exchange, asked
 
 

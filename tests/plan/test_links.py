@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -200,6 +201,22 @@ def test_a_plan_with_secondary_shards_is_estimated_with_them() -> None:
     assert rounded.leaving_nbytes("zero3") == int(4 * (4 + 0.5625) * 64 * 64) // 2
     with pytest.raises(ValueError, match="A plan has its own"):
         estimate_memory(plan, hosts=2, secondary_shards=True)
+
+
+@pytest.mark.parametrize("within", [None, 2])
+def test_what_error_feedback_keeps_is_counted(within: int | None) -> None:
+    """In float32, of a half of all sums, and with two shard groups of their average too."""
+    numel = 4 * 256**2
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="meta") for _ in range(4)))
+    ways = (partial(estimate_memory, model, world_size=4, hosts=2), partial(on_hosts, 2, 2, numel=numel))
+    for estimated in ways:
+        fed = estimated(shard_within=within, compression=Compression(gradients="int4", error_feedback=True))
+        plain = estimated(shard_within=within, compression=Compression(gradients="int4"))
+        for name in ("zero1", "zero2", "zero3"):
+            kept = fed.stages[name].peak.total - plain.stages[name].peak.total
+            assert kept == fed.stages[name].rest.transport == 4 * numel // 2 * (3 if within else 2) // 2
+    alone = on_hosts(1, 4, compression=Compression(gradients="int4", error_feedback=True))
+    assert alone.stages == on_hosts(1, 4, compression=Compression(gradients="int4")).stages
 
 
 def test_only_copies_of_masters_are_rounded_in_stages_1_and_2() -> None:
