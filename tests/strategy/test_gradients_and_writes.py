@@ -90,6 +90,32 @@ def test_a_hook_sees_the_sum_of_backwards_inside_of_one() -> None:
     assert_same(each_strategy(play))
 
 
+class UsesAWeightAheadOfItsBlock(Net):
+    """One rank alone: there, a gradient comes when the block's others have been averaged."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block()))
+        self.late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.model[0](x)
+        if self.global_rank == self.late:
+            x = x @ self.model[2].up.weight.t() @ self.model[2].up.weight
+        return self.model[1:](x)
+
+
+@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
+def test_a_late_gradient_is_added_to_those_of_all_ranks() -> None:
+    """Also to those of a parameter that had none, so far, on the rank that owns it."""
+    for late in (0, 1):
+
+        def play(strategy: Strategy, late: int = late) -> dict[str, Any]:
+            module = UsesAWeightAheadOfItsBlock(late)
+            return made(module, fit(strategy, module, count=2))
+
+        assert_same(each_strategy(play), bound=1e-4)
+
+
 class WritesToItsWeights(Net):
     """Zeroes a weight after every step, as weight clamping does."""
 

@@ -85,6 +85,7 @@ class GradientBucket:
         self.arrived = [False] * count  # in the running round
         self.local = [False] * count  # holds unreduced gradients of earlier micro-steps
         self.used = [False] * count  # had a gradient in an earlier round of the running backward
+        self._further = False  # there was one: the shard has gradients that other ranks had in it
         self.full: Tensor | None = None
         self.launched = False  # a reduction was started in the running backward
         self.dirty = False  # gradients arrived that no reduction has taken yet
@@ -192,7 +193,7 @@ class GradientBucket:
         if not self.dirty and self._in_place:
             self._save_reduced()
         again = self.arrived[position] or (self.local[position] and self._has_grad(position))
-        if self._carry is not None and not (again or self.used[position] or self._has_grad(position)):
+        if self._carry is not None and not (again or self._holds(position)):
             self._carried[position] = False
         with untracked():
             if gradient.layout is not torch.strided:
@@ -238,7 +239,7 @@ class GradientBucket:
             # There, and some rank may join it only at the end of its backward.
             self._in_place = False
             self.give_buffer(torch.empty_like(self.full))
-        self.plain = False
+        self.plain, self._further = False, True
         self.used = [a or b or c for a, b, c in zip(self.used, self.arrived, self.local, strict=True)]
         self.arrived = [False] * len(self.arrived)
         self.local = [False] * len(self.local)
@@ -261,7 +262,7 @@ class GradientBucket:
             self._save_reduced()
         # What was cleared by zero_grad since it was put aside does not come back.
         if self._carry is not None:
-            self._carried = [kept and (self._has_grad(i) or self.used[i]) for i, kept in enumerate(self._carried)]
+            self._carried = [kept and self._holds(i) for i, kept in enumerate(self._carried)]
         with untracked():
             empty = self._gaps
             if False in self.arrived:
@@ -355,7 +356,7 @@ class GradientBucket:
         """Forget the backward, not the gradients."""
         count = len(self.arrived)
         self.arrived, self.local, self.used = [False] * count, [False] * count, [False] * count
-        self.launched, self.dirty, self.plain = False, False, False
+        self.launched, self.dirty, self.plain, self._further = False, False, False, False
         self.missing = count
         self.merged.clear()
         self._held.clear()
@@ -372,6 +373,9 @@ class GradientBucket:
         parameter = self._shard_parameters[position]
         return parameter is not None and parameter.grad is not None
 
+    def _holds(self, position: int) -> bool:
+        return self._further or self.used[position] or self._has_grad(position)
+
     def still_local(self, position: int) -> bool:
         """Whether unreduced gradients of earlier micro-steps are there and were not cleared by ``zero_grad``."""
         return self.local[position] and self._has_grad(position)
@@ -379,7 +383,7 @@ class GradientBucket:
     def _save_reduced(self) -> None:
         if self._carry is not None or any(self.local) or self.full is None:
             return
-        kept = [self._has_grad(i) or self.used[i] for i in range(len(self.arrived))]
+        kept = [self._holds(i) for i in range(len(self.arrived))]
         if any(kept):
             with untracked():
                 self._carry, self._carried = self._collectives.own_range(self.full).clone(), kept
@@ -406,7 +410,7 @@ class GradientBucket:
     def _keeps(self) -> list[bool]:
         """For each parameter, whether the shard holds something that a reduction's result is added to."""
         return [
-            used or (parameter is not None and not local and parameter.grad is not None)
+            self._further or used or (parameter is not None and not local and parameter.grad is not None)
             for used, local, parameter in zip(self.used, self.local, self._shard_parameters, strict=True)
         ]
 
