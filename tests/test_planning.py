@@ -902,13 +902,16 @@ def test_the_picture_has_a_bar_for_each_stage(tmp_path: Path, capsys: pytest.Cap
     for text in (
         "none",
         "zero1",
-        "zero3_offload",
-        "optimizer",
+        "optimizer state",
         "activations",
         "1.50 GB of a device",
-        "GB of one process",
+        "GB of one process, at peak",
     ):
         assert f"<!-- {text}" in drawn
+    assert "zero3_offload" not in drawn  # as in the table, where nothing needs it
+    main(["plan", "--parameters=7B", "--world-size=2", "--offload=host", f"--plot={tmp_path / 'plan.svg'}"])
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert all(f"<!-- {text}" in drawn for text in ("zero3_offload", "GB of one process, at peak, without activations"))
     main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.png'}"])
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
     with pytest.raises(SystemExit, match="Format 'doc' is not supported"):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+import random
 import sys
 import traceback
 import weakref
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_zero import _torch
 from lightning_zero._torch import WeakStorage, storage_key, tree_leaves, tree_map_only
@@ -92,8 +94,12 @@ def measure_activations(
     plan = Plan.build(model, stage=1, world_size=1, param_dtype=param_dtype, full_precision=full_precision)
     dtypes = {spec.name: layout.compute_dtype for layout in plan.layouts for spec in layout.parameters}
     device = torch.device("cuda" if accelerator and torch.cuda.is_available() else "cpu")
+    log = logging.getLogger("torch._subclasses.fake_tensor")
     try:
         with ExitStack() as stack, _torch.FakeTensorMode(allow_non_fake_inputs=True):
+            stack.callback(random.setstate, random.getstate())
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.CRITICAL)  # it tells of operators that fail, with their traceback, and so does ours
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             if param_dtype is not None:
                 stack.enter_context(torch.autocast(device.type, dtype=param_dtype, cache_enabled=False))
@@ -137,7 +143,7 @@ class _Step(_torch.TorchDispatchMode):
             vars(made).update({name: value for name, value in given.items() if name in vars(own)})
             if hasattr(own, "training_step"):
                 vars(made).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
-            for name in ("forward", "update", "compute") if isinstance(made, Metric) else ():
+            for name in ("forward", "update", "compute") if isinstance(made, Metric | MetricCollection) else ():
                 vars(made)[name] = functools.partial(_if_possible, getattr(made, name))
 
     def run(self, batch: Any) -> ActivationBytes:

@@ -3,7 +3,6 @@ arithmetic."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,15 +22,12 @@ from lightning_zero.analysis.memory import (
     stage_memory,
 )
 from lightning_zero.analysis.optimizers import OptimizerCost
-from lightning_zero.analysis.report import format_nbytes, table
+from lightning_zero.analysis.report import draw, format_nbytes, parse_count, table, word_of
 from lightning_zero.analysis.traffic import CollectiveTraffic, Traffic, expected_traffic
 from lightning_zero.config import HostOffload, Offload, Placement, check_whole
 from lightning_zero.plan import ParameterSpec, Plan
 
-__all__ = ["MemoryEstimate", "Recommendation", "estimate_memory", "parse_count"]
-
-MOST = 10**18
-"""Parameters of the largest model that a number of parameters stands for. Beyond it, it is a slip of the pen."""
+__all__ = ["MemoryEstimate", "Recommendation", "estimate_memory"]
 
 NONE = "none"
 """No stage: plain PyTorch, ``DistributedDataParallel`` where there is more than one process."""
@@ -43,15 +39,6 @@ _STAGES: Mapping[str, tuple[Placement, Offload | None]] = {
     "zero3": (Placement.from_stage(3), None),
     "zero2_offload": (Placement.from_stage(2), HostOffload()),
     "zero3_offload": (Placement.from_stage(3), HostOffload(parameters=True)),
-}
-
-# Categories of memory that the table calls by another name.
-_WORDS = {
-    "weights": "weights to compute with",
-    "optimizer": "optimizer state",
-    "transport": "receive buffers",
-    "raw_gradients": "a gradient on its way",
-    "temporaries": "temporaries of the step",
 }
 
 
@@ -187,7 +174,7 @@ class MemoryEstimate:
         held = self.host_nbytes(name, activations_nbytes=activations_nbytes)
         if peak > room:
             missing.append(f"{format_nbytes(peak)} on the device")
-        elif peak == room and not activations_nbytes:
+        elif peak == room and not activations_nbytes and self.activations is None:
             missing.append(f"{format_nbytes(peak)} on the device, which leaves nothing for activations")
         if host_nbytes is not None and held > host_nbytes:
             there = format_nbytes(host_nbytes)
@@ -205,11 +192,9 @@ class MemoryEstimate:
         Args:
             offload: with a column for each stage that offloads.
         """
-        stages = [stage for stage in self.stages.values() if offload or not stage.name.endswith("_offload")]
-        if not stages[1:]:
-            stages = list(self.stages.values())
-        columns = [self._rows(stage) for stage in stages]
-        rows = [("bytes of one process", *(stage.name for stage in stages))]
+        stages = self._shown(offload)
+        columns = [self._rows(stage) for stage in stages.values()]
+        rows = [("bytes of one process", *stages)]
         for word in columns[0]:
             sizes = [column[word] for column in columns]
             if any(sizes) or word.startswith("at "):
@@ -224,16 +209,29 @@ class MemoryEstimate:
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
 
+    def draw(self, path: str, *, device_nbytes: int | None = None, offload: bool = False) -> None:
+        """Write a picture of the peaks in ``describe``, with a line at so many bytes; see ``report.draw``."""
+        draw(self._shown(offload), path, self._at_peak, device_nbytes)
+
+    def _shown(self, offload: bool) -> dict[str, StageMemory]:
+        shown = {name: stage for name, stage in self.stages.items() if offload or not name.endswith("_offload")}
+        return shown if len(shown) > 1 else dict(self.stages)
+
+    @property
+    def _at_peak(self) -> str:
+        return "at peak" if self.activations is not None else "at peak, without activations"
+
     def _rows(self, stage: StageMemory) -> dict[str, int]:
         """Bytes in the order and in the words of the table."""
         rest, peak = dict(stage.rest.items()), dict(stage.peak.items())
         leaving, within = self._on_links(stage.name)
-        words = {name: _WORDS.get(name, name.replace("_", " ")) for name in rest}
+        words = {name: word_of(name) for name in rest}
         return {
             **{word: rest[name] for name, word in words.items()},
             "at rest": stage.rest.total,
-            **{f"+ {word}": peak[name] - rest[name] for name, word in words.items()},
-            "at peak" if self.activations is not None else "at peak, without activations": stage.peak.total,
+            **{f"+ {word}": max(0, peak[name] - rest[name]) for name, word in words.items()},
+            **{f"- {word} not there then": max(0, rest[name] - peak[name]) for name, word in words.items()},
+            self._at_peak: stage.peak.total,
             "host memory": stage.host.total,
             f"host memory of a machine, {self._ranks}": self.host_nbytes(stage.name),
             "files": stage.disk.total,
@@ -317,29 +315,6 @@ def _kinds(
 def _name_of(plan: Plan) -> str:
     number = 1 + plan.placement.shards_gradients + plan.placement.shards_parameters
     return f"zero{number}" + ("" if plan.offload is None else "_offload")
-
-
-def parse_count(text: float | str) -> int:
-    """A number of parameters: ``7.5e9``, ``"7.5B"``, ``"350M"``, ``"1T"``.
-
-    Raises:
-        ValueError: if it is none, less than one parameter, or more than any model has.
-    """
-    number, factor = text, 1
-    if isinstance(text, str):
-        number = text.strip()
-        if re.fullmatch(r"\d{1,3}(,\d{3})+", number):  # any other comma may be a decimal one: "7,5B" is not 75B
-            number = number.replace(",", "")
-        scale = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(number[-1:].upper())
-        if scale is not None:
-            number, factor = number[:-1], scale
-    try:
-        count = 0 if isinstance(text, bool | bytes) else round(float(number) * factor)
-    except (TypeError, ValueError, OverflowError):
-        count = 0
-    if not 1 <= count <= MOST:
-        raise ValueError(f"A number of parameters is written as 7.5B, 350M or 7500000000, got {text!r}.")
-    return count
 
 
 def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> MemoryEstimate:

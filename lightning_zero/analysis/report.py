@@ -24,13 +24,27 @@ from lightning_zero.analysis.traffic import Traffic, expected_traffic
 from lightning_zero.config import Tier
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan
 
-__all__ = ["ZeroPlan", "build_plan", "draw", "format_nbytes", "table"]
+__all__ = ["ZeroPlan", "build_plan", "draw", "format_nbytes", "parse_count", "table", "word_of"]
 
 LONGEST_NAME = 48
 """Characters of a unit's name that the table shows."""
 
 LONGEST_PATTERN = 16
 """Units of the longest repeating pattern that the table looks for."""
+
+MOST = 10**18
+"""Parameters of the largest model that a number of parameters stands for. Beyond it, it is a slip of the pen."""
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+# Categories of memory that people call by another name.
+_WORDS = {
+    "weights": "weights to compute with",
+    "optimizer": "optimizer state",
+    "transport": "receive buffers",
+    "raw_gradients": "a gradient on its way",
+    "temporaries": "temporaries of the step",
+}
 
 
 class ZeroPlan(Plan):
@@ -208,26 +222,35 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
-def draw(stages: Mapping[str, StageMemory], path: str, line: int | None = None) -> None:
+def word_of(category: str) -> str:
+    """What people call a category of memory."""
+    return _WORDS.get(category, category.replace("_", " "))
+
+
+def draw(stages: Mapping[str, StageMemory], path: str, title: str, line: int | None = None) -> None:
     """Write a picture, ``.png`` or ``.svg``: for each stage a bar of what a rank's device holds at the peak, and a line
     at so many bytes. Raises ValueError for what matplotlib cannot write, and without it."""
     try:
         figure: Any = importlib.import_module("matplotlib.figure").Figure(
             (9, 1.6 + 0.4 * len(stages)), layout="constrained"
         )
+        colors: Any = importlib.import_module("matplotlib").colormaps["tab20"].colors
     except ImportError as error:
         raise ValueError(f"A picture needs matplotlib ({error}): pip install 'lightning-zero[plot]'.") from error
+    most = max(line or 0, *(stage.peak.total for stage in stages.values()))
+    unit = next(name for name in reversed(_UNITS) if most >= 1000 ** _UNITS.index(name) or name == "B")
+    scale = 1000 ** _UNITS.index(unit)
     axes, left = figure.subplots(), [0.0] * len(stages)
-    for category, _ in next(iter(stages.values())).peak.items():
-        sizes = [max(0, getattr(stage.peak, category)) / 1e9 for stage in stages.values()]
+    for color, (category, _) in zip(colors, next(iter(stages.values())).peak.items(), strict=False):
+        sizes = [getattr(stage.peak, category) / scale for stage in stages.values()]
         if any(sizes):
-            axes.barh(list(stages), sizes, left=left, label=category.replace("_", " "), height=0.7)
+            axes.barh(list(stages), sizes, left=left, label=word_of(category), height=0.7, color=color)
             left = [sum(pair) for pair in zip(left, sizes, strict=True)]
     if line is not None:
-        axes.axvline(line / 1e9, color="black", linestyle="--", label=f"{format_nbytes(line)} of a device")
+        axes.axvline(line / scale, color="black", linestyle="--", label=f"{format_nbytes(line)} of a device")
     for end, (name, stage) in zip(left, stages.items(), strict=True):
         axes.annotate(format_nbytes(stage.peak.total), (end, name), (4, 0), textcoords="offset points", va="center")
-    axes.set(xlabel="GB of one process at the worst moment of a step", xlim=(0, 1.15 * max(*left, (line or 0) / 1e9)))
+    axes.set(xlabel=f"{unit} of one process, {title}", xlim=(0, 1.15 * most / scale))
     axes.invert_yaxis()
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.lower().endswith("svg") else None)
@@ -236,16 +259,37 @@ def draw(stages: Mapping[str, StageMemory], path: str, line: int | None = None) 
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 
+def parse_count(text: float | str) -> int:
+    """A number of parameters: ``7.5e9``, ``"7.5B"``, ``"350M"``, ``"1T"``.
+
+    Raises:
+        ValueError: if it is none, less than one parameter, or more than any model has.
+    """
+    number, factor = text, 1
+    if isinstance(text, str):
+        number = text.strip()
+        if re.fullmatch(r"\d{1,3}(,\d{3})+", number):  # any other comma may be a decimal one: "7,5B" is not 75B
+            number = number.replace(",", "")
+        scale = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(number[-1:].upper())
+        if scale is not None:
+            number, factor = number[:-1], scale
+    try:
+        count = 0 if isinstance(text, bool | bytes) else round(float(number) * factor)
+    except (TypeError, ValueError, OverflowError):
+        count = 0
+    if not 1 <= count <= MOST:
+        raise ValueError(f"A number of parameters is written as 7.5B, 350M or 7500000000, got {text!r}.")
+    return count
+
+
 def format_nbytes(nbytes: int) -> str:
     """Bytes for people, in units of 1000 with three digits, as papers and data sheets have them: ``"31.4 GB"``."""
-    if nbytes < 0:
-        return f"-{format_nbytes(-nbytes)}"
     size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
+    for unit in _UNITS[:-1]:
         if size < 999.5:
             return f"{_three_digits(size)} {unit}"
         size /= 1000
-    return f"{_three_digits(size)} PB"
+    return f"{_three_digits(size)} {_UNITS[-1]}"
 
 
 def _three_digits(size: float) -> str:

@@ -261,5 +261,8 @@ def model_of_config(path: str) -> nn.Module:
 def tokens_for(model: nn.Module, batch_size: int, sequence_length: int) -> dict[str, Tensor]:
     """A batch of tokens without values, for a language model with labels."""
     tokens = torch.empty(batch_size, sequence_length, dtype=torch.int64, device="meta")
-    labels = "labels" in inspect.signature(model.forward).parameters and re.search("LM|Gener", type(model).__name__)
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" not in takes:
+        raise ValueError(f"{type(model).__name__} takes no tokens: its activations cannot be measured by --hf-config.")
+    labels = "labels" in takes and re.search("LM|Gener", type(model).__name__)
     return {"input_ids": tokens, "labels": tokens} if labels else {"input_ids": tokens}

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from lightning_zero._torch import tree_leaves
 from lightning_zero.activations import ActivationBytes, measure_activations
 from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
+from lightning_zero.analysis.estimate import Recommendation
 from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
-from lightning_zero.analysis.report import draw
-from lightning_zero.config import ActivationPolicy, Stage
+from lightning_zero.config import Stage
 from lightning_zero.session.huggingface import model_of_config, tokens_for
 from lightning_zero.trainer.cli_texts import PLAN, PLAN_OPTIONS, in_one_line, no_strategy, refused_by_the_class
 from lightning_zero.trainer.loaders import first_batch
@@ -116,8 +116,7 @@ def plan_command(args: Sequence[str]) -> str:
         parser_kwargs={"prog": "lightning-zero plan", "description": PLAN},
     )
     if cli.config.plot is not None:
-        with _said_in_one_line():
-            draw(cli.estimate().stages, cli.config.plot, (cli.memory or {}).get("device_nbytes"))
+        cli.draw(cli.config.plot)
     return json.dumps(cli.numbers(), indent=2) if cli.config.json else cli.describe()
 
 
@@ -224,8 +223,6 @@ class PlanCLI(ZeroCLI):
         """Activations, if they are to be measured, and why they are not known. Raises ValueError without a batch."""
         if self.config.activations != MEASURED:
             return None, ""
-        if isinstance(policy, Namespace):
-            policy = ActivationPolicy(**vars(policy.init_args if "class_path" in policy else policy))
         settings: Any = {name: self.settings.get(name) for name in ("param_dtype", "full_precision", "units")}
         settings |= {"accelerator": not self.on_host, "policy": policy}
         model, size, length = self.model, self.config.batch_size, self.config.sequence_length
@@ -312,6 +309,17 @@ class PlanCLI(ZeroCLI):
             "fastest": fastest and asdict(fastest),
         }
 
+    def draw(self, path: str) -> None:
+        """Write the picture of the stages side by side. Raises SystemExit where that cannot be."""
+        estimate, memory = self.estimate(), self.memory or {}
+        offload = self._shows_offload(estimate.recommend(**memory) if memory else None)
+        with _said_in_one_line():
+            estimate.draw(path, device_nbytes=memory.get("device_nbytes"), offload=offload)
+
+    def _shows_offload(self, advice: Recommendation | None) -> bool:
+        recommended = advice is not None and (advice.name is None or advice.name.endswith("_offload"))
+        return recommended or self.settings["offload"] is not None
+
     def describe(self) -> str:
         """The plan, the stages side by side, and what to choose for the given memory."""
         estimate, parts = self.estimate(), []
@@ -319,8 +327,7 @@ class PlanCLI(ZeroCLI):
             accelerator, steps = estimate.accelerator, estimate.micro_steps
             parts.append(self.plan().describe(optimizer=self.optimizer, accelerator=accelerator, micro_steps=steps))
         advice = None if self.memory is None else estimate.recommend(**self.memory)
-        offload = advice is not None and (advice.name is None or advice.name.endswith("_offload"))
-        offload = offload or self.settings["offload"] is not None
+        offload = self._shows_offload(advice)
         parts.append(estimate.describe(offload=offload))
         parts += [self.unknown] if self.unknown else []
         if self.assumed:

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_zero.checkpoint.consolidate import parse_size
 from lightning_zero.comm import Compression
 from lightning_zero.comm.groups import shard_span
-from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Tier
+from lightning_zero.config import ActivationPolicy, HostOffload, NvmeOffload, Offload, Placement, Tier
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
 
@@ -57,8 +57,9 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
         )
     settings["placement"] = Placement.from_stage(settings.pop("stage"))
     settings["offload"] = _offload(config["offload"], settings.get("offload"), settings["placement"])
-    if isinstance(chosen := exchange.get("compression"), Namespace):
-        exchange["compression"] = Compression(**vars(chosen.init_args if "class_path" in chosen else chosen))
+    for given, name, kind in ((exchange, "compression", Compression), (settings, "activations", ActivationPolicy)):
+        if isinstance(chosen := given.get(name), Namespace):
+            given[name] = kind(**vars(chosen.init_args if "class_path" in chosen else chosen))
     asked = SessionSettings(**settings, **exchange)
     world_size = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
     ranks = world_size // config.trainer.num_nodes

@@ -14,7 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_zero import ActivationPolicy, estimate_memory, measure_activations
 from lightning_zero._torch import storage_key, tree_leaves
@@ -50,6 +51,7 @@ class GPT(LightningModule):
         self.blocks = nn.Sequential(*(Block(again, dropout) for _ in range(3)))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.accuracy = MulticlassAccuracy(WORDS)
+        self.several = MetricCollection([MulticlassAccuracy(WORDS), MulticlassF1Score(WORDS)])
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -57,6 +59,7 @@ class GPT(LightningModule):
         target = batch["text"][:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
         self.accuracy(logits.flatten(0, 1), target.flatten())
+        self.several.update(logits.flatten(0, 1), target.flatten())
         self.log("loss", loss, prog_bar=True)
         self.log_dict({"accuracy": self.accuracy})
         self.losses.append(loss.detach())

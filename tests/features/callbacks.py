@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import full_gradients, full_parameters
 from tests.features.feature import Feature, Refusal
+from tests.features.optimization import ADDED, SUMS
 from tests.helpers.cases import WIDTH
 from tests.helpers.training import make_trainer
 from tests.strategy.runs import Memory, Net, batches, made
@@ -310,7 +311,9 @@ FEATURES = {
         ),
         Feature(
             name="`GradientAccumulationScheduler`",
-            play=having(lambda _: callbacks.GradientAccumulationScheduler({0: 1, 2: 1})),
+            play=having(lambda _: callbacks.GradientAccumulationScheduler({0: 1, 1: 2})),
+            bounds=ADDED,
+            why=SUMS,
         ),
         Feature(
             name="`StochasticWeightAveraging`",

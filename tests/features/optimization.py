@@ -270,8 +270,8 @@ def steps_of_one(make: Make, folder: Path) -> Any:
     return made(module, trainer)
 
 
-_SUMS = "accumulated gradients are added up after they were averaged, DDP averages once: rounding"
-_ADDED = {2: 1e-5, 3: 1e-5}
+SUMS = "accumulated gradients are added up after they were averaged, DDP averages once: rounding"
+ADDED = {2: 1e-5, 3: 1e-5}
 _NORM = Refusal("with max_norm=1.0, which changes", "with several processes, as DDP's drift apart by it; see limits")
 _EVERYWHERE = (1, 2, 3)
 
@@ -303,14 +303,14 @@ FEATURES = {
         Feature(
             name="`optimizer_step`, `backward`, `optimizer_zero_grad` overridden",
             play=fitting(4, net=OwnStep, max_epochs=2),
-            bounds=_ADDED,
-            why=_SUMS,
+            bounds=ADDED,
+            why=SUMS,
         ),
         Feature(
             name="`accumulate_grad_batches`",
             play=fitting(5, accumulate_grad_batches=2, max_epochs=2),
-            bounds=_ADDED,
-            why=_SUMS,
+            bounds=ADDED,
+            why=SUMS,
         ),
         Feature(name="no optimizer", play=fitting(3, net=optimizing(lambda module: None))),
         Feature(
@@ -345,8 +345,8 @@ FEATURES = {
         Feature(
             name="accumulation with `toggle_model(sync_grad=...)`",
             play=fitting(4, net=ByHand),
-            bounds=_ADDED,
-            why=_SUMS,
+            bounds=ADDED,
+            why=SUMS,
         ),
     ],
     "Precision and models": [

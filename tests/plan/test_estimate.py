@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_zero.analysis import MemoryEstimate, OptimizerCost, build_plan, estimate_memory, format_nbytes
-from lightning_zero.analysis.estimate import parse_count
 from lightning_zero.analysis.memory import fullest_rank
+from lightning_zero.analysis.report import parse_count
 from lightning_zero.config import HostOffload, NvmeOffload
 
 GB = 10**9
