@@ -24,6 +24,7 @@ from examples.language_model import ByteGPT
 from lightning_zero import ActivationPolicy, measure_activations
 from lightning_zero.cli import main
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
+from lightning_zero.session.huggingface import tokens_for
 from lightning_zero.trainer.cli import PlanCLI
 from tests.helpers.script import ROOT
 
@@ -887,6 +888,8 @@ def test_activations_of_a_hugging_face_model(llama: Path, monkeypatch: pytest.Mo
     tokens = torch.empty(3, 64, dtype=torch.int64)
     assert cli.measured == measure_activations(Model(None), {"input_ids": tokens, "labels": tokens})
     assert cli.measured.saved > 3 * 64 * (256 + 1000) * 4
+    with pytest.raises(ValueError, match="Linear takes no tokens"):
+        tokens_for(nn.Linear(1, 1), 3, 64)
 
 
 # ------------------------------------------------------------------------------------------------------------ picture
