@@ -101,7 +101,10 @@ def observe(rank: int, stage: int, accumulate: int) -> dict[str, Any]:
         # A cache's worth in which three and more ranks on one host add up; the plan leaves it out.
         "scratch": 0 if receives else sum(buffer.nbytes for buffer in collectives.buffers),
         "traffic": {kind: getattr(traffic, kind) for kind in ("all_gather", "reduce_scatter")},
-        "memory": {when: dict(found.items()) | {"total": found.total} for when, found in memory.items()},
+        "memory": {
+            when: {name: nbytes for name, nbytes in found.items() if name != "activations"} | {"total": found.total}
+            for when, found in memory.items()
+        },
     }
 
 

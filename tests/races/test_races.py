@@ -70,11 +70,16 @@ ALONE = {
     "alone, stage 3, looking": Setting(stage=3, precision=MIXED, twist="look"),
     "alone, stage 3, all on host": Setting(stage=3, strategy=ALL_ON_HOST),
 }
+GROUPS = {
+    "stage 1, in groups": Setting(stage=1, accumulate=2, strategy={"shard_within": 2}),
+    "stage 3, in groups, mixed": Setting(stage=3, precision=MIXED, accumulate=2, strategy={"shard_within": 2}),
+}
 
 
 # Without one of these nothing races in the settings above. Why it is there all the same:
 _HANDS_OVER = "the thread hands over an event, and who waits for that is behind the thread too"
 _ARRIVES = "wait in comm/collectives.py wait: self._streams.wait(self._event) < "
+_IN_ORDER = "all of an average is on the stream of the reductions, where it is behind the one that it needs"
 SPARE = {
     "result in storage/transfers.py order: self._event = job.result() < "
     "engine/units/unit.py settle_weights": _HANDS_OVER,
@@ -96,7 +101,12 @@ SPARE = {
     "wait in engine/units/sharded.py launch: streams.wait(masters)": (
         "a rank that is alone computes where it steps, unless the user steps on another stream"
     ),
+    _ARRIVES + "comm/native.py _averaged_behind": _IN_ORDER,
+    _ARRIVES + "comm/native.py reduce": _IN_ORDER,
+    _ARRIVES + "comm/native.py gather": _IN_ORDER,
+    "wait in comm/native.py _averaged_behind: with untracked(), self.streams.reducing():": _IN_ORDER,
 }
+
 # What the package marks and waits for, in its source. Not what measures times, and not what copies for a checkpoint.
 CALLS = re.compile(r"(streams?|_out|_back)\.(mark|wait|gathering|reducing|transferring)\(|\.synchronize\(|\.query\(")
 ELSEWHERE = ("comm/streams.py", "trainer/monitors/", "checkpoint/background.py")
@@ -113,12 +123,12 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Played]:
 
     environment = {"LIGHTNING_ZERO_SHARED_MEMORY": "0"}
     found: dict[str, Played] = {}
-    for world_size, settings in ((2, SETTINGS), (1, ALONE)):
+    for world_size, settings in ((2, SETTINGS), (1, ALONE), (4, GROUPS)):
         found.update(run_world(world_size, play_all, settings, timeout=200, environment=environment)[0])
     return found
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, *ALONE])
+@pytest.mark.parametrize("name", [*SETTINGS, *ALONE, *GROUPS])
 def test_nothing_races(name: str, played: dict[str, Played]) -> None:
     found = played[name]
     assert len(found.trace) > 500

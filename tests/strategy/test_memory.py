@@ -36,7 +36,7 @@ from tests.helpers.waiting import until
 from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
-AT_PEAK = ("raw_gradients", "temporaries")  # see ``test_peak_memory``
+AT_PEAK = ("raw_gradients", "temporaries", "activations")  # see ``test_peak_memory``
 Storages = dict[int, int]  # the storage's identity (a placeholder's refuses to tell its address) -> bytes
 
 

@@ -193,7 +193,7 @@ class GradientBucket:
         if not self.dirty and self._in_place:
             self._save_reduced()
         again = self.arrived[position] or (self.local[position] and self._has_grad(position))
-        if self._carry is not None and not (again or self._holds(position)):
+        if self._carry is not None and not (again or self._further or self.used[position] or self._has_grad(position)):
             self._carried[position] = False
         with untracked():
             if gradient.layout is not torch.strided:
@@ -262,7 +262,8 @@ class GradientBucket:
             self._save_reduced()
         # What was cleared by zero_grad since it was put aside does not come back.
         if self._carry is not None:
-            self._carried = [kept and self._holds(i) for i, kept in enumerate(self._carried)]
+            known = [self._further or used or self._has_grad(i) for i, used in enumerate(self.used)]
+            self._carried = [a and b for a, b in zip(known, self._carried, strict=True)]
         with untracked():
             empty = self._gaps
             if False in self.arrived:
@@ -373,9 +374,6 @@ class GradientBucket:
         parameter = self._shard_parameters[position]
         return parameter is not None and parameter.grad is not None
 
-    def _holds(self, position: int) -> bool:
-        return self._further or self.used[position] or self._has_grad(position)
-
     def still_local(self, position: int) -> bool:
         """Whether unreduced gradients of earlier micro-steps are there and were not cleared by ``zero_grad``."""
         return self.local[position] and self._has_grad(position)
@@ -383,7 +381,7 @@ class GradientBucket:
     def _save_reduced(self) -> None:
         if self._carry is not None or any(self.local) or self.full is None:
             return
-        kept = [self._holds(i) for i in range(len(self.arrived))]
+        kept = [self._further or self._has_grad(i) or self.used[i] for i in range(len(self.arrived))]
         if any(kept):
             with untracked():
                 self._carry, self._carried = self._collectives.own_range(self.full).clone(), kept
