@@ -238,7 +238,7 @@ def draw(stages: Mapping[str, StageMemory], path: str, title: str, line: int | N
     except ImportError as error:
         raise ValueError(f"A picture needs matplotlib ({error}): pip install 'lightning-zero[plot]'.") from error
     most = max(line or 0, *(stage.peak.total for stage in stages.values()))
-    unit = next(name for name in reversed(_UNITS) if most >= 1000 ** _UNITS.index(name) or name == "B")
+    unit = format_nbytes(most).split()[1]
     scale = 1000 ** _UNITS.index(unit)
     axes, left = figure.subplots(), [0.0] * len(stages)
     for color, (category, _) in zip(colors, next(iter(stages.values())).peak.items(), strict=False):

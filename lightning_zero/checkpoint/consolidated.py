@@ -31,8 +31,10 @@ from lightning_zero.comm.control import collect
 __all__ = ["FEEDBACK_KEY", "RANDOM_KEY", "SUMMARY_KEY", "by_parameter_index", "save_consolidated_file"]
 
 RANDOM_KEY = "random_state"
-FEEDBACK_KEY = "error_feedback"
 """Under it: the state of every rank's random number generators, in sharded directories only."""
+
+FEEDBACK_KEY = "error_feedback"
+"""Under it: what every rank keeps of gradients that were rounded, likewise."""
 
 
 class _Part(NamedTuple):

@@ -51,41 +51,23 @@ class NativeCollectives(Collectives):
     def average_across(
         self, shard: Tensor, what: str, reduction: Pending | None = None, key: Hashable = None
     ) -> tuple[Pending | None, Pending]:
+        if self.across is None:
+            return super().average_across(shard, what, reduction, key)
         self._observe("all_reduce", what, shard)
-        return self._averaged_behind(reduction, shard, what, key)
+        return self._averaged_behind(reduction, shard, what, _averaging(self.across, shard, what, key))
 
     def _averaged_behind(
-        self, reduction: Pending | None, shard: Tensor, what: str, key: Hashable
+        self, reduction: Pending | None, shard: Tensor, what: str, hops: Sequence[Callable[[], None]]
     ) -> tuple[Pending | None, Pending]:
         # Not among the gathers, where it would have a place of its own on every rank.
         with untracked(), self.streams.reducing():
             if reduction is not None:
                 reduction.wait()
                 reduction = Pending(what, self._told, event=self.streams.mark(), streams=self.streams)
-            for hop in self._averaging(shard, what, key):
+            for hop in hops:
                 hop()
             event = self.streams.mark()
         return reduction, Pending(what, self._told, event=event, streams=self.streams, keep=(shard,))
-
-    def _averaging(self, shard: Tensor, what: str, key: Hashable) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The two hops of an average with the other shard groups, each of which returns when it has ended."""
-        wire = self.across
-        if wire is None:
-            raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
-        rest = -shard.numel() % (wire.world_size * wire.block)
-        whole = shard
-
-        def reduce() -> None:
-            nonlocal whole
-            whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
-            wire.reduce_scatter(whole, wire.own_range(whole), what, key=key).wait()
-
-        def gather() -> None:
-            wire.all_gather(whole, what, content=(key, 0)).wait()  # which nobody keeps
-            if rest:
-                shard.copy_(whole[: shard.numel()])
-
-        return reduce, gather
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
@@ -165,10 +147,10 @@ class GlooCollectives(NativeCollectives):
         return pending
 
     def _averaged_behind(
-        self, reduction: Pending | None, shard: Tensor, what: str, key: Hashable
+        self, reduction: Pending | None, shard: Tensor, what: str, hops: Sequence[Callable[[], None]]
     ) -> tuple[Pending | None, Pending]:
         there = (lambda: None) if reduction is None else reduction.wait
-        passage = self.groups.averages().carry(what, (there, *self._averaging(shard, what, key)))
+        passage = self.groups.averages().carry(what, (there, *hops))
         return reduction, Pending(what, self._told, works=[passage], keep=(shard,))
 
     def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending:
@@ -218,3 +200,23 @@ class GlooCollectives(NativeCollectives):
             with torch.inference_mode(False):
                 received = self._received[bucket.dtype] = torch.empty_like(bucket)
         return received.narrow(0, 0, bucket.numel()), True
+
+
+def _averaging(
+    wire: Collectives, shard: Tensor, what: str, key: Hashable
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The two hops of an average over a wire between shard groups, each of which returns when it has ended."""
+    rest = -shard.numel() % (wire.world_size * wire.block)
+    whole = shard
+
+    def reduce() -> None:
+        nonlocal whole
+        whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
+        wire.reduce_scatter(whole, wire.own_range(whole), what, key=key).wait()
+
+    def gather() -> None:
+        wire.all_gather(whole, what, content=(key, 0)).wait()  # which nobody keeps
+        if rest:
+            shard.copy_(whole[: shard.numel()])
+
+    return reduce, gather

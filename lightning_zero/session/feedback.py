@@ -35,26 +35,27 @@ def load_residuals(saved: Mapping[str, Any] | None, engine: ZeroEngine, groups: 
 
     Collective: every rank; ``CheckpointError`` on all, if one could not read its rows.
     """
-    wire, rank, why = engine.collectives, groups.control.rank, ""
+    wire, rank, found = engine.collectives, groups.control.rank, saved or {}
     wire.residuals.clear()
-    if wire.feeding is None:
-        why = "nothing is fed back in this run" if saved else ""
-    elif not saved:
-        why = "it has nothing of that"
-    elif saved.get(_LAYOUT) != _layout(engine, groups):
-        why = "it is of other ranks, or of another layout"
-    if why:
-        rank_zero_info(f"Error feedback takes nothing from the checkpoint: {why}.")
-    if why or not saved:
-        return
 
     def read() -> None:
-        for name, rows in saved.items():
+        for name, rows in found.items():
             if name != _LAYOUT:
                 wire.residuals[name] = row = torch.empty(rows.shape[1], dtype=torch.float32)
                 read_slice(rows, rank * row.numel(), row)
 
-    collect(groups.control, "load what error feedback keeps", read)
+    if wire.feeding is None and not found:
+        return
+    if wire.feeding is None:
+        why = "nothing is fed back in this run"
+    elif not found:
+        why = "it has nothing of that"
+    elif found.get(_LAYOUT) != _layout(engine, groups):
+        why = "it is of other ranks, or of another layout"
+    else:
+        collect(groups.control, "load what error feedback keeps", read)
+        return
+    rank_zero_info(f"Error feedback takes nothing from the checkpoint: {why}.")
 
 
 def _layout(engine: ZeroEngine, groups: Groups) -> str:

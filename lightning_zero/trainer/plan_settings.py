@@ -32,7 +32,9 @@ _PRECISIONS: Mapping[str, PrecisionName] = {
 
 
 def arguments_of(configured: Namespace) -> dict[str, Any]:
-    """The ``init_args`` of a configured class."""
+    """The arguments of a configured class, which need not be named where only one can stand."""
+    if "class_path" not in configured:
+        return vars(configured)
     return vars(configured.get("init_args") or Namespace())  # type: ignore[no-untyped-call]
 
 
@@ -57,9 +59,9 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
         )
     settings["placement"] = Placement.from_stage(settings.pop("stage"))
     settings["offload"] = _offload(config["offload"], settings.get("offload"), settings["placement"])
-    for given, name, kind in ((exchange, "compression", Compression), (settings, "activations", ActivationPolicy)):
-        if isinstance(chosen := given.get(name), Namespace):
-            given[name] = kind(**vars(chosen.init_args if "class_path" in chosen else chosen))
+    for found, name, kind in ((exchange, "compression", Compression), (settings, "activations", ActivationPolicy)):
+        if isinstance(chosen := found.get(name), Namespace):
+            found[name] = kind(**arguments_of(chosen))
     asked = SessionSettings(**settings, **exchange)
     world_size = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
     ranks = world_size // config.trainer.num_nodes
@@ -80,7 +82,7 @@ def _offload(asked: str | None, configured: Any, placement: Placement) -> Offloa
     """
     policy: Offload | None = configured
     if isinstance(configured, Namespace):
-        settings = vars(configured.init_args if "class_path" in configured else configured)
+        settings = arguments_of(configured)
         policy = (NvmeOffload if "path" in settings else HostOffload)(**settings)
     tier = {"host": Tier.HOST, "nvme": Tier.DISK}.get(asked or "")
     if asked is None or (policy is not None and policy.tier is tier):
