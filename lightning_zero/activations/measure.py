@@ -95,6 +95,9 @@ def measure_activations(
     dtypes = {spec.name: layout.compute_dtype for layout in plan.layouts for spec in layout.parameters}
     device = torch.device("cuda" if accelerator and torch.cuda.is_available() else "cpu")
     log = logging.getLogger("torch._subclasses.fake_tensor")
+    # Before FakeTensorMode pretends that there is a GPU: the first backward of a process starts threads for GPUs it
+    # finds, and then backwards in processes that are forked afterwards fail.
+    torch.ones((), requires_grad=True).backward()
     try:
         with ExitStack() as stack, _torch.FakeTensorMode(allow_non_fake_inputs=True):
             stack.callback(random.setstate, random.getstate())

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_zero import ActivationPolicy, estimate_memory, measure_activation
 from lightning_zero._torch import storage_key, tree_leaves
 from lightning_zero.activations import Checkpointing
 from tests.helpers.allocator import Allocations
+from tests.helpers.script import run_script
 
 WORDS, WIDTH, LENGTH, BATCH = 101, 32, 48, 4
 
@@ -267,6 +269,26 @@ def test_what_cannot_be_measured_is_said(build: Any, batch: Any, message: str) -
     with pytest.raises(ValueError, match=message) as raised:
         measure_activations(build(), batch())
     assert "\n" not in str(raised.value)
+
+
+FORKS_LATER = """
+import os
+import torch
+from torch import nn
+from lightning_zero import measure_activations
+
+measure_activations(nn.Linear(4, 4), torch.empty(2, 4))
+if not (child := os.fork()):
+    nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there every backward starts threads, which forks do not have")
+def test_forked_processes_have_a_backward_after_it(tmp_path: Path) -> None:
+    """As ranks in notebooks are. In a new process: it is the first backward that counts."""
+    run_script(["-c", FORKS_LATER], cwd=tmp_path)
 
 
 def test_activations_are_in_every_peak_of_a_backward() -> None:
