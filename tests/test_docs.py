@@ -25,6 +25,7 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.sharded import optimizer_rule
 from lightning_zero.trainer.precision import PrecisionName
+from tests import messages
 from tests.helpers.script import ROOT, run_forked, run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -262,6 +263,11 @@ def test_quoted_messages_are_those_of_the_package() -> None:
     strings = strings_of_the_package()
     unknown = [message for message in quoted if not any(message in string for string in strings)]
     assert not unknown
+
+
+def test_the_page_of_messages_is_what_is_raised() -> None:
+    stored = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8")
+    assert stored == messages.page(), "python -m tests.messages --page writes it"
 
 
 def test_changelog_has_this_version() -> None:
