@@ -101,6 +101,18 @@ class Placement:
             )
         return _PLACEMENTS[stage]
 
+    def on_hosts(
+        self, hosts: int, world_size: int, *, span: int | None, secondary_shards: bool, compression: Any
+    ) -> Placement:
+        """The same with what is kept and fed back, where all ranks are on so many hosts, with equally many on each."""
+        feeds = hosts > 1 and compression is not None and compression.error_feedback
+        return replace(
+            self,
+            span=span,
+            keeping=world_size // hosts if secondary_shards and 1 < hosts < world_size else None,
+            feedback=(span or world_size // hosts) if feeds else None,
+        )
+
 
 _PLACEMENTS = {
     1: Placement(parameters=Residence.REPLICATED, gradients=Residence.REPLICATED),

@@ -34,9 +34,8 @@ from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder
-from lightning_zero.session.huggingface import in_layout_of
 from lightning_zero.session.module_state import left_out_of, weights_of
-from lightning_zero.session.names import under_own_names
+from lightning_zero.session.names import in_layout_of, under_own_names
 
 __all__ = ["let_lightning_load_directories", "load_from_checkpoint", "load_full_state_dict"]
 

@@ -24,8 +24,8 @@ from examples.language_model import ByteGPT
 from lightning_zero import ActivationPolicy, measure_activations
 from lightning_zero.cli import main
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
-from lightning_zero.session.huggingface import tokens_for
 from lightning_zero.trainer.cli import PlanCLI
+from lightning_zero.trainer.plan_settings import tokens_for
 from tests.helpers.script import ROOT
 
 MODEL = "--model=examples.language_model.ByteGPT"

@@ -2,14 +2,12 @@
 
 from lightning_zero.analysis.estimate import MemoryEstimate, Recommendation, estimate_memory
 from lightning_zero.analysis.memory import DiskBytes, HostBytes, Memory, StageMemory
-from lightning_zero.analysis.optimizers import ADAM, SEGMENT_NUMEL, SMALL_NUMEL, OptimizerCost
+from lightning_zero.analysis.optimizers import ADAM, OptimizerCost
 from lightning_zero.analysis.report import ZeroPlan, build_plan, format_nbytes, table
 from lightning_zero.analysis.traffic import CollectiveTraffic, Traffic, gather_order
 
 __all__ = [
     "ADAM",
-    "SEGMENT_NUMEL",
-    "SMALL_NUMEL",
     "CollectiveTraffic",
     "DiskBytes",
     "HostBytes",

@@ -26,6 +26,7 @@ from lightning_zero.analysis.report import draw, format_nbytes, parse_count, tab
 from lightning_zero.analysis.traffic import CollectiveTraffic, Traffic, expected_traffic
 from lightning_zero.config import HostOffload, Offload, Placement, check_whole
 from lightning_zero.plan import ParameterSpec, Plan
+from lightning_zero.plan.layout import residual_nbytes
 
 __all__ = ["MemoryEstimate", "Recommendation", "estimate_memory"]
 
@@ -288,13 +289,13 @@ def estimate_memory(
             raise ValueError("A plan has its own world size and settings: build another one instead.")
         return _of_plans({_name_of(model): model}, receive_buffer, **told)
     world_size = check_whole("world_size", world_size, least=1, unit="ranks")
-    keeping = world_size // hosts if secondary_shards and 1 < hosts < world_size else None
-    kinds = _kinds(shard_within, keeping, world_size, told, offloads=not (shard_within or (cost.whole and accelerator)))
+    exchange: dict[str, Any] = {"span": shard_within, "secondary_shards": secondary_shards, "compression": compression}
+    kinds = _kinds(hosts, world_size, exchange, offloads=not (shard_within or (cost.whole and accelerator)))
     if not isinstance(model, nn.Module):
         if settings or activations is not None:
             raise ValueError(f"A number of parameters has no {next(iter(settings), 'activations')}: give the module.")
-        ranks, dtypes = (world_size, shard_within or world_size), (dtype, param_dtype or dtype, reduce_dtype or dtype)
-        return _of_count(parse_count(model), ranks, kinds, dtypes, shard_within=shard_within, keeping=keeping, **told)
+        dtypes = (dtype, param_dtype or dtype, reduce_dtype or dtype)
+        return _of_count(parse_count(model), world_size, kinds, dtypes, **told)
     if settings.keys() & {"stage", "placement", "offload"}:
         raise ValueError("All stages are estimated, with and without offload; for a single one, build its plan.")
     settings |= {"world_size": world_size, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
@@ -303,13 +304,11 @@ def estimate_memory(
 
 
 def _kinds(
-    span: int | None, keeping: int | None, world_size: int, told: Mapping[str, Any], *, offloads: bool
+    hosts: int, world_size: int, exchange: Mapping[str, Any], *, offloads: bool
 ) -> dict[str, tuple[Placement, Offload | None]]:
     # Neither with shard groups nor, for optimizers of whole parameters, from an accelerator: see optim/rules.py.
     kinds = {name: kind for name, kind in _STAGES.items() if offloads or not kind[1]}
-    feeds = told["hosts"] > 1 and told["compression"] is not None and told["compression"].error_feedback
-    fed = (span or world_size // told["hosts"]) if feeds else None
-    return {name: (replace(where, span=span, keeping=keeping, feedback=fed), on) for name, (where, on) in kinds.items()}
+    return {name: (where.on_hosts(hosts, world_size, **exchange), on) for name, (where, on) in kinds.items()}
 
 
 def _name_of(plan: Plan) -> str:
@@ -359,17 +358,20 @@ def _without(plan: Plan, cost: OptimizerCost, accelerator: bool, activations: in
 
 def _of_count(
     numel: int,
-    ranks: tuple[int, int],
+    world_size: int,
     kinds: Mapping[str, tuple[Placement, Offload | None]],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     **told: Any,
 ) -> MemoryEstimate:
-    """``ranks``: all, and of a group. ``dtypes``: of parameters, of compute, and that gradients are averaged in."""
+    """``dtypes``: of parameters, of compute, and that gradients are averaged in."""
+    first, _ = next(iter(kinds.values()))
+    told |= {"shard_within": first.span, "keeping": first.keeping}
+    ranks = world_size, first.span or world_size
     stages = {
         name: _stage_of_count(name, placement, offload is not None, numel, ranks, dtypes, told)
         for name, (placement, offload) in {NONE: (None, None), **kinds}.items()
     }
-    return MemoryEstimate(numel=numel, world_size=ranks[0], stages=stages, counted=False, **told)
+    return MemoryEstimate(numel=numel, world_size=world_size, stages=stages, counted=False, **told)
 
 
 def _stage_of_count(
@@ -396,10 +398,8 @@ def _stage_of_count(
     masters = own * stepped if mixed and not copied else 0
     keeping = placement.keeping if placement is not None and sharded else None
     kept = -(-numel // keeping) * compute if keeping else 0
-    residuals = 0
-    if placement is not None and placement.feedback:  # in float32; with shard groups of their average, too
-        groups = ranks[0] // ranks[1]
-        residuals = 4 * (numel // placement.feedback) * (groups + (groups > 1)) // groups
+    feedback = placement.feedback if placement is not None else None
+    residuals = residual_nbytes(numel // feedback, ranks[0] // ranks[1]) if feedback else 0
     # The owner of a whole parameter has a copy of what it steps on.
     state = (cost.state + (cost.whole and placement is not None)) * own * stepped
     host = HostBytes()

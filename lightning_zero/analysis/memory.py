@@ -210,7 +210,7 @@ def expected_memory(
         masters = [layout for layout in masters if layout.compute_dtype != layout.dtype]
     fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
     # The owner of a whole parameter keeps a copy of it, with its state.
-    whole = _whole_nbytes(plan, stepped, rank) if optimizer.whole else 0
+    whole = sum(nbytes for owner, nbytes in _owners(plan, stepped) if owner == rank) if optimizer.whole else 0
     gradient_slots = _gradient_slots(plan) * training
     lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
     rest = Memory(
@@ -383,13 +383,8 @@ def _step_nbytes(
     return max(together, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
 
 
-def _whole_nbytes(plan: Plan, layouts: Sequence[FlatLayout], rank: int) -> int:
-    """Bytes of the whole parameters that ``rank`` owns, for an optimizer that needs them."""
-    return sum(nbytes for owner, nbytes in _owners(plan, layouts) if owner == rank)
-
-
 def _owners(plan: Plan, layouts: Sequence[FlatLayout]) -> list[tuple[int, int]]:
-    """Of each parameter the rank that owns it, and its bytes."""
+    """Of each parameter the rank that owns it, for an optimizer that needs whole ones, and its bytes."""
     held = [(spec.numel, layout.dtype.itemsize) for layout in layouts for spec in layout.parameters]
     if not plan.placement.shards_parameters:
         held.reverse()  # buckets are in backward order, and a tie goes to the first parameter

@@ -38,6 +38,7 @@ __all__ = [
     "Rest",
     "ShardSlice",
     "align_up",
+    "residual_nbytes",
     "rest_of",
 ]
 
@@ -51,6 +52,14 @@ PAGE_NBYTES = 4_096
 def align_up(numel: int, multiple: int = ALIGNMENT) -> int:
     """The smallest multiple of ``multiple`` that is at least ``numel``."""
     return -(-numel // multiple) * multiple
+
+
+def residual_nbytes(numel: int, groups: int) -> int:
+    """Bytes that error feedback keeps of so many elements that a rank rounds, in float32.
+
+    With several shard groups in the world these are a shard, and there is its part of the average of all groups, too.
+    """
+    return 4 * numel * (groups + (groups > 1)) // groups
 
 
 @dataclass(frozen=True)
@@ -218,15 +227,11 @@ class FlatLayout:
         return self.offsets[position], self.shard_numel
 
     def residual_nbytes(self, ranks: int | None, world_size: int) -> int:
-        """Bytes that error feedback keeps on each rank, in float32, where ``ranks`` divide what is rounded.
-
-        With several shard groups in the world that is a shard, and its part of the average of all groups.
-        """
+        """Bytes that error feedback keeps on each rank, in float32, where ``ranks`` divide what is rounded."""
         if ranks is None or not self.dtype.is_floating_point:
             return 0
         groups = world_size // self.world_size
-        numel = align_up(self.numel // ranks, groups * ALIGNMENT)
-        return 4 * (numel + (numel // groups if groups > 1 else 0))
+        return residual_nbytes(align_up(self.numel // ranks, groups * ALIGNMENT), groups)
 
     def slices(self, rank: int) -> tuple[ShardSlice, ...]:
         """What the rank owns: exactly one slice per parameter, in buffer order; empty where it owns nothing.

@@ -10,9 +10,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
+from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.consolidated import FEEDBACK_KEY, RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
@@ -21,7 +21,7 @@ from lightning_zero.comm.control import collect
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
-from lightning_zero.session.feedback import load_residuals, save_residuals
+from lightning_zero.session.module_state import read_slice
 from lightning_zero.session.random_state import RandomState
 
 __all__ = ["Checkpoints", "require_lightning"]
@@ -32,6 +32,8 @@ _SAVERS: WeakKeyDictionary[Groups, Saver] = WeakKeyDictionary()
 # How long a rank that is handling an exception waits for the others to save with it. They come at once if they failed
 # in the same way, and never if they are waiting for this rank inside a step.
 _ATTENDANCE_SECONDS = 15.0
+
+_LAYOUT = "layout"  # what residuals belong to
 
 
 class Checkpoints:
@@ -105,7 +107,7 @@ class Checkpoints:
         summary = _summary(engine, precision)
         if policy.format == "sharded" and "optimizer_states" in checkpoint:  # a run can go on from it
             own = {**checkpoint.get(SUMMARY_KEY, {}), RANDOM_KEY: self.random.save(engine.device)}
-            if residuals := save_residuals(engine, self._groups):
+            if residuals := self._residuals(engine):
                 own[FEEDBACK_KEY] = residuals
             checkpoint = {**checkpoint, SUMMARY_KEY: own}
 
@@ -146,9 +148,44 @@ class Checkpoints:
         if saved is not None:
             self.random.load(saved, checkpoint["global_step"], device)
 
+    def _residuals(self, engine: ZeroEngine) -> dict[str, Any]:
+        """What error feedback keeps of gradients on this rank: for each reduction a row, a FlatShard of shape (ranks,
+        elements). They belong to the ranks of a host and to parts of a layout, which stand beside them."""
+        rank, ranks = self._control.rank, self._control.world_size
+        kept = engine.collectives.residuals.items()
+        rows = {name: FlatShard(row, (ranks, row.numel()), rank * row.numel()) for name, row in kept}
+        return {_LAYOUT: self._layout(engine), **rows} if rows else {}
+
+    def _layout(self, engine: ZeroEngine) -> str:
+        return f"hosts {self._groups.hosts}, plan {engine.plan.fingerprint()}"
+
     def load_residuals(self, checkpoint: Mapping[str, Any], engine: ZeroEngine) -> None:
-        """Read what error feedback keeps of gradients. Collective: every rank."""
-        load_residuals(checkpoint.get(SUMMARY_KEY, {}).get(FEEDBACK_KEY), engine, self._groups)
+        """Read what error feedback keeps of gradients, if it fits; else begin at zero and say so.
+
+        Collective: every rank; ``CheckpointError`` on all, if one could not read its rows.
+        """
+        found = checkpoint.get(SUMMARY_KEY, {}).get(FEEDBACK_KEY, {})
+        wire, control = engine.collectives, self._groups.control
+        wire.residuals.clear()
+
+        def read() -> None:
+            for name, rows in found.items():
+                if name != _LAYOUT:
+                    wire.residuals[name] = row = torch.empty(rows.shape[1], dtype=torch.float32)
+                    read_slice(rows, control.rank * row.numel(), row)
+
+        if wire.feeding is None and not found:
+            return
+        if wire.feeding is None:
+            why = "nothing is fed back in this run"
+        elif not found:
+            why = "it has nothing of that"
+        elif found.get(_LAYOUT) != self._layout(engine):
+            why = "it is of other ranks, or of another layout"
+        else:
+            collect(control, "load what error feedback keeps", read)
+            return
+        rank_zero_info(f"Error feedback takes nothing from the checkpoint: {why}.")
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint at the next save, or at the end of the run: never before its successor is durable."""

@@ -19,8 +19,7 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
-from lightning_zero.session.huggingface import in_layout_of
-from lightning_zero.session.names import under_own_names, unwrapped
+from lightning_zero.session.names import in_layout_of, under_own_names, unwrapped
 from lightning_zero.shards.binding import placeholders_allowed
 
 __all__ = [

@@ -1,15 +1,31 @@
-"""Names of weights in files, and in a module that has them under others."""
+"""Names of weights in files, in a module that has them under others, and in another layout than transformers' models.
+
+Of every architecture, transformers (5.0 and later) knows how the layout of files becomes that of modules: a Mixtral's
+``block_sparse_moe.experts.3.w1.weight`` is a part of ``mlp.experts.gate_up_proj``. It is asked for that. What is made
+of several tensors is made when a rank reads its slice of it: a group of tensors at a time, of experts one.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import math
 import os
+import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 
-__all__ = ["under_own_names", "unwrapped"]
+from lightning_zero.checkpoint import StoredTensor
+from lightning_zero.checkpoint.format.record import Chunk, TensorItem
+from lightning_zero.errors import CheckpointError, some
+
+__all__ = ["in_layout_of", "under_own_names", "unwrapped"]
 
 # torch.compile, activation checkpointing and FSDP wrap a block in a module of this attribute; names in a checkpoint do
 # not depend on whether a block is wrapped.
@@ -73,3 +89,193 @@ def _rests(name: str) -> Iterator[str]:
     while "." in name:
         name = name.partition(".")[2]
         yield name
+
+
+def in_layout_of(module: nn.Module, own: Collection[str], stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The stored tensors under the names of a module, if it holds a transformers model that knows how.
+
+    Names that are the module's own stay. So do all others, unless there is exactly one model that makes most of them
+    the module's. What that model says to ignore in files is left out.
+
+    Args:
+        module: models are looked for in it, but not in one another.
+        own: the names of its state.
+        stored: by name; on disk or not. Nothing is read.
+
+    Returns:
+        ``stored``, or another mapping, in which what has to be computed is a StoredTensor too.
+
+    Raises:
+        CheckpointError: if tensors that belong together cannot be converted, naming them.
+    """
+    names = {unwrapped(name) for name in own}
+    foreign = {name: value for name, value in stored.items() if unwrapped(name) not in names}
+    found = []
+    for path, model in _models_of(module) if foreign else ():
+        inside = {name.removeprefix(path) for name in names if name.startswith(path)}
+        for cut in ("", path):  # as files have it, and as an older version's checkpoint of this module has it
+            layout = _Layout(model, inside, {k.removeprefix(cut): v for k, v in foreign.items() if k.startswith(cut)})
+            if 2 * (len(layout.taken) + len(layout.ignored)) > len(foreign):
+                found.append((path, cut, layout))
+                break
+    if len(found) != 1:
+        return stored
+    ((path, cut, layout),) = found
+    layout.remember()
+    gone = {cut + name for name in (*layout.taken, *layout.ignored)}
+    return {name: value for name, value in stored.items() if name not in gone} | {
+        path + name: value for name, value in layout.converted().items()
+    }
+
+
+def _models_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost models of transformers in a module, with their prefixes."""
+    library = sys.modules.get("transformers.modeling_utils")  # not there: the module cannot hold one
+    outer: list[str] = []
+    for name, child in module.named_modules() if library is not None else ():
+        if isinstance(child, library.PreTrainedModel) and not name.startswith(tuple(outer)):  # type: ignore[union-attr]
+            outer.append(f"{name}." if name else "")
+            yield unwrapped(outer[-1]), child
+
+
+class _Layout:
+    """What a model makes of stored tensors: which of them become which of its own.
+
+    Args:
+        model: of transformers.
+        own: the names of its state.
+        stored: by name.
+    """
+
+    def __init__(self, model: Any, own: Collection[str], stored: Mapping[str, Any]) -> None:
+        self._model = model
+        self.taken: set[str] = set()
+        self.ignored: set[str] = set()
+        self._renamed: dict[str, Any] = {}
+        self._groups: dict[str, _Group] = {}
+        self._rules: list[Any] = []
+        try:
+            loading: Any = importlib.import_module("transformers.core_model_loading")
+            mapping: Any = importlib.import_module("transformers.conversion_mapping")
+        except ImportError:  # before 5.0, models have the layout of their files
+            return
+        self._rules = mapping.get_model_conversion_mapping(model)
+        renamings = [rule for rule in self._rules if isinstance(rule, loading.WeightRenaming)]
+        converters = [rule for rule in self._rules if isinstance(rule, loading.WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        state, prefix = dict.fromkeys(own, True), model.base_model_prefix
+        ignored = self._to_ignore()
+        computed: list[Any] = []
+        for key in sorted(stored, key=loading.dot_natural_key):  # experts in their order
+            name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state and key in state:
+                name, pattern = key, None
+            if name not in state:
+                if ignored is not None and ignored.search(key):
+                    self.ignored.add(key)
+                continue
+            self.taken.add(key)
+            if pattern is None:
+                self._renamed[name] = stored[key]
+            else:
+                group = self._groups.setdefault(name, _Group(by_pattern[pattern], name, model, computed))
+                group.sources.setdefault(pattern, []).append(stored[key])
+
+    def _to_ignore(self) -> re.Pattern[str] | None:
+        """What the library passes over in files of older versions."""
+        patterns = set(self._model._keys_to_ignore_on_load_unexpected or ())
+        buffers = [name for name, _ in self._model.named_buffers()]
+        for suffix in ("rotary_emb.inv_freq", "position_ids"):
+            if any(name.endswith(suffix) for name in buffers):
+                patterns.add(rf"(^|\.){re.escape(suffix)}$")
+        return re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns))) if patterns else None
+
+    def converted(self) -> dict[str, Any]:
+        """By the model's names."""
+        values = dict(self._renamed)
+        for group in self._groups.values():
+            values |= group.results()
+        return values
+
+    def remember(self) -> None:
+        """Let the model's ``save_pretrained`` write the layout that was read."""
+        self._model._weight_conversions = [rule for rule in self._rules if rule.was_used()]
+
+
+class _Group:
+    """Stored tensors that become one or several of a model's, computed when elements of these are read.
+
+    ``sources`` are the tensors by pattern; ``computed`` is what was computed last, of any group, to be read again.
+    """
+
+    def __init__(self, converter: Any, name: str, model: Any, computed: list[Any]) -> None:
+        self._converter, self._name, self._model, self._computed = converter, name, model, computed
+        self.sources: dict[str, list[Any]] = {}
+
+    def results(self) -> dict[str, StoredTensor]:
+        """By name. Nothing is read: their shapes are found on the meta device."""
+        outlines = {
+            pattern: [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
+            for pattern, tensors in self.sources.items()
+        }
+        found = {}
+        for name, value in self._convert(outlines).items():
+            shape, numel = tuple(value.shape), value.numel()
+            chunks = (Chunk(0, numel, self._name, 0, None),) if numel else ()
+            found[name] = StoredTensor(self, name, TensorItem((), value.dtype, shape, chunks))
+        return found
+
+    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
+        """Compute what has these elements, and copy them."""
+        count = self._pieces(item)
+        step = math.prod(item.shape) // count
+        end = start + destination.numel()
+        for piece in range(start // step, -(-end // step)) if destination.numel() else ():
+            part = slice(None) if count == 1 else slice(piece, piece + 1)
+            if not self._computed or self._computed[:2] != [self, piece]:
+                self._computed.clear()
+                read = {pattern: [_read(t) for t in tensors[part]] for pattern, tensors in self.sources.items()}
+                self._computed[:] = [self, piece, self._convert(read)]
+            first, last = max(start, piece * step), min(end, (piece + 1) * step)
+            elements = self._computed[2][key].reshape(-1)[first - piece * step : last - piece * step]
+            destination[first - start : last - start].copy_(elements)
+
+    def _pieces(self, item: TensorItem) -> int:
+        """In how many parts along its first dimension a result can be computed, each of one tensor of every pattern."""
+        stack, *rest = self._converter.operations
+        count = len(next(iter(self.sources.values())))
+        apart = type(stack).__name__ == "MergeModulelist" and stack.dim == 0 and all(map(_keeps_rows, rest))
+        same = all(len(tensors) == count for tensors in self.sources.values())
+        return count if apart and same and item.shape[:1] == (count,) else 1
+
+    def _convert(self, sources: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        converter = copy.deepcopy(self._converter)
+        for pattern, tensors in sources.items():
+            for tensor in tensors:
+                converter.add_tensor(self._name, pattern, pattern, tensor)
+        try:
+            found = converter.convert(self._name, model=self._model, config=self._model.config)
+        except (RuntimeError, ValueError, IndexError, KeyError, AttributeError) as error:
+            stored = [
+                f"{t.key if isinstance(t, StoredTensor) else '?'} {tuple(t.shape)}"
+                for tensors in self.sources.values()
+                for t in tensors
+            ]
+            raise CheckpointError(
+                f"'{self._name}' of {type(self._model).__name__} cannot be made of what is stored, {some(stored)}: "
+                f"{error}. Are all files of the model there, and are they of this configuration?"
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _keeps_rows(operation: Any) -> bool:
+    """Whether an operation does not mix or move what lies along the first dimension."""
+    kind = type(operation).__name__
+    if kind == "Concatenate":
+        return bool(operation.dim > 0)
+    return kind == "Transpose" and min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
+
+
+def _read(value: Any) -> Tensor:
+    tensor: Tensor = value.read() if isinstance(value, StoredTensor) else value
+    return tensor

@@ -29,16 +29,17 @@ from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPla
 from lightning_zero.analysis.estimate import Recommendation
 from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from lightning_zero.config import Stage
-from lightning_zero.session.huggingface import model_of_config, tokens_for
 from lightning_zero.trainer.cli_texts import PLAN, PLAN_OPTIONS, in_one_line, no_strategy, refused_by_the_class
 from lightning_zero.trainer.loaders import first_batch
 from lightning_zero.trainer.plan_settings import (
     MEASURED,
     arguments_of,
     memory_of,
+    model_of_config,
     parsed,
     plan_settings,
     precision_of,
+    tokens_for,
 )
 from lightning_zero.trainer.precision import ZeroPrecision
 

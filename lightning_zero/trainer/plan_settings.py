@@ -1,34 +1,42 @@
-"""What a configuration says of a plan: options of ``lightning-zero plan``, else what its Trainer is given."""
+"""What a configuration says of a plan: options of ``lightning-zero plan``, else what its Trainer is given; and models
+of transformers, of their own configurations."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import Namespace
+from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR_ALIAS_CONVERSION
 from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
 
 from lightning_zero.checkpoint.consolidate import parse_size
 from lightning_zero.comm import Compression
 from lightning_zero.comm.groups import shard_span
 from lightning_zero.config import ActivationPolicy, HostOffload, NvmeOffload, Offload, Placement, Tier
 from lightning_zero.session.settings import SessionSettings
-from lightning_zero.trainer.precision import PrecisionName, ZeroPrecision
+from lightning_zero.trainer.precision import ZeroPrecision
 
-__all__ = ["MEASURED", "arguments_of", "memory_of", "parsed", "plan_settings", "precision_of"]
+__all__ = [
+    "MEASURED",
+    "arguments_of",
+    "memory_of",
+    "model_of_config",
+    "parsed",
+    "plan_settings",
+    "precision_of",
+    "tokens_for",
+]
 
 MEASURED = "measured"
-
-# Short names that the Trainer takes too.
-_PRECISIONS: Mapping[str, PrecisionName] = {
-    "32": "32-true",
-    "64": "64-true",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-    "None": "32-true",
-}
 
 
 def arguments_of(configured: Namespace) -> dict[str, Any]:
@@ -64,13 +72,9 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
             found[name] = kind(**arguments_of(chosen))
     asked = SessionSettings(**settings, **exchange)
     world_size = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
-    ranks = world_size // config.trainer.num_nodes
-    exchange["shard_within"] = span = shard_span(asked.shard_within, ranks, world_size)
-    keeping = ranks if asked.secondary_shards and 1 < ranks < world_size else None
-    feeds = ranks < world_size and asked.compression is not None and asked.compression.error_feedback
-    settings["placement"] = replace(
-        asked.placement, span=span, keeping=keeping, feedback=(span or ranks) if feeds else None
-    )
+    hosts: int = config.trainer.num_nodes
+    exchange["shard_within"] = span = shard_span(asked.shard_within, world_size // hosts, world_size)
+    settings["placement"] = asked.placement.on_hosts(hosts, world_size, span=span, **asked.exchange._asdict())
     settings["world_size"] = world_size
     return settings, exchange, asked
 
@@ -111,7 +115,8 @@ def precision_of(trainer: Namespace) -> ZeroPrecision:
             given = arguments_of(plugin)
             names = ("precision", "reduce_dtype", "full_precision")
             return ZeroPrecision(**{name: given[name] for name in names if name in given})
-    return ZeroPrecision(_PRECISIONS.get(str(trainer.precision), trainer.precision))
+    precision: Any = str(trainer.precision or "32-true")
+    return ZeroPrecision(_PRECISION_INPUT_STR_ALIAS_CONVERSION.get(precision, precision))
 
 
 def memory_of(config: Namespace, world_size: int) -> dict[str, Any] | None:
@@ -131,3 +136,52 @@ def parsed(config: Namespace, name: str, parse: Callable[[str], Any] = parse_siz
         return None if config[name] is None else parse(config[name])
     except ValueError as error:
         raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
+
+
+def model_of_config(path: str) -> nn.Module:
+    """Build the model that a ``config.json``, or a folder with one, describes, on the meta device.
+
+    The class is the configuration's first architecture where ``transformers`` has it, else what it makes a causal
+    language model of. Nothing is downloaded, and no code that comes with a configuration is executed.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(
+            f"--hf-config is a config.json or a folder with one, and {path!r} is neither. Nothing is downloaded: "
+            "fetch the file of a model from the Hugging Face Hub first."
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ValueError(f"{file} has no 'model_type', so it does not describe a model of transformers.")
+    try:
+        transformers: Any = importlib.import_module("transformers")  # which this package does not depend on
+    except ImportError as error:
+        raise ValueError(
+            f"--hf-config needs the package `transformers` ({error}). Install it with `pip install transformers`, or "
+            "give --parameters."
+        ) from error
+    try:
+        config = transformers.AutoConfig.for_model(**content)
+        named = [getattr(transformers, name, None) for name in content.get("architectures") or ()]
+        # Any name may stand in a file.
+        classes = [found for found in named if isinstance(found, type) and issubclass(found, nn.Module)]
+        with torch.device("meta"):
+            model: nn.Module = (classes or [transformers.AutoModelForCausalLM.from_config])[0](config)
+    except Exception as error:  # whatever the library raises for a configuration that it cannot use
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"transformers cannot build the model of {file}: {type(error).__name__}: {reason}") from error
+    return model
+
+
+def tokens_for(model: nn.Module, batch_size: int, sequence_length: int) -> dict[str, Tensor]:
+    """A batch of tokens without values, for a language model with labels."""
+    tokens = torch.empty(batch_size, sequence_length, dtype=torch.int64, device="meta")
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" not in takes:
+        raise ValueError(f"{type(model).__name__} takes no tokens: its activations cannot be measured by --hf-config.")
+    labels = "labels" in takes and re.search("LM|Gener", type(model).__name__)
+    return {"input_ids": tokens, "labels": tokens} if labels else {"input_ids": tokens}

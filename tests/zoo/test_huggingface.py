@@ -17,7 +17,7 @@ from lightning_zero.checkpoint import StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
-from lightning_zero.session.huggingface import in_layout_of
+from lightning_zero.session.names import in_layout_of
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import quiet, values_of
