@@ -115,12 +115,12 @@ class OptimizerCost:
 
 def _of_torch(cls: type) -> tuple[str | None, bool]:
     """The name of torch's optimizer that a class is or derives from, and whether it steps in a way of its own."""
-    base = next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), None)
+    base: Any = next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), None)
     if base is None or base.__name__ not in _COSTS:
         return None, False
     own = [derived for derived in cls.__mro__[: cls.__mro__.index(base)] if "step" in vars(derived)]
-    # Without what torch puts around a class's step when the first optimizer of it is made.
-    return base.__name__, any(unwrap(vars(derived)["step"]) is not unwrap(vars(base)["step"]) for derived in own)
+    # Without what torch puts around a class's step when the first optimizer of it is made, also where it inherits it.
+    return base.__name__, any(unwrap(vars(derived)["step"]) is not unwrap(base.step) for derived in own)
 
 
 _Options = Mapping[str, Any]

@@ -19,7 +19,6 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 from textwrap import shorten
 from typing import Any
 
@@ -28,31 +27,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step, tree_leaves
+from lightning_zero.analysis.optimizers import OptimizerCost
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
 
 __all__ = ["check_offloadable", "naming_closures", "needs_closure", "optimizer_rule", "try_in_parts"]
-
-
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
-
-
-def _overrides_step(cls: type, base: type) -> bool:
-    """Whether a subclass of a torch optimizer brings arithmetic of its own."""
-    derived = takewhile(lambda klass: klass is not base, cls.__mro__)
-    return any(_step_of(klass) not in (None, _step_of(base)) for klass in derived)
 
 
 def optimizer_rule(optimizer: Optimizer) -> str:
@@ -76,10 +55,7 @@ def optimizer_rule(optimizer: Optimizer) -> str:
         )
     if needs_closure(optimizer):
         return "replicated"
-    for known in _ELEMENTWISE:
-        if isinstance(optimizer, known):
-            return "whole" if _overrides_step(cls, known) else "elementwise"
-    return "whole"
+    return "whole" if OptimizerCost.of(cls).whole else "elementwise"
 
 
 def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, device: torch.device) -> None:
@@ -118,20 +94,11 @@ _REASON = (
 )
 
 
-def _step_of(cls: type) -> Any:
-    """A class's own ``step``, without what torch has wrapped around it; ``None`` if it is that of a base."""
-    step = cls.__dict__.get("step")
-    while step is not None and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return step
-
-
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether an optimizer can be seen to need a closure, because ``step`` has an argument ``closure`` without a
     default, its first statements raise where there is none, or it calls it and never asks whether it is there. What is
     not seen here ends in ``naming_closures``."""
-    cls = type(optimizer)
-    step: Any = next((own for base in cls.__mro__ if (own := _step_of(base)) is not None), None)
+    step: Any = inspect.unwrap(type(optimizer).step)  # without what torch has wrapped around it
     try:
         parameters = list(inspect.signature(step).parameters.values())[1:]
     except (TypeError, ValueError):

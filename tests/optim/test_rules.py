@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.analysis import OptimizerCost
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.optim.rules import naming_closures, needs_closure, optimizer_rule
 
@@ -79,6 +80,17 @@ def test_seen_to_need_one(cls: type[Optimizer]) -> None:
 @pytest.mark.parametrize("cls", [*KNOWN, Base, Guarding, Positional])
 def test_not_seen_to_need_one(cls: type[Optimizer]) -> None:
     assert not needs_closure(made(cls))
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_derived_class_is_elementwise_unless_its_step_is_its_own(base: type[Optimizer]) -> None:
+    """AdamW inherits its step; from the first optimizer of a class on, the class has it wrapped by torch."""
+    inherited = {"step": Optimizer.profile_hook_step(base.step)}
+    cases = (({}, "elementwise"), (inherited, "elementwise"), ({"step": Guarding.step}, "whole"))
+    for members, rule in cases:
+        optimizer = made(type("Derived", (base,), members))
+        assert optimizer_rule(optimizer) == rule
+        assert OptimizerCost.of(optimizer).whole == (rule == "whole")
 
 
 def test_source_that_cannot_be_read_is_no_reason() -> None:
