@@ -69,8 +69,9 @@ class GradientBucket:
         self.resident = resident
         self.layout = layout = flat.layout
         self.nbytes = layout.numel * layout.reduce_dtype.itemsize
-        self._in_place = resident is not None and transfers is None and layout.reduce_dtype == layout.dtype
-        """Whether the shard is this rank's range of the resident buffer."""
+        exact = transfers is None and layout.reduce_dtype == layout.dtype
+        self._shares = resident is not None and exact  # the shard is this rank's range of the resident buffer,
+        self._in_place = False  # and gradients are collected there now
         self._collectives = collectives
         self.transfers = transfers
         self._leaving: Transfer | None = None  # brings the reduced gradients to the host, out of the full buffer
@@ -84,8 +85,8 @@ class GradientBucket:
         self._held: dict[int, TensorWeakRef] = {}  # what autograd keeps of gradients whose other parts are to come
         self.arrived = [False] * count  # in the running round
         self.local = [False] * count  # holds unreduced gradients of earlier micro-steps
-        self.used = [False] * count  # had a gradient in an earlier round of the running backward
-        self._further = False  # there was one: the shard has gradients that other ranks had in it
+        self._further = False  # there was an earlier round in this backward: the shard holds gradients of some rank
+        self.used = [False] * count  # had a gradient in it
         self.full: Tensor | None = None
         self.launched = False  # a reduction was started in the running backward
         self.dirty = False  # gradients arrived that no reduction has taken yet
@@ -102,13 +103,12 @@ class GradientBucket:
         self._direct = False  # what the reduction under way ends with is in the shard
         # Where nothing has to be added to the shard, a reduction's result can be the shard as it is: it lies elsewhere
         # than the full buffer, and no one has to convert it.
-        self._is_apart = not self._in_place and transfers is None and layout.reduce_dtype == layout.dtype
-        self.is_alone = self._is_apart and resident is None and collectives.world_size == 1
+        self._is_apart = resident is None and exact
+        self.is_alone = self._is_apart and collectives.world_size == 1
         # In place, new gradients overwrite the reduced ones of earlier backwards; those wait here to be added again.
         self._carry: Tensor | None = None
         self._carried = [False] * count
-        if resident is not None:
-            self.give_buffer(resident)
+        self.give_buffer(resident)
 
     @property
     def shard(self) -> Tensor | None:
@@ -162,6 +162,7 @@ class GradientBucket:
         if self._leaving is not None:
             self._leaving.order()
         self.full, self.plain = full, False
+        self._in_place = self._shares and full is self.resident
         if full is None:
             self.views, self._gaps = None, []
         elif self._known is not None and self._known[0] is full:
@@ -193,7 +194,7 @@ class GradientBucket:
         if not self.dirty and self._in_place:
             self._save_reduced()
         again = self.arrived[position] or (self.local[position] and self._has_grad(position))
-        if self._carry is not None and not (again or self._further or self.used[position] or self._has_grad(position)):
+        if self._carry is not None and not (again or self._further or self._has_grad(position)):
             self._carried[position] = False
         with untracked():
             if gradient.layout is not torch.strided:
@@ -237,7 +238,6 @@ class GradientBucket:
             self._leaving.order()
         if self.averaging is not None and self._in_place and self.full is not None:
             # There, and some rank may join it only at the end of its backward.
-            self._in_place = False
             self.give_buffer(torch.empty_like(self.full))
         self.plain, self._further = False, True
         self.used = [a or b or c for a, b, c in zip(self.used, self.arrived, self.local, strict=True)]
@@ -261,9 +261,8 @@ class GradientBucket:
         if not self.dirty and self._in_place and True not in self.local:
             self._save_reduced()
         # What was cleared by zero_grad since it was put aside does not come back.
-        if self._carry is not None:
-            known = [self._further or used or self._has_grad(i) for i, used in enumerate(self.used)]
-            self._carried = [a and b for a, b in zip(known, self._carried, strict=True)]
+        if self._carry is not None and not self._further:
+            self._carried = [kept and self._has_grad(i) for i, kept in enumerate(self._carried)]
         with untracked():
             empty = self._gaps
             if False in self.arrived:
@@ -363,7 +362,6 @@ class GradientBucket:
         self._held.clear()
         self.pending, self.averaging, self._carry, self._leaving = None, None, None, None
         if self.resident is not self.full and self.resident is not None:
-            self._in_place = True
             self.give_buffer(self.resident)
         if not self._lasts:  # it is left to those who have a gradient in it
             self._shard = None
@@ -381,7 +379,7 @@ class GradientBucket:
     def _save_reduced(self) -> None:
         if self._carry is not None or any(self.local) or self.full is None:
             return
-        kept = [self._further or self._has_grad(i) or self.used[i] for i in range(len(self.arrived))]
+        kept = [self._further or self._has_grad(i) for i in range(len(self.arrived))]
         if any(kept):
             with untracked():
                 self._carry, self._carried = self._collectives.own_range(self.full).clone(), kept
@@ -408,8 +406,8 @@ class GradientBucket:
     def _keeps(self) -> list[bool]:
         """For each parameter, whether the shard holds something that a reduction's result is added to."""
         return [
-            self._further or used or (parameter is not None and not local and parameter.grad is not None)
-            for used, local, parameter in zip(self.used, self.local, self._shard_parameters, strict=True)
+            self._further or (parameter is not None and not local and parameter.grad is not None)
+            for local, parameter in zip(self.local, self._shard_parameters, strict=True)
         ]
 
     def _additions(self, result: Tensor) -> list[Copy]:

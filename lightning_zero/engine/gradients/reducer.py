@@ -12,7 +12,7 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -128,7 +128,8 @@ class GradientReducer:
         # often the largest of all, with nothing left to overlap with.
         while self._next < len(order) - 1 and order[self._next] in self._ready:
             bucket = self.buckets[order[self._next]]
-            self._launch(bucket)
+            with self._span(Phase.REDUCE, bucket):
+                bucket.launch(self._patience, self._last)
             self._next += 1
             if bucket.transfers is not None:
                 self._reducing.append(bucket)
@@ -172,12 +173,14 @@ class GradientReducer:
                 bucket.average_across()
         for bucket in self.buckets:
             if bucket.pending is not None:
-                self._drain(bucket)
+                with self._span(Phase.WAIT_REDUCE, bucket):
+                    bucket.drain()
         used = self._agree_used(touched, complete)
         self._remember_order(touched)
         for bucket in self.buckets:
             if bucket.averaging is not None:
-                self._settle(bucket)
+                with self._span(Phase.WAIT_REDUCE, bucket):
+                    bucket.settle()
             if touched[bucket.index]:
                 bucket.publish(used[bucket.index])
             else:
@@ -223,19 +226,11 @@ class GradientReducer:
     def _launch_now(self, bucket: GradientBucket) -> None:
         if bucket.full is None:
             self._claim(bucket)
-        self._launch(bucket)
-
-    def _launch(self, bucket: GradientBucket) -> None:
-        with self._spans.of(Phase.REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
+        with self._span(Phase.REDUCE, bucket):
             bucket.launch(self._patience, self._last)
 
-    def _drain(self, bucket: GradientBucket) -> None:
-        with self._spans.of(Phase.WAIT_REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
-            bucket.drain()
-
-    def _settle(self, bucket: GradientBucket) -> None:
-        with self._spans.of(Phase.WAIT_REDUCE, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING:
-            bucket.settle()
+    def _span(self, phase: Phase, bucket: GradientBucket) -> AbstractContextManager[None]:
+        return self._spans.of(phase, bucket.unit.name, bucket.nbytes) if self._spans.heard else _NOTHING
 
     def _claim(self, bucket: GradientBucket) -> None:
         """Give a unit's buckets memory: their slot, or fresh memory while another unit still collects there."""
@@ -251,7 +246,8 @@ class GradientReducer:
             if not busy and self._drainable(holders):
                 for holder in holders:
                     if holder.pending is not None:
-                        self._drain(holder)
+                        with self._span(Phase.WAIT_REDUCE, holder):
+                            holder.drain()
                     holder.give_buffer(None)
                 slot.owner = None
         own = slot.owner is None or slot.owner == bucket.unit.index
