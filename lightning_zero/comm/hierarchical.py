@@ -18,7 +18,7 @@ Source: ZeRO++ (arXiv:2306.10209), section 3.2, where it is hpZ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.collectives import Content, Pending
-from lightning_zero.comm.control import raise_failure
+from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups, Hops
 from lightning_zero.comm.native import GlooCollectives
-from lightning_zero.comm.relay import Relay
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.comm.sums import divide
 
@@ -82,7 +81,7 @@ class HierarchicalCollectives(GlooCollectives):
         def within() -> None:
             self._within.all_gather(buffer, what).wait()
 
-        return self._carried(self._hops.gathers, what, (between, within), (buffer,))
+        return Pending(what, self._told, works=[self._hops.gathers.carry(what, (between, within))], keep=(buffer,))
 
     def _place_for(self, part: Tensor, name: Hashable, state: int) -> tuple[Tensor, bool]:
         """Where a part of some content is kept, and whether it is there in this state."""
@@ -107,10 +106,8 @@ class HierarchicalCollectives(GlooCollectives):
             self._between.reduce_through(free, part, shard, what, key).wait()
             divide(shard, 1 if early else divisor)
 
-        return self._carried(self._hops.reductions, what, (within, between), (bucket, shard))
-
-    def _carried(self, relay: Relay, what: str, hops: Sequence[Callable[[], None]], keep: Sequence[Tensor]) -> Pending:
-        return Pending(what, self._told, works=[relay.carry(what, hops)], keep=keep)
+        passage = self._hops.reductions.carry(what, (within, between))
+        return Pending(what, self._told, works=[passage], keep=(bucket, shard))
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
@@ -120,11 +117,9 @@ class HierarchicalCollectives(GlooCollectives):
         received, sent = output.split(output_splits), input.split(input_splits)
         received[self.rank].copy_(sent[self.rank])
         places = [place for place in range(self.world_size) if place != self.rank]
-        try:
+        with naming_failures(what, self._told):
             works += [dist.irecv(received[at], group=group, group_src=order[at]) for at in places if output_splits[at]]
             works += [dist.isend(sent[at], group=group, group_dst=order[at]) for at in places if input_splits[at]]
-        except RuntimeError as error:
-            raise_failure(what, self._told, error)
         return Pending(what, self._told, works=works, keep=(output, input), group=group)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:

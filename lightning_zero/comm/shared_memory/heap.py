@@ -171,11 +171,4 @@ def _libc_mmap() -> Any:
 
 _MMAP = _libc_mmap()  # now: a forked process should load nothing
 _HEAPS: weakref.WeakSet[Heap] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for heap in list(_HEAPS):
-        heap.keep_writes_to_itself()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=lambda: list(map(Heap.keep_writes_to_itself, list(_HEAPS))))

@@ -169,14 +169,7 @@ def _write(file: int, data: bytes) -> int:
 
 
 _LINKS: WeakSet[Links] = WeakSet()
-
-
-def _close_in_child() -> None:
-    for links in list(_LINKS):
-        links.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=lambda: list(map(Links.close, list(_LINKS))))
 
 
 def connect(control: ControlGroup, timeout: float) -> tuple[Heap, dict[int, PeerHeap], Links] | str:

@@ -162,7 +162,7 @@ class UnitOrder:
         phase = self._phase or self._require_phase()
         if self._agreement.control.world_size > 1:
             self._issue_rest(phase)
-        signature = _signature(phase)
+        signature = zlib.crc32(f"{phase.seen}{sorted(phase.aside)}{sorted(phase.again)}".encode())
         while True:
             rows = self._agreement.round(phase.place, [0, 0, signature, *values])
             if not self._serve(phase, rows):
@@ -270,7 +270,3 @@ class UnitOrder:
             self._changes[phase.name] = self._changes.get(phase.name, 0) + 1
             if self._changes[phase.name] == 1:
                 del self._recorded[phase.name]
-
-
-def _signature(phase: _Phase) -> int:
-    return zlib.crc32(f"{phase.seen}{sorted(phase.aside)}{sorted(phase.again)}".encode())
