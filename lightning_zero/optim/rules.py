@@ -30,6 +30,7 @@ from lightning_zero._torch import bare_step, tree_leaves
 from lightning_zero.analysis.optimizers import OptimizerCost
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
+from lightning_zero.optim.agreement import Fingerprint
 
 __all__ = ["check_offloadable", "naming_closures", "needs_closure", "optimizer_rule", "try_in_parts"]
 
@@ -144,6 +145,8 @@ def _refuses_none(step: Any, closure: str) -> bool:
 _LENGTH = 4  # of a stand-in, in each dimension at most
 _SCALES = (1e-3, 1.0, 1e3)  # of gradients: some clip only large ones, others raise small ones
 _STEPS = 2
+_RATE = 1.0  # of learning: one that a warm-up has set to 0 would hide everything, a small one most
+_BOUND = 1e-5  # of a relative difference, which rounding does not reach
 _WHY = (
     "{label} cannot be sharded. Tried out on small tensors, its step() {found} when each rank steps on some of "
     "the parameters only. So it takes a norm over all parameters, counts them or goes by their places, draws random "
@@ -188,9 +191,10 @@ def _difference(optimizer: Optimizer, scale: float) -> str:
         parts = [_stepped(optimizer, scale, rank) for rank in (0, 1)]
     except Exception as error:
         return f"raises {type(error).__name__} ({shorten(str(error), 120)})"
-    dealt = [parts[place % 2][place] for place in range(len(whole))]
-    same = all(torch.allclose(a, b, 1e-4, 0.0, equal_nan=True) for a, b in zip(whole, dealt, strict=True))
-    return "" if same else "gives other numbers"
+    dealt = [parts[place % 2][0][place] for place in range(len(whole[0]))]
+    if not all(torch.allclose(a, b, _BOUND, 0.0, equal_nan=True) for a, b in zip(whole[0], dealt, strict=True)):
+        return "gives other numbers"
+    return "" if all(options == whole[1] for _, options in parts) else "leaves other options in its param groups"
 
 
 @contextmanager
@@ -208,8 +212,9 @@ def _own_random_numbers() -> Iterator[None]:
             numpy.random.set_state(states[1])
 
 
-def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> list[Tensor]:
-    """All stand-ins after some steps of a copy; ``rank``: which of two it is, ``None``: the only one."""
+def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> tuple[list[Tensor], int]:
+    """All stand-ins after some steps of a copy, and a number for the options of its param groups; ``rank``: which of
+    two it is, ``None``: the only one."""
     torch.manual_seed(0)
     random.seed(0)
     originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -220,6 +225,9 @@ def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> list[Tenso
     ]
     gradients = [[scale * torch.randn_like(s) for s in stand_ins] for _ in range(_STEPS)]
     twin = _copied(optimizer, {id(p): s for p, s in zip(originals, stand_ins, strict=True)})
+    for group in twin.param_groups:
+        if isinstance(group.get("lr"), (int, float, Tensor)):
+            group["lr"] = group["lr"] * 0 + _RATE
     stepped = list(stand_ins)
     if rank is not None:  # what it owns, as parameters that the optimizer has not seen, and behind that slices of all
         owned = {s: nn.Parameter(s.detach(), s.requires_grad) for s in stand_ins[rank::2]}
@@ -231,7 +239,7 @@ def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> list[Tenso
         for place, (parameter, gradient) in enumerate(zip(stepped, step, strict=True)):
             parameter.grad = gradient if parameter.requires_grad and rank in (None, place % 2) else None
         bare_step(twin)()
-    return [stand_in.detach() for stand_in in stand_ins]
+    return [stand_in.detach() for stand_in in stand_ins], Fingerprint(twin, "", whole=True).take([])
 
 
 def _copied(optimizer: Optimizer, stand_ins: dict[int, Any]) -> Optimizer:

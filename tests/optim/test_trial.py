@@ -76,6 +76,11 @@ COUPLED: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], str]] = {
         lambda p, s, f, i: p.grad + torch.randn_like(p) * random.random() * np.random.rand(),
         "gives other numbers",
     ),
+    "a small decay": (
+        lambda ps: sum(p.numel() for p in ps if p.grad is not None),
+        lambda p, s, f, i: p.grad + 2e-6 * f * p,
+        "gives other numbers",
+    ),
     "first element": (lambda ps: [p.flatten()[0] for p in ps], lambda p, s, f, i: p.grad, r"raises IndexError"),
     "no gradient": (lambda ps: [p.grad * 2 for p in ps], lambda p, s, f, i: p.grad, r"raises TypeError"),
 }
@@ -101,6 +106,46 @@ def test_what_cannot_be_tried_is_let_through_with_a_warning() -> None:
     optimizer = Own(model.parameters(), lambda ps: [p.reshape(-1, 5) @ torch.ones(5, 6) for p in ps], momentum)
     with pytest.warns(UserWarning, match=r"Own could not be tried out on small tensors \(RuntimeError"):
         try_in_parts(optimizer, "Own")
+
+
+class Adapts(torch.optim.Optimizer):
+    """Begins with tiny steps and finds the rate itself, from all gradients, as D-Adaptation and Prodigy do."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1.0, "d": 1e-6, "sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            group["sum"] += sum(float(gradient.abs().sum()) for gradient in gradients)
+            group["d"] = max(group["d"], 1e-6 * group["sum"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * group["d"] * parameter.grad.sign())
+
+
+def test_an_option_that_is_found_from_all_parameters_is_refused() -> None:
+    """Its steps are too small at first to be seen."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    with pytest.raises(UnsupportedOptimizerError, match=r"step\(\) leaves other options in its param groups when"):
+        try_in_parts(Adapts(model.parameters()), "Adapts")
+
+
+def warming(parameters: Iterable[nn.Parameter]) -> Any:
+    optimizer = Own(parameters, norm, COUPLED["norm of all"][1])
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 2))
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "interval": "step"}}
+
+
+def test_a_warm_up_from_zero_hides_nothing() -> None:
+    def run(rank: int) -> str:
+        with pytest.raises(UnsupportedOptimizerError) as caught:
+            trained(ZeroStrategy(stage=1), warming)
+        return str(caught.value)
+
+    assert all("Own cannot be sharded. Tried out on small tensors" in found for found in run_world(2, run))
 
 
 class Beside(torch.optim.Optimizer):
@@ -138,7 +183,7 @@ def test_what_is_kept_beside_groups_and_state_is_refused(way: str, reason: str) 
 
 
 class Net(pl.LightningModule):
-    def __init__(self, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    def __init__(self, make: Callable[[Iterable[nn.Parameter]], Any]) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.a, self.b, self.make = nn.Linear(6, 10), nn.Linear(10, 3), make
@@ -152,7 +197,7 @@ class Net(pl.LightningModule):
         return self.make(self.parameters())
 
 
-def trained(strategy: Any, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> list[Tensor]:
+def trained(strategy: Any, make: Callable[[Iterable[nn.Parameter]], Any]) -> list[Tensor]:
     net = Net(make)
     with quiet():
         make_trainer(strategy).fit(net, DataLoader(range(3), batch_size=None))
