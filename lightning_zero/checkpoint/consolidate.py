@@ -60,7 +60,7 @@ def consolidate_checkpoint(
 
     Args:
         source: a sharded directory of this package, of Lightning's strategies, ``torch.distributed.checkpoint`` or
-            DeepSpeed (its weights, in ZeRO stages 1 to 3), a ``.ckpt`` file, or safetensors.
+            DeepSpeed (ZeRO stages 1 to 3), a ``.ckpt`` file, or safetensors.
         out: ``*.ckpt`` (or ``.pt``, ``.pth``, ``.bin``): one file as ``Trainer.save_checkpoint`` writes it on one
             device, which ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)`` read without this package.
             ``*.safetensors``: one file of weights. Anything without a suffix is a directory of safetensors files as

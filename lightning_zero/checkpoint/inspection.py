@@ -162,8 +162,9 @@ def _files(found: Found, path: str | os.PathLike[str]) -> dict[str, int]:
         return {found.name: found.files.size(found.name)}
     if is_remote(path):
         return {}
-    entries = sorted(local_path(found.files.name).iterdir())  # in `path`, or a folder in it
-    return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    folder = local_path(found.files.name)  # `path`, or a folder in it
+    entries = sorted(folder.rglob("*") if found.kind is Kind.DEEPSPEED else folder.iterdir())
+    return {str(entry.relative_to(folder)): entry.stat().st_size for entry in entries if entry.is_file()}
 
 
 def _plan_facts(plan: Mapping[str, Any], world_size: str) -> dict[str, str]:

@@ -73,8 +73,7 @@ def open_checkpoint(
         weights is under ``state_dict``. What could run code is left out with a warning on rank 0, or refused.
 
     Raises:
-        CheckpointError: on every rank, naming the file, if it is no whole checkpoint, if it could run code, or if the
-            ranks see different ones.
+        CheckpointError: on every rank, naming the file, if it is not whole, could run code, or differs between ranks.
 
     Collective: every rank.
     """
@@ -87,13 +86,15 @@ def open_checkpoint(
         return read[0][1].digest
 
     digests = collect(control, what, look)
-    found, (checkpoint, _, missing) = read[0]
+    found, (checkpoint, _, missing, notes) = read[0]
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise CheckpointError(
                 f"Could not {what}: rank {rank} sees another checkpoint there than rank 0, or was given another name. "
                 "Use a shared file system, and one name."
             )
+    for note in notes if control.rank == 0 else ():
+        warnings.warn(f"Of the checkpoint '{os.fspath(path)}' {note}.", stacklevel=2)
     if missing and control.rank == 0:
         names = shortened(", ".join(missing))
         warnings.warn(

@@ -27,8 +27,8 @@ _INSPECT = (
 _CONSOLIDATE = """\
 Write a checkpoint of any kind as ordinary files, with the memory of one process and never of a model.
 
-SOURCE is a sharded directory (of this package, Lightning's strategies, torch.distributed.checkpoint, or the weights of
-DeepSpeed's ZeRO stages 1 to 3), a .ckpt file, or safetensors. OUT decides what is written:
+SOURCE is a sharded directory (of this package, Lightning's strategies, torch.distributed.checkpoint, or DeepSpeed's
+ZeRO stages 1 to 3), a .ckpt file, or safetensors. OUT decides what is written:
 
   OUT.ckpt          one file as Trainer.save_checkpoint writes it on one device: for load_from_checkpoint, and for
                     Trainer.fit(ckpt_path=...) without this package (also .pt, .pth, .bin)

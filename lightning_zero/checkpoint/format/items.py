@@ -58,7 +58,8 @@ class Opened(NamedTuple):
 
     checkpoint: dict[str, Any]  # Lightning's
     digest: Any = None  # equal on ranks that see the same checkpoint
-    missing: Sequence[str] = ()  # what was left out of it, and why
+    missing: Sequence[str] = ()  # what was left out of it because it could run code
+    notes: Sequence[str] = ()  # what else is not read, in sentences about "the checkpoint"
 
 
 def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any]]:
