@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -17,9 +18,11 @@ from lightning.fabric import wrappers
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import ClusterEnvironment, Precision
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
+from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +31,7 @@ from lightning_zero._torch import compiler_of_frames, opaque_to_dynamo, tree_map
 from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
 from lightning_zero.config import Placement
-from lightning_zero.debug import note_optimizers
+from lightning_zero.debug import full_parameters, note_optimizers
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.init import InitRecorder
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
@@ -39,7 +42,7 @@ from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.callbacks import refuse_synced_norms
 from lightning_zero.trainer.precision import ZeroPrecision
-from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes
+from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, leave_group_of_one
 
 __all__ = ["ZeroFabricStrategy"]
 
@@ -74,6 +77,29 @@ def _refuse_compilation() -> None:
         )
 
 
+def _outside(thing: Any) -> nn.Module:
+    """What there is of a module or an optimizer when its processes have ended: ``TypeError`` for an optimizer."""
+    if not isinstance(thing, wrappers._FabricModule):
+        kind = type(getattr(thing, "optimizer", thing)).__name__
+        raise TypeError(
+            f"The function of `fabric.launch` returned {kind}, an optimizer of which every process has a part, and "
+            "which ends with them. Save it in the function by `fabric.save`, and return the rest."
+        )
+    return thing.module
+
+
+class _Workers(_MultiProcessingLauncher):
+    """Fabric's, which give back what the function returns, however large, and a module with whole weights."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the function in processes of this machine. Returns what the first one returned, with whole weights."""
+        leave_group_of_one()
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "returned")
+            super().launch(self._strategy.run_in_worker, function, path, *args, **kwargs)  # type: ignore[attr-defined]
+            return torch.load(path, map_location="cpu", weights_only=False)
+
+
 class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     """ZeRO for a training loop of one's own: ``Fabric(strategy="zero3")``.
 
@@ -86,6 +112,8 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         accelerator, parallel_devices, cluster_environment: as for every strategy of Fabric.
         precision: ``ZeroPrecision``, or one of Fabric's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
+        start_method: how ``fabric.launch`` starts processes: ``popen`` runs the script again; those of ``spawn`` and
+            ``fork`` run the function that it is given, and end with it. ``None``: ``popen``, in notebooks ``fork``.
         timeout: how long a rank waits for the others before it raises; also for their part of a checkpoint.
         settings: ``units``, ``shard_within``, ``compression``, ``secondary_shards``, ``bucket_mib``, ``prefetch``,
             ``offload``, ``activations``, ``checkpoint`` and ``broadcast_buffers``, as for ``ZeroStrategy``.
@@ -96,7 +124,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     """
 
     num_nodes: Any = property(lambda self: self._num_nodes)  # Fabric sets `_num_nodes`
-    _set_world_ranks = Processes.set_world_ranks
+    _set_world_ranks, _workers = Processes.set_world_ranks, _Workers
     all_reduce = Processes.reduce
     _not_ours = (
         "{} is not an optimizer of this run: set it up by `fabric.setup(model, optimizer)` or "
@@ -112,13 +140,14 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         cluster_environment: ClusterEnvironment | None = None,
         precision: Precision | None = None,
         process_group_backend: str | None = None,
+        start_method: StartMethod | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         **settings: Any,
     ) -> None:
         self.settings = SessionSettings(placement=Placement.from_stage(stage), **settings)
         super().__init__(accelerator, parallel_devices, cluster_environment, precision=precision)
         self._num_nodes = 1
-        self.process_group_backend, self._timeout = process_group_backend, timeout
+        self.process_group_backend, self._timeout, self._start_method = process_group_backend, timeout, start_method
         self._backward_sync_control = self
         self._recorder, self._in_backward = InitRecorder(), False
         self._module: _ShardedModule | None = None
@@ -143,6 +172,25 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
         self._precision = None if precision is None else ZeroPrecision.convert(precision)
+
+    def run_in_worker(self, function: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> None:
+        """Run what ``fabric.launch`` was given, and write what this machine's first process returns to ``path``.
+
+        Modules are written with whole weights. ``TypeError`` for optimizers. Collective: every rank.
+        """
+        try:
+            kinds = (wrappers._FabricModule, wrappers._FabricOptimizer, Optimizer)
+            returned = apply_to_collection(function(*args, **kwargs), kinds, _outside)
+            module = nn.Identity() if self._module is None else self._module.module
+            if isinstance(module, LightningModule):  # which Fabric has told of itself and of its optimizers
+                module._fabric, module._fabric_optimizers = None, []
+            self._begin_session().rest()
+            with full_parameters(module):
+                if self.local_rank == 0:
+                    torch.save(returned, path)
+        except BaseException as error:
+            self.tell_failure(error)
+            raise
 
     # -------------------------------------------------------------------- setup
 

@@ -39,7 +39,7 @@ from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.precision import unwrapped
 
-__all__ = ["DEFAULT_TIMEOUT", "Processes", "StartMethod"]
+__all__ = ["DEFAULT_TIMEOUT", "Processes", "StartMethod", "leave_group_of_one"]
 
 _OF_TRANSPORT = re.compile(
     r"gloo/|NCCL|ProcessGroup|Broken pipe|Connection (was likely |reset by peer|closed by peer)|Timed out waiting"
@@ -50,7 +50,8 @@ StartMethod = Literal["popen", "spawn", "fork"]
 _NOT_SET_UP = (
     "The strategy is not set up in this process: its engine exists from `Trainer.fit` (or validate) on, and with "
     "start_method='fork' or 'spawn' only in the processes that run it, which end with it. Save in a callback "
-    "(ModelCheckpoint), or take `state_dict()` of the module, which has its weights."
+    "(ModelCheckpoint), or take `state_dict()` of the module, which has its weights. With Fabric do all of it in the "
+    "function that `fabric.launch` is given."
 )
 _HOW_MANY = (
     "Start as many processes as devices times nodes, or let the Trainer (or Fabric) start them. In a worker of Ray "
@@ -58,13 +59,18 @@ _HOW_MANY = (
 )
 
 
+def leave_group_of_one() -> None:
+    """End the process group of a run with one process: what is forked then would take it for its own."""
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
+
+
 class _Workers(_MultiProcessingLauncher):
     """Lightning's, whose processes end with a run, and hand the first one's module over: with whole weights."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """As Lightning has it."""
-        if dist.is_initialized() and dist.get_world_size() == 1:  # of a run before, and forks would take it for theirs
-            dist.destroy_process_group()
+        leave_group_of_one()
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
@@ -82,7 +88,8 @@ class Processes:
     process_group_backend: str | None
     settings: SessionSettings
     _timeout: timedelta | None
-    _start_method: StartMethod | None = "popen"
+    _start_method: StartMethod | None
+    _workers: Any = _Workers
     _not_ours: str  # what is said of an optimizer that is none of the run's
     _session: ZeroSession | None = None
     parallel_devices: list[torch.device] | None
@@ -141,7 +148,7 @@ class Processes:
             return
         others = environment.creates_processes_externally and type(environment) is not LightningEnvironment
         if method != "popen" and not others:
-            self._launcher: Any = _Workers(self, method)  # type: ignore[arg-type]
+            self._launcher: Any = self._workers(self, method)
         elif several or not _IS_INTERACTIVE:  # a notebook is no script to run again, and its one process needs nobody
             # Also where others start the processes: the launcher then only shares the cores out among them.
             self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
@@ -183,6 +190,8 @@ class Processes:
     def _begin_session(self) -> ZeroSession:
         """What runs, from the first time that it is asked for. Collective then: every rank."""
         if self._session is None:
+            if not dist.is_initialized():
+                raise RuntimeError(_NOT_SET_UP)
             span = shard_span(self.settings.shard_within, self.num_processes, self.world_size)
             apart = orders_differ(self.root_device, self.settings.placement.shards_parameters)
             groups = Groups.create(self.process_group_backend, self._timeout, apart, span)

@@ -1,4 +1,7 @@
-"""Processes that are spawned or forked for a run, and end with it: weights and metrics come back, as with DDP."""
+"""Processes that are spawned or forked for a run, and end with it: weights and metrics come back, as with DDP.
+
+And in Fabric what the function returns, also where Lightning's command line starts the processes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 
 from lightning_zero import ZeroStrategy
 from tests.helpers.script import ROOT, run_script
-from tests.helpers.world import subprocess_env
+from tests.helpers.world import free_port, subprocess_env
 
 PROGRAM = """
 import sys
@@ -93,11 +96,118 @@ if __name__ == "__main__":
     print("all is well")
 """
 
+FABRIC = """
+import os
+import sys
+from argparse import Namespace
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.cli import main
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_zero import ZeroFabricStrategy, full_parameters
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def train(fabric, net):
+    fabric.seed_everything(3, verbose=False)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    data = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=4, shuffle=True)
+    losses = []
+    for (x,) in fabric.setup_dataloaders(data):
+        loss = (model(x) - x).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return {"model": model, "losses": losses, "optimizer": optimizer}
+
+
+def returned(fabric, net, *keys):
+    if keys == ("failure",) and fabric.global_rank == 1:
+        raise KeyError("rank 1 stumbles")
+    found = train(fabric, net)
+    return {"large": b"x" * 1_000_000, **{key: found[key] for key in keys}}
+
+
+def as_numbers(fabric, net):  # under DDP, Fabric gives tensors back only if one is quick enough
+    found = train(fabric, net)
+    with full_parameters(net):
+        weights = {name: value.tolist() for name, value in net.state_dict().items()}
+    return weights, [loss.item() for loss in found["losses"]]
+
+
+def launched(strategy, function, *args):
+    return Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(function, *args)
+
+
+def refused(message, function, *args):
+    try:
+        function(*args)
+    except Exception as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
+if __name__ == "__main__" and "LT_CLI_USED" in os.environ:
+    fabric = Fabric(accelerator="cpu")
+    assert isinstance(fabric.strategy, ZeroFabricStrategy)
+    found = as_numbers(fabric, Net())
+    if fabric.global_rank == 0:
+        torch.save(found, "found")
+elif __name__ == "__main__":
+    expected = launched(DDPStrategy(start_method="fork"), as_numbers, Net())
+    for method, stage in ("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 3):
+        strategy = ZeroFabricStrategy(stage, start_method=method)
+        found = launched(strategy, returned, Net(), "model", "losses")
+        net = found["model"]
+        weights = {name: value.tolist() for name, value in net.state_dict().items()}
+        assert (weights, [loss.item() for loss in found["losses"]]) == expected, (method, stage)
+        assert type(net) is Net and net.fabric is None and len(found["large"]) == 1_000_000
+        assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+
+    forks = ZeroFabricStrategy(3, start_method="fork")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=forks)
+    assert launched(DDPStrategy(start_method="fork"), as_numbers, net) == fabric.launch(as_numbers, net)
+    refused("an optimizer of which every process has a part", fabric.launch, returned, Net(), "optimizer")
+    refused("rank 1 stumbles", fabric.launch, returned, Net(), "failure")
+    refused("`.launch()` needs to be called with a function", fabric.launch)
+    refused("The strategy is not set up in this process", fabric.setup, Net())
+
+    os.environ["LT_STRATEGY"] = "zero3"  # what --strategy does, for names that Lightning's command line does not know
+    main(Namespace(
+        accelerator="cpu", strategy=None, devices="2", num_nodes=1, node_rank=0, main_address="127.0.0.1",
+        main_port=int(sys.argv[1]), precision=None, script=__file__,
+    ))
+    assert torch.load("found", weights_only=False) == expected
+    print("all is well")
+"""
+
 
 def test_weights_and_metrics_come_back(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     assert "all is well" in run_script([str(script), str(tmp_path)], cwd=tmp_path, timeout=200).stdout
+
+
+def test_fabric_gives_back_what_the_function_returns(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FABRIC)
+    assert "all is well" in run_script([str(script), str(free_port())], cwd=tmp_path, timeout=280).stdout
 
 
 def test_in_a_notebook(tmp_path: Path) -> None:
