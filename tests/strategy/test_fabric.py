@@ -269,6 +269,59 @@ def test_what_else_a_loop_may_do() -> None:
     assert_same(under_ddp_and_stages(play))
 
 
+class Adversaries(nn.Module):
+    """Two networks that are trained against each other, as parts of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = built(), built()
+
+    def make(self, x: Tensor) -> Tensor:
+        return self.maker(x)
+
+    def score(self, x: Tensor) -> Tensor:
+        return self.judge(x).mean(dim=1)
+
+
+def test_two_networks_against_each_other() -> None:
+    """Under DDP each is set up for itself."""
+
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric, module = launched(strategy), Adversaries()
+        first, second = (OPTIMIZERS["AdamW"](part.parameters()) for part in (module.maker, module.judge))
+        make: Any
+        score: Any
+        if isinstance(strategy, ZeroFabricStrategy):
+            model, first, second = fabric.setup(module, first, second)
+            model.mark_forward_method("make")
+            model.mark_forward_method("score")
+            make, score = (lambda x: model.make(x)), (lambda x: model.score(x))
+        else:
+            make, first = fabric.setup(module.maker, first)
+            judge, second = fabric.setup(module.judge, second)
+            score = lambda x: judge(x).mean(dim=1)  # noqa: E731
+        losses = []
+        for index in range(4):
+            x, y = data(index, fabric.global_rank)
+            with torch.no_grad():
+                made = make(x)
+            loss = F.softplus(-score(y)).mean() + F.softplus(score(made)).mean()
+            fabric.backward(loss)
+            losses.append(loss.detach())
+            fabric.clip_gradients(module.judge, second, clip_val=0.02)
+            second.step()
+            second.zero_grad()
+            loss = F.softplus(-score(make(x))).mean()
+            fabric.backward(loss)
+            losses.append(loss.detach())
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+        return {"losses": losses, "weights": values(module)}
+
+    assert_same(under_ddp_and_stages(play))
+
+
 def test_a_lightning_module_that_is_thawed_and_gets_a_param_group() -> None:
     """Fabric calls a LightningModule's steps through what ``setup`` gives. DDP does not average what was thawed."""
 
