@@ -43,7 +43,8 @@ from lightning.fabric.utilities import registry  # noqa: E402
 
 import lightning_zero  # noqa: E402
 from lightning_zero.comm.hosts import RANKS_PER_HOST  # noqa: E402
-from tests.helpers import rungs  # noqa: E402
+from lightning_zero.optim import rules  # noqa: E402
+from tests.helpers import forking, rungs  # noqa: E402
 
 torch.set_num_threads(1)
 for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero."):  # also those that are imported late
@@ -53,6 +54,11 @@ for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero.")
 # Every Trainer asks what callbacks are installed, which reads the folders of all packages: a twentieth of a short fit.
 registry.entry_points = functools.cache(registry.entry_points)
 registry._load_external_callbacks("lightning.pytorch.callbacks_factory")
+
+# Whether a step needs a closure is read from its source, twice in each fit: a tenth of a short one.
+rules._refuses_none = functools.cache(rules._refuses_none)
+for _optimizer in (torch.optim.AdamW, torch.optim.SGD):
+    rules.needs_closure(_optimizer([torch.zeros(1)], lr=0.1))
 
 if not torch.accelerator.is_available():
     # Seeding notes a stack of the whole program for each kind of device that is not there: an eighth of a short fit.
@@ -71,10 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rung[item] == "timing")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What is there by now stays: neither this process nor a rank that it forks looks through it for garbage again."""
     gc.collect()
     gc.freeze()
+    if len(session.items) > 500:  # a few forks take less than it does
+        forking.use_large_pages()
 
 
 # What the tests of these files share takes long to make: with `pytest -n`, one worker makes it.
