@@ -217,9 +217,7 @@ class Net(pl.LightningModule):
         self.norms: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = loss_of(self.layers, self.global_rank, int(batch))
-        self.log("loss", loss, sync_dist=True, batch_size=6)
-        return loss
+        return loss_of(self.layers, self.global_rank, int(batch))
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val", loss_of(self.layers, 0, 99), sync_dist=True, batch_size=6)
