@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +35,20 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where it defines its ZeroRedundancyOptimizer
         return importlib.import_module(name)
+
+
+def test_a_program_begins_anew_unless_libc_has_its_variables(
+    worlds: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[object, ...]] = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: begun.append(arguments))
+    monkeypatch.setattr(sys, "argv", ["program.py", "--option"])
+    monkeypatch.setenv("MALLOC_OF_A_TEST", "2")
+    worlds.restart_with({"MALLOC_OF_A_TEST": "1"})
+    assert not begun
+    worlds.restart_with({"MALLOC_OF_A_TEST": "1", "ANOTHER_OF_A_TEST": "3"})
+    expected = {**os.environ, "MALLOC_OF_A_TEST": "1", "ANOTHER_OF_A_TEST": "3"}
+    assert begun == [(sys.executable, [sys.executable, "program.py", "--option"], expected)]
 
 
 def test_cases_of_earlier_runs_stay_unless_measured_again(tmp_path: Path, results: ModuleType) -> None:

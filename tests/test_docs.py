@@ -29,7 +29,8 @@ from tests import messages
 from tests.helpers.script import ROOT, run_forked, run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # with it, benchmarks/memory.py does not start itself again
+# With these, benchmarks that look at memory do not start themselves again, as tests/test_benchmarks.py does.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 START = "python examples/language_model.py fit --config configs/zero3.yaml"
 BORING = "lightning.pytorch.demos.boring_classes.BoringModel"
 SHORT = ["--trainer.fast_dev_run=true", "--report.length=5"]
@@ -166,7 +167,8 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         if command == START or Path(script).stem in ("offload", "trace"):
             run_script(arguments, cwd=tmp_path, timeout=180)
         else:
-            ranks = [MALLOC] if "memory" in script else ranks_of(command, 2 if "examples" in script else 1)
+            again = Path(script).stem in ("memory", "step_time")
+            ranks = [MALLOC] if again else ranks_of(command, 2 if "examples" in script else 1)
             run_forked(arguments, cwd=tmp_path, timeout=180, ranks=ranks)
     elif program == "torchrun":
         (text,) = (block.text for block in BLOCKS if block.text.count("class Classifier"))

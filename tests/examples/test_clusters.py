@@ -34,10 +34,11 @@ from tests.helpers.world import free_port, subprocess_env
 CLUSTERS = ROOT / "examples" / "clusters"
 SCRIPTS = sorted(CLUSTERS.glob("*.sh"))
 DEADLINE = 140.0
+EVERY = 20  # steps between checkpoints, a fifth of what `run.yaml` says
 TINY = [
     *("--model.dim=16", "--model.layers=1", "--model.heads=1", "--data.window=16", "--data.batch_size=1"),
     *(f"--data.path={ROOT / 'lightning_zero'}", "--report.length=0", "--trainer.enable_progress_bar=false"),
-    *("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", "--trainer.limit_train_batches=100"),
+    *("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", f"--trainer.limit_train_batches={EVERY}"),
 ]
 
 
@@ -55,9 +56,11 @@ class Kill(Callback):
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder in which the scripts find what they name."""
-    for name in ("examples", "configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    """A folder in which the scripts find what they name, and checkpoints are saved often."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    settings = tmp_path / "examples" / "clusters" / "run.yaml"
+    settings.write_text(settings.read_text().replace("every_n_train_steps: 100", f"every_n_train_steps: {EVERY}"))
     return tmp_path
 
 
@@ -109,9 +112,9 @@ def test_bash_understands_it(script: Path) -> None:
 
 
 def test_torchrun_starts_two_machines_again_after_a_process_has_died(clone: Path) -> None:
-    """The run goes on from the checkpoint of step 100, with the numbers of one that nobody has disturbed."""
-    options = [*TINY, "--trainer.max_steps=200"]
-    kill = {"class_path": f"{__name__}.Kill", "init_args": {"rank": 1, "step": 130, "mark": str(clone / "killed")}}
+    """The run goes on from the checkpoint of step 20, with the numbers of one that nobody has disturbed."""
+    options = [*TINY, f"--trainer.max_steps={2 * EVERY}"]
+    kill = {"class_path": f"{__name__}.Kill", "init_args": {"rank": 1, "step": 26, "mark": str(clone / "killed")}}
     variables = {"JOB": "night", "NODES": "2", "DEVICES": "1", "HEAD": "127.0.0.1", "PORT": str(free_port())}
     with contextlib.ExitStack() as stack:
         machines = [
@@ -127,13 +130,13 @@ def test_torchrun_starts_two_machines_again_after_a_process_has_died(clone: Path
     assert [machine.returncode for machine in machines] == [0, 0], output
     assert (clone / "killed").exists()
     assert len(re.findall(r"Restored all states from the checkpoint at \S+/last\.ckpt$", output, re.MULTILINE)) == 1
-    assert logged_steps(clone, 0)[-1] < 200
-    assert logged_steps(clone, 1) == list(range(100, 200))
+    assert logged_steps(clone, 0)[-1] < 2 * EVERY
+    assert logged_steps(clone, 1) == list(range(EVERY, 2 * EVERY))
 
     undisturbed = clone / "undisturbed"
     undisturbed.mkdir()
     program = shlex.split((CLUSTERS / "torchrun.sh").read_text().split("--max-restarts=3")[1].split("--trainer")[0])
-    arguments = [str(ROOT / word) if (ROOT / word).is_file() else word for word in program if word.strip()]
+    arguments = [str(clone / word) if (clone / word).is_file() else word for word in program if word.strip()]
     ranks = ["--trainer.devices=2", "--trainer.accelerator=cpu"]
     run_forked([*arguments, *options, *ranks], cwd=undisturbed, ranks=2, timeout=DEADLINE)
     expected = weights(undisturbed / "runs" / "cluster" / "last.ckpt")
@@ -234,7 +237,7 @@ def test_slurm_queues_a_job_again_that_goes_on_with_fewer_tasks(clone: Path) -> 
     assert (clone / "requeued").read_text() == "requeue 1234567", output
     checkpoint = clone / "runs" / "cluster" / "hpc_ckpt_1.ckpt"
     step = saved(checkpoint)["global_step"]
-    assert step >= 100
+    assert step >= EVERY
     assert saved(clone / "runs" / "cluster" / "last.ckpt")["global_step"] <= step
 
     output = sbatch(clone, *TINY, f"--trainer.max_steps={step + 3}", tasks=1)
@@ -292,9 +295,9 @@ def test_kubernetes_runs_the_script_of_torchrun() -> None:
     shutil.which("mpiexec") is None or importlib.util.find_spec("mpi4py") is None, reason="needs MPI and mpi4py"
 )
 def test_mpi(clone: Path) -> None:
-    for steps in (100, 103):
+    for steps in (EVERY, EVERY + 3):
         variables = {"NODES": "1", "DEVICES": "2"}
         with running("mpi.sh", clone, *TINY, f"--trainer.max_steps={steps}", **variables) as process:
             assert until(lambda process=process: process.poll() is not None, DEADLINE)
         assert process.returncode == 0, (clone / "log").read_text()
-    assert logged_steps(clone, 1) == [100, 101, 102]
+    assert logged_steps(clone, 1) == [EVERY, EVERY + 1, EVERY + 2]
