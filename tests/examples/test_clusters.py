@@ -177,6 +177,14 @@ from pathlib import Path
 
 Path("requeued").write_text(" ".join(sys.argv[1:]))
 """
+# Keeps what it would start, and for which task.
+KEEP = """
+import json, os, sys
+from pathlib import Path
+
+variables = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "MASTER_"))}
+Path("kept").write_text(json.dumps([sys.argv[3:], {**variables, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}]))
+"""
 # What the script would start.
 ECHO = """
 import sys
@@ -240,7 +248,10 @@ def test_slurm_queues_a_job_again_that_goes_on_with_fewer_tasks(clone: Path) -> 
     assert step >= EVERY
     assert saved(clone / "runs" / "cluster" / "last.ckpt")["global_step"] <= step
 
-    output = sbatch(clone, *TINY, f"--trainer.max_steps={step + 3}", tasks=1)
+    install(clone, srun=KEEP)
+    sbatch(clone, *TINY, f"--trainer.max_steps={step + 3}", tasks=1)
+    program, task = json.loads((clone / "kept").read_text())
+    output = "".join(run_forked(program, cwd=clone, ranks=[task]))
     assert "Restored all states from the checkpoint at runs/cluster/hpc_ckpt_1.ckpt" in output
     assert logged_steps(clone, 1) == [step, step + 1, step + 2]
 
