@@ -33,7 +33,7 @@ from lightning_zero.loading import let_lightning_load_directories, load_from_che
 from lightning_zero.session.checkpoints import require_lightning
 from lightning_zero.session.names import under_own_names
 from tests.checkpoint.samples import control
-from tests.helpers.script import run_script
+from tests.helpers.script import run_forked
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import Net, batches, quiet, values_of, zero
@@ -833,7 +833,7 @@ def test_loading_takes_the_module_and_a_small_constant(tmp_path: Path) -> None:
     script = tmp_path / "memory.py"
     script.write_text(MEMORY)
 
-    lines = run_script([str(script)], cwd=tmp_path).stdout.splitlines()
+    lines = run_forked([str(script)], cwd=tmp_path).stdout.splitlines()
 
     shutil.rmtree(tmp_path / "large.ckpt")  # pytest keeps the folders of the last runs
     for line, size, bound in zip(lines[-2:], (128, 256), (32, 60), strict=True):
