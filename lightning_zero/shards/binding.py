@@ -141,8 +141,9 @@ class Binding:
         if (owner := self.owner()) is not None and owner.assigned(self, None):
             return  # there is room now
         self.external = True
-        with untracked():
-            self.show(torch.empty_like(self.placeholder, memory_format=torch.contiguous_format))
+        like = self.placeholder
+        with untracked():  # not `empty_like`, which has no room in `ConstantState`
+            self.show(torch.empty(like.shape, dtype=like.dtype, device=like.device))
 
 
 def binding_of(parameter: Tensor) -> Binding | None:

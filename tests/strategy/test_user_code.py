@@ -130,6 +130,12 @@ def seeded(act: Act) -> Act:
     return seed_and_act
 
 
+def initialise_and_configure(net: Net) -> Any:
+    torch.manual_seed(3)
+    nn.init.trunc_normal_(net.b.weight)
+    return Net.configure_optimizers(net)
+
+
 @torch.no_grad()
 def clamp(net: Net) -> None:
     net.b.weight.clamp_(-0.1, 0.1)
@@ -157,6 +163,7 @@ WRITES = {
     "vector later": Case("on_train_batch_start", at(1, from_vector)),
     "vector before a step": Case("on_before_optimizer_step", at(1, from_vector)),
     "initialiser": Case("on_train_batch_end", at(1, seeded(lambda net: nn.init.trunc_normal_(net.b.weight)))),
+    "initialiser beside an optimizer": Case("configure_optimizers", initialise_and_configure),
     "reset_parameters": Case("on_train_batch_start", at(1, seeded(lambda net: net.b.reset_parameters()))),
     "state of a submodule": Case("on_train_batch_end", at(1, lambda net: net.b.load_state_dict(WEIGHTS))),
     "pruning": Case("on_train_batch_end", at(1, prune_half), SHARDED),
