@@ -78,9 +78,8 @@ def deepspeed_folder(path: str | os.PathLike[str]) -> Files | None:
     files, tag, latest = open_folder(path, follow_links=True), "", LATEST_FILE
     for latest in (LATEST_FILE, _LATEST_UNIVERSAL):
         with suppress(CheckpointError, UnicodeDecodeError):  # something else of that name
-            tag = tag or read_bytes(files, latest, 0, min(files.size(latest), _NBYTES)).decode().strip()
-        if tag:
-            break
+            if tag := read_bytes(files, latest, 0, min(files.size(latest), _NBYTES)).decode().strip():
+                break
     names = (_WHOLE_MODEL, _MODEL.format(0), *(name.format(0) for name in _OPTIMIZERS), *_OTHERS)
     if not tag:
         return files if any(files.has(name) for name in names) else None
@@ -225,8 +224,8 @@ class _Save:
     def given_order(self, names: list[str]) -> list[str]:
         """The parameters of a group as they were given to the optimizer."""
         world_size = _world_size(self.optimizers[0]) if self.is_dealt else 1
-        places = sorted(range(len(names)), key=lambda place: place % world_size)
-        return [name for _, name in sorted(zip(places, names, strict=True))]
+        dealt = sorted(range(len(names)), key=lambda place: place % world_size)  # where each name here was given
+        return [name for _, name in sorted(zip(dealt, names, strict=True))]
 
     def masters(self) -> dict[str, StoredTensor]:
         """The trained parameters."""

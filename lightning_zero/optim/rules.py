@@ -4,7 +4,8 @@
 An optimizer with a ``step`` of its own gets whole parameters, each at one rank. That is right as long as it treats each
 parameter on its own. One that takes a norm over all of them, counts them, goes by their places, or draws random
 numbers would train something else on every rank, and nobody would see it. So before the first step a copy of it steps
-on small tensors in place of the parameters: once with all of them, and once as each of two ranks would see them.
+on small tensors in place of the parameters: once with all of them, and once as each of two ranks would see them. What
+it does only after more steps than a few is not found.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import math
 import random
 import sys
 import textwrap
@@ -19,6 +21,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Real
 from textwrap import shorten
 from typing import Any
 
@@ -143,9 +146,11 @@ def _refuses_none(step: Any, closure: str) -> bool:
 
 
 _LENGTH = 4  # of a stand-in, in each dimension at most
-_SCALES = (1e-3, 1.0, 1e3)  # of gradients: some clip only large ones, others raise small ones
+# Of gradients: some clip only large ones, others raise small ones, or pass over all if one is not finite.
+_SCALES = (1e-3, 1.0, 1e3, math.nan)
 _STEPS = 2
-_RATE = 1.0  # of learning: one that a warm-up has set to 0 would hide everything, a small one most
+# Of learning: its own, and 1, as one that a warm-up has set to 0 would hide everything, and a small one most.
+_RATES = (None, 1.0)
 _BOUND = 1e-5  # of a relative difference, which rounding does not reach
 _WHY = (
     "{label} cannot be sharded. Tried out on small tensors, its step() {found} when each rank steps on some of "
@@ -170,7 +175,7 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
     try:
         with _own_random_numbers(), naming_closures(optimizer), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = next(filter(None, (_difference(optimizer, scale) for scale in _SCALES)), "")
+            found = _tried(optimizer)
     except UnsupportedOptimizerError:
         raise
     except Exception as error:
@@ -184,17 +189,39 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
         raise UnsupportedOptimizerError(_WHY.format(label=label, found=found))
 
 
-def _difference(optimizer: Optimizer, scale: float) -> str:
+def _tried(optimizer: Optimizer) -> str:
+    """The first difference that any rate and scale show; raises if it steps with no rate."""
+    failures: list[Exception] = []
+    for rate in _RATES:
+        for scale in _SCALES:
+            try:
+                whole = _stepped(optimizer, rate, scale, None)
+            except Exception as error:
+                if math.isfinite(scale):  # it may refuse others
+                    failures.append(error)
+                    break
+            else:
+                if found := _difference(optimizer, rate, scale, whole):
+                    return found
+    if len(failures) == len(_RATES):
+        raise failures[0]
+    return ""
+
+
+def _difference(optimizer: Optimizer, rate: float | None, scale: float, whole: _Stepped) -> str:
     """What is different if two ranks step on half of the parameters each; empty if nothing is."""
-    whole = _stepped(optimizer, scale, None)
     try:
-        parts = [_stepped(optimizer, scale, rank) for rank in (0, 1)]
+        parts = [_stepped(optimizer, rate, scale, rank) for rank in (0, 1)]
     except Exception as error:
         return f"raises {type(error).__name__} ({shorten(str(error), 120)})"
     dealt = [parts[place % 2][0][place] for place in range(len(whole[0]))]
-    if not all(torch.allclose(a, b, _BOUND, 0.0, equal_nan=True) for a, b in zip(whole[0], dealt, strict=True)):
+    if not all(len(a) == len(b) and all(map(_same, a, b)) for a, b in zip(whole[0], dealt, strict=True)):
         return "gives other numbers"
     return "" if all(options == whole[1] for _, options in parts) else "leaves other options in its param groups"
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other.to(one.dtype), _BOUND, 0.0, equal_nan=True)
 
 
 @contextmanager
@@ -212,9 +239,14 @@ def _own_random_numbers() -> Iterator[None]:
             numpy.random.set_state(states[1])
 
 
-def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> tuple[list[Tensor], int]:
-    """All stand-ins after some steps of a copy, and a number for the options of its param groups; ``rank``: which of
-    two it is, ``None``: the only one."""
+_Stepped = tuple[list[list[Tensor]], int]
+
+
+def _stepped(optimizer: Optimizer, rate: float | None, scale: float, rank: int | None) -> _Stepped:
+    """Each stand-in and its state after some steps of a copy, and a number for the options of its param groups.
+
+    ``rank``: which of two it is, ``None``: the only one. ``scale``: that is not finite is one of the first only.
+    """
     torch.manual_seed(0)
     random.seed(0)
     originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -223,11 +255,12 @@ def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> tuple[list
         nn.Parameter(torch.randn(shape, dtype=original.dtype), requires_grad=original.requires_grad)
         for shape, original in zip(shapes, originals, strict=True)
     ]
-    gradients = [[scale * torch.randn_like(s) for s in stand_ins] for _ in range(_STEPS)]
+    scales = [scale if math.isfinite(scale) or place == 0 else 1.0 for place in range(len(stand_ins))]
+    gradients = [[own * torch.randn_like(s) for own, s in zip(scales, stand_ins, strict=True)] for _ in range(_STEPS)]
     twin = _copied(optimizer, {id(p): s for p, s in zip(originals, stand_ins, strict=True)})
     for group in twin.param_groups:
-        if isinstance(group.get("lr"), (int, float, Tensor)):
-            group["lr"] = group["lr"] * 0 + _RATE
+        if rate is not None and isinstance(group.get("lr"), Real | Tensor):
+            group["lr"] = group["lr"] * 0 + rate
     stepped = list(stand_ins)
     if rank is not None:  # what it owns, as parameters that the optimizer has not seen, and behind that slices of all
         owned = {s: nn.Parameter(s.detach(), s.requires_grad) for s in stand_ins[rank::2]}
@@ -239,7 +272,9 @@ def _stepped(optimizer: Optimizer, scale: float, rank: int | None) -> tuple[list
         for place, (parameter, gradient) in enumerate(zip(stepped, step, strict=True)):
             parameter.grad = gradient if parameter.requires_grad and rank in (None, place % 2) else None
         bare_step(twin)()
-    return [stand_in.detach() for stand_in in stand_ins], Fingerprint(twin, "", whole=True).take([])
+    values = [[p, *(v for v in tree_leaves(twin.state.get(p, {})) if isinstance(v, Tensor))] for p in stepped]
+    found = [[v.detach() for v in each if v.is_floating_point() or v.is_complex()] for each in values]
+    return found, Fingerprint(twin, "", whole=True).take([])
 
 
 def _copied(optimizer: Optimizer, stand_ins: dict[int, Any]) -> Optimizer:

@@ -185,9 +185,16 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             if isinstance(module, LightningModule):  # which Fabric has told of itself and of its optimizers
                 module._fabric, module._fabric_optimizers = None, []
             self._begin_session().rest()
+            unwritten: Exception | None = None
             with full_parameters(module):
-                if self.local_rank == 0:
-                    torch.save(returned, path)
+                try:
+                    if self.local_rank == 0:
+                        torch.save(returned, path)
+                except Exception as error:  # which leaves nothing undone that concerns the other ranks
+                    unwritten = error
+            self.barrier()  # they do not end before that is told
+            if unwritten is not None:
+                raise unwritten
         except BaseException as error:
             self.tell_failure(error)
             raise

@@ -81,6 +81,16 @@ COUPLED: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], str]] = {
         lambda p, s, f, i: p.grad + 2e-6 * f * p,
         "gives other numbers",
     ),
+    "clipping before signs": (
+        lambda ps: nn.utils.clip_grad_norm_(ps, 0.1),
+        lambda p, s, f, i: momentum(p, s).sign(),
+        "gives other numbers",
+    ),
+    "one that is not finite": (
+        lambda ps: all(p.grad.isfinite().all() for p in ps if p.grad is not None),
+        lambda p, s, f, i: p.grad if f else torch.zeros_like(p),
+        "gives other numbers",
+    ),
     "first element": (lambda ps: [p.flatten()[0] for p in ps], lambda p, s, f, i: p.grad, r"raises IndexError"),
     "no gradient": (lambda ps: [p.grad * 2 for p in ps], lambda p, s, f, i: p.grad, r"raises TypeError"),
 }
@@ -99,6 +109,47 @@ def test_parameters_that_are_related_are_refused(name: str) -> None:
     assert (optimizer.steps, len(optimizer.state)) == (0, 0)
     found = [torch.get_rng_state(), *map(torch.as_tensor, np.random.get_state()[1:3]), hash(random.getstate())]
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(states, found, strict=True))
+
+
+class Rated(torch.optim.Optimizer):
+    """A norm of all gradients, which a rate of 1 hides, in one of two ways."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], way: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.way = way
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        if self.way == "asks":
+            assert 0 <= group["lr"] < 1
+        total = norm(group["params"])
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                average.lerp_(parameter.grad / total, group["lr"])
+                parameter.sub_(group["lr"] * average.sign())
+
+
+@pytest.mark.parametrize("way", ["forgets", "asks"])
+def test_the_rate_it_has_is_tried_too(way: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    with pytest.raises(UnsupportedOptimizerError, match="gives other numbers"):
+        try_in_parts(Rated(model.parameters(), way), "Rated")
+
+
+class Assigns(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                if not parameter.grad.isfinite().all():
+                    raise ValueError("look at your data")
+                parameter.data = parameter.data - self.param_groups[0]["lr"] * parameter.grad
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_are_assigned_and_gradients_that_are_refused_are_let_through() -> None:
+    try_in_parts(Assigns(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).parameters(), 0.1), "Assigns")
 
 
 def test_what_cannot_be_tried_is_let_through_with_a_warning() -> None:

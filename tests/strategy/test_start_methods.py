@@ -133,7 +133,7 @@ def train(fabric, net):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return {"model": model, "losses": losses, "optimizer": optimizer}
+    return {"model": model, "losses": losses, "optimizer": optimizer, "unwritable": (loss for loss in losses)}
 
 
 def returned(fabric, net, *keys):
@@ -184,6 +184,7 @@ elif __name__ == "__main__":
     fabric = Fabric(accelerator="cpu", devices=2, strategy=forks)
     assert launched(DDPStrategy(start_method="fork"), as_numbers, net) == fabric.launch(as_numbers, net)
     refused("an optimizer of which every process has a part", fabric.launch, returned, Net(), "optimizer")
+    refused("cannot pickle 'generator' object", fabric.launch, returned, Net(), "unwritable")
     refused("rank 1 stumbles", fabric.launch, returned, Net(), "failure")
     refused("`.launch()` needs to be called with a function", fabric.launch)
     refused("The strategy is not set up in this process", fabric.setup, Net())
