@@ -64,7 +64,7 @@ class GPT(nn.Module):
 for _tied in (False, True):
     _name = "gpt_tied" if _tied else "gpt"
     _gpt = {"batch": tokens, "loss": cross_entropy}
-    _add(_name, lambda tied=_tied: GPT(tied=tied), units=("GPTBlock",), steps=20, **_gpt)
+    _add(_name, lambda tied=_tied: GPT(tied=tied), units=("GPTBlock",), steps=6, **_gpt)
     _add(f"{_name}_automatic_units", lambda tied=_tied: GPT(tied=tied), units=None, **_gpt)
 
 
