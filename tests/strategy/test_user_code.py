@@ -559,11 +559,12 @@ def test_an_optimizer_that_goes_past_its_groups_is_told(way: str) -> None:
         case = Case("on_fit_end", lambda net: None)
         return [str(play(ZeroStrategy(**options), case, Kept)) for options in STRATEGIES.values()]
 
+    told = r"ParameterAccessError: '\w\.\w+' was read or written by `optimizer\.step\(\)`"
+    if way == "assigned":  # the trial at set-up finds that
+        told = r"KeepsItsOwn cannot be sharded.*keeps parameters beside `self\.param_groups`"
     for found in run_world(2, run, timeout=60):
         for result in found:
-            assert re.search(r"ParameterAccessError: '\w\.\w+' was read or written by `optimizer\.step\(\)`", result), (
-                result
-            )
+            assert re.search(told, result), result
 
 
 @pytest.mark.parametrize("fused", [False, True])
