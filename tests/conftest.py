@@ -55,8 +55,7 @@ for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero.")
 registry.entry_points = functools.cache(registry.entry_points)
 registry._load_external_callbacks("lightning.pytorch.callbacks_factory")
 
-# Whether a step needs a closure is read from its source, twice in each fit: a tenth of a short one.
-rules._refuses_none = functools.cache(rules._refuses_none)
+# Whether a step needs a closure is read from its source once in a process: every forked rank inherits it.
 for _optimizer in (torch.optim.AdamW, torch.optim.SGD):
     rules.needs_closure(_optimizer([torch.zeros(1)], lr=0.1))
 

@@ -21,6 +21,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from numbers import Real
 from textwrap import shorten
 from typing import Any
@@ -124,6 +125,7 @@ def naming_closures(optimizer: Optimizer) -> Iterator[None]:
         raise UnsupportedOptimizerError(_REASON.format(name=type(optimizer).__name__)) from error
 
 
+@lru_cache  # a fit asks several times, and parsing takes milliseconds
 def _refuses_none(step: Any, closure: str) -> bool:
     """Whether the source of ``step`` begins, before it does anything else, by raising where ``closure`` is ``None``, or
     does nothing with it but call it."""
