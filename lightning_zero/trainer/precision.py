@@ -45,10 +45,13 @@ _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KINDS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
-_TWO_DTYPES = re.compile("same dtype|expected scalar type|mixed dtype")  # torch's messages
+_TWO_DTYPES = re.compile(  # torch's messages
+    "same dtype|expected scalar type|mixed dtype|Low precision dtypes not|not implemented for '(BFloat16|Half)'"
+)
 _IN_16_BITS = (
     "In mixed precision modules compute with 16-bit copies of their weights. Where your code has switched autocast off "
     "for a module that is to compute in float32 (`with torch.autocast(..., enabled=False): self.router(x.float())`), "
+    "or gives a weight to an operation that takes no 16 bits (`torch.slogdet(self.weight)`), "
     "name its class: Trainer(plugins=ZeroPrecision('bf16-mixed', full_precision=['Router'])). Its weights are used as "
     "the float32 that they are then."
 )
@@ -68,7 +71,9 @@ class ZeroPrecision(Precision):
             ``keep``: buffers, batch norm layers and metrics keep ``float32``. That is more exact where a buffer holds
             what 16 bits cannot (rotary frequencies, running statistics), and differs from DDP's numbers.
         full_precision: under mixed precision, class names of modules whose parameters are computed with as the
-            ``float32`` that they are: of those that your code calls where it has switched autocast off.
+            ``float32`` that they are: of those that your code calls where it has switched autocast off. That of the
+            whole module (your ``LightningModule``) makes numbers those of DDP under autocast, for twice the memory and
+            bytes of what is computed with.
 
     Under mixed precision buffers, batch norm layers and metrics keep their dtype.
 

@@ -680,6 +680,43 @@ def test_a_module_may_compute_in_full_precision() -> None:
         assert all("full_precision=['Router']" in message for message in told)
 
 
+class Rounded(nn.Module):
+    """What 16-bit copies of weights would change: a table, norms, weights of one's own, and layers that run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(5, WIDTH), nn.LayerNorm(WIDTH)
+        self.scale, self.mix = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.eye(WIDTH))
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table(x.abs().sum(-1).long() % 5)
+        for _ in range(2):
+            x = x + self.scale * self.inner(self.norm(x))
+        return F.linear(x, self.table.weight) @ self.table.weight + x @ self.mix * torch.slogdet(self.mix)[1].exp()
+
+
+def test_a_module_in_full_precision_has_the_bits_of_autocast() -> None:
+    def world(rank: int) -> tuple[list[list[Tensor]], list[str]]:
+        losses, told = [], list[str]()
+        for strategy in (DDPStrategy(), *map(ZeroStrategy, STAGES)):
+            ours = isinstance(strategy, ZeroStrategy)
+            precision = {"plugins": [ZeroPrecision("bf16-mixed", full_precision=["Net"])]}
+            module = Net(Rounded)
+            with runs.quiet():
+                runs.fit(strategy, module, count=6, **(precision if ours else {"precision": "bf16-mixed"}))
+            losses.append(module.losses)
+        with runs.quiet(), runs.raised(told):
+            runs.fit(ZeroStrategy(3), Net(Rounded), count=1, precision="bf16-mixed")
+        return losses, told
+
+    for (ddp, *ours), told in run_world(2, world):
+        assert len(ddp) == 6
+        assert all(torch.equal(torch.stack(ddp), torch.stack(other)) for other in ours)
+        assert "Low precision dtypes" in told[0]
+        assert "full_precision=['Router']" in told[0]
+
+
 def test_a_class_in_full_precision_has_to_be_there() -> None:
     with pytest.raises(ValueError, match=r"full_precision names \['Nobody'\]"):
         build_plan(Islands(), world_size=2, param_dtype=torch.bfloat16, full_precision=["Nobody"])
