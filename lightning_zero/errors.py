@@ -5,6 +5,8 @@ Everything else is ``ValueError`` (settings) or ``RuntimeError`` (order).
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable
 
 __all__ = [
@@ -16,11 +18,15 @@ __all__ = [
     "ParameterAccessError",
     "UnsupportedOptimizerError",
     "ZeroError",
+    "point_to_page",
     "shortened",
     "some",
+    "with_notes",
 ]
 
 _MAX_TEXT = 4000
+_PAGE = "https://github.com/lightning-zero/lightning-zero/blob/main/docs/messages.md"
+_SEE = re.compile(rf"\nSee {re.escape(_PAGE)}(#\w+)?")
 
 
 def some(names: Iterable[object], limit: int = 4) -> str:
@@ -37,8 +43,38 @@ def shortened(text: str, limit: int = _MAX_TEXT) -> str:
     return f"{text[: limit * 2 // 3]} [... {len(text) - limit} letters ...] {text[len(text) - limit // 3 :]}"
 
 
+def point_to_page(error: BaseException, kind: type[ZeroError]) -> None:
+    """Have an error's traceback end with the address of what the page of messages says about a class of errors."""
+    if sys.version_info >= (3, 11):
+        error.add_note(_see(kind))
+
+
+def with_notes(error: BaseException) -> str:
+    """An error's message and, each in a line of its own, its notes: what a traceback ends with."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def _see(kind: type[ZeroError]) -> str:
+    documented = next(base.__name__ for base in kind.__mro__ if base.__module__ == __name__)  # a user may derive one
+    return f"See {_PAGE}" + (f"#{documented.lower()}" if documented != "ZeroError" else "")
+
+
 class ZeroError(RuntimeError):
-    """Base of this package's own errors."""
+    """Base of this package's own errors.
+
+    A traceback ends with the address of what the page of messages says about the class. That line is a note and no part
+    of the message, so that it comes once, however many messages quote this one on however many ranks. Python 3.10 has
+    no notes: there the message ends with it.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        point_to_page(self, type(self))
+
+    if sys.version_info < (3, 11):
+
+        def __str__(self) -> str:
+            return _SEE.sub("", super().__str__()) + f"\n{_see(type(self))}"
 
 
 class DivergenceError(ZeroError):

@@ -30,6 +30,10 @@ _HEAD = """# Messages of errors
 The first words of every error that the package raises, by its class. What stands as `...` is filled in: a name, a rank,
 a number. Where there is more to say than the message does, a link goes to [troubleshooting](troubleshooting.md).
 
+The package's own classes come first: `lightning_zero.errors.ZeroError` is the base of them all, and the traceback of
+each ends with the address of its section on this page. Settings, and calls in a wrong order, raise Python's own
+classes, which have no address: their messages say themselves what to write instead.
+
 `python -m tests.messages --page` writes this page, from the code that raises them.
 """
 

@@ -15,7 +15,7 @@ from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.checkpoint.inspection import inspect_checkpoint
 from lightning_zero.checkpoint.load import verify_checkpoint
 from lightning_zero.checkpoint.verification import Verification
-from lightning_zero.errors import CheckpointError
+from lightning_zero.errors import CheckpointError, with_notes
 from lightning_zero.trainer.cli_texts import UNVERIFIABLE, consolidate_parser, inspect_parser
 
 __all__ = ["consolidate", "inspect"]
@@ -97,4 +97,4 @@ def _for_the_terminal(program: str) -> Iterator[None]:
 def _complain(program: str, error: CheckpointError) -> None:
     """One process is one rank, which needs no telling which of them failed."""
     reason = error.__cause__ if isinstance(error.__cause__, CheckpointError) else error
-    print(f"{program}: error: {reason}", file=sys.stderr)  # noqa: T201
+    print(f"{program}: error: {with_notes(reason)}", file=sys.stderr)  # noqa: T201

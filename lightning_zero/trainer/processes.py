@@ -32,7 +32,7 @@ from lightning_zero.comm.groups import Groups, destroy_default_group_at_exit, or
 from lightning_zero.comm.sockets import connections
 from lightning_zero.comm.watch import current_watch, watch_ranks
 from lightning_zero.debug import full_parameters
-from lightning_zero.errors import ZeroError
+from lightning_zero.errors import ZeroError, point_to_page
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.session import ZeroSession
@@ -225,6 +225,7 @@ class Processes:
                 raise_failure("a collective", self.global_rank, error)
             except ZeroError as named:
                 error.args = (str(named), *error.args[1:])
+                point_to_page(error, type(named))
         watch.failed(error)
 
     # -------------------------------------------------------------- collectives

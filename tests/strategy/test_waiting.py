@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.comm.groups import _LIVE
 from lightning_zero.comm.sockets import shut, sockets
 from lightning_zero.comm.watch import current_watch
-from lightning_zero.errors import DivergenceError
+from lightning_zero.errors import DivergenceError, with_notes
 from tests.helpers.cases import WIDTH
 from tests.helpers.world import run_world
 from tests.strategy.runs import Net, batches, quiet
@@ -86,7 +87,7 @@ def play(rank: int, make: Callable[[], Net], stage: int) -> tuple[str, str, floa
         try:
             trainer.fit(module, batches(8))
         except Exception as error:
-            return type(error).__name__, str(error), time.monotonic() - module.began  # type: ignore[operator]
+            return type(error).__name__, with_notes(error), time.monotonic() - module.began  # type: ignore[operator]
     raise AssertionError("it did not fail")
 
 
@@ -101,6 +102,8 @@ def test_what_one_rank_does_alone_is_an_error_on_all(deed: str) -> None:
         assert "No rank can go on" in message
         assert told in message
         assert "test_waiting.py" in message
+        assert re.search(r"\nSee \S+#(divergence|communication)error$", message)
+        assert message.count("https://") == 1
         assert seconds < SECONDS
 
 
