@@ -69,7 +69,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `--model my_module.MyModel`, as with `python -m lightning_zero`
     if command != "plan":
-        ZeroCLI(args=None if args is None else given)
+        ZeroCLI(args=None if args is None else given, parser_kwargs={"prog": "lightning-zero"})
         return
     _run_tool(plan, given[1:])
 

@@ -27,7 +27,12 @@ class RayZeroStrategy(ZeroStrategy):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        from ray.train.lightning import RayDDPStrategy
+        try:
+            from ray.train.lightning import RayDDPStrategy
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                f"RayZeroStrategy needs Ray Train ({error}): pip install 'lightning-zero[ray]'."
+            ) from error
 
         # `prepare_trainer` takes subclasses of Ray's own strategies only. This one is then to Lightning a DDPStrategy,
         # about which it asks where modules are compiled; those of the other two get precision plugins of their own.

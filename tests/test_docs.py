@@ -50,6 +50,7 @@ SMALL = {
     "verification": ["--mb=2", "--repeat=1"],
     "fabric_loop": ["--steps=2"],
     "language_model": [*SHORT, "--model.dim=32", "--model.layers=1", f"--data.path={ROOT / 'lightning_zero'}"],
+    "dashboard": ["--width=64", "--layers=2", "--steps=12", "--output=dashboard.svg"],
     "trace": ["--width=64", "--layers=2", "--warm-up=2", "--length=17", "--output=."],
 }
 
@@ -164,7 +165,7 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         short = SHORT if command == START else SMALL[Path(script).stem]
         arguments = [script, *options, *short]
         # These fork, and must not find threads of OpenMP or the profiler that a test before this one has left.
-        if command == START or Path(script).stem in ("offload", "trace"):
+        if command == START or Path(script).stem in ("offload", "trace", "dashboard"):
             run_script(arguments, cwd=tmp_path, timeout=180)
         else:
             again = Path(script).stem in ("memory", "step_time")

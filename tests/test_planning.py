@@ -555,6 +555,7 @@ def test_steps_on_accelerators_take_more() -> None:
     [
         (["--device-memory=80XB", "--parameters=1B"], "--device-memory: a size in bytes"),
         (["--activations=-3", "--parameters=1B"], "--activations: a size in bytes"),
+        (["--device-memory=80", "--parameters=1B"], "--device-memory: 80 would be so many bytes. Did you mean 80GB?"),
         (["--parameters=many"], "written as 7.5B"),
         (["--parameters=1B", "--trainer.num_nodes=4"], "divides the 2 ranks, got 4"),
         (["--hf-config=missing"], "neither. Nothing is downloaded"),

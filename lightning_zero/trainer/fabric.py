@@ -154,6 +154,10 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         self._optimizers: list[Optimizer] = []
         self._overflows: dict[int, bool] = {}  # by optimizer, in the running step: its gradients are unscaled
 
+    def __repr__(self) -> str:
+        """What Lightning shows where it takes a strategy of another kind."""
+        return "<ZeroFabricStrategy for lightning.Fabric; a Trainer takes lightning_zero.ZeroStrategy>"
+
     # ------------------------------------------------------------- environment
 
     @property

@@ -36,6 +36,7 @@ __all__ = [
     "tokens_for",
 ]
 
+_LEAST_NBYTES = 100_000  # of a memory that is told without a unit
 MEASURED = "measured"
 
 
@@ -133,6 +134,8 @@ def memory_of(config: Namespace, world_size: int) -> dict[str, Any] | None:
 def parsed(config: Namespace, name: str, parse: Callable[[str], Any] = parse_size) -> Any:
     """Bytes of an option, or bytes a second."""
     try:
+        if (number := str(config[name])).isdigit() and parse is parse_size and int(number) < _LEAST_NBYTES:
+            raise ValueError(f"{number} would be so many bytes. Did you mean {number}GB?")
         return None if config[name] is None else parse(config[name])
     except ValueError as error:
         raise ValueError(f"--{name.replace('_', '-')}: {error}") from None

@@ -148,6 +148,10 @@ class ZeroStrategy(Batches):
         self._laid_out = False  # in the running fit, validation, ...
         self._averages: Averages | None = None
 
+    def __repr__(self) -> str:
+        """What Lightning shows where it takes a strategy of another kind."""
+        return "<ZeroStrategy for lightning.pytorch.Trainer; Fabric takes lightning_zero.ZeroFabricStrategy>"
+
     # ------------------------------------------------------------- environment
 
     @property

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -658,6 +659,10 @@ def test_settings_that_are_refused() -> None:
         ZeroFabricStrategy(bucket_mib=-1)
     with pytest.raises(ValueError, match="takes no checkpoint plugin, got TorchCheckpointIO"):
         Fabric(accelerator="cpu", strategy="zero2", plugins=TorchCheckpointIO())
+    with pytest.raises(ValueError, match=r"Fabric takes lightning_zero\.ZeroFabricStrategy"):
+        Fabric(accelerator="cpu", strategy=ZeroStrategy())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a Trainer takes lightning_zero\.ZeroStrategy"):
+        Trainer(accelerator="cpu", strategy=ZeroFabricStrategy())  # type: ignore[arg-type]
 
 
 def test_short_names() -> None:

@@ -15,6 +15,7 @@ import pytest
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.ray import RayZeroStrategy
 from tests.helpers.script import run_script
 from tests.helpers.training import quiet
 from tests.helpers.world import run_world
@@ -77,6 +78,12 @@ def test_other_numbers_than_were_started() -> None:
     """Who asks for several devices says how many processes there have to be, whoever counts them."""
     failures = run_world(2, trained, "zero3", 4, Counted(), init_group=False, expect_failure=True)
     assert "has 2 ranks, but devices=4 and num_nodes=1 ask for 4" in failures[0].message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="the extra `ray` is installed")
+def test_without_ray_the_error_says_what_to_install() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-zero\[ray\]'"):
+        RayZeroStrategy()
 
 
 def ran(folder: Path, way: str) -> list[dict[str, Any]]:
