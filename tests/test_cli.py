@@ -240,6 +240,18 @@ def test_a_wrong_option_is_named_in_one_line(
     assert message in error
 
 
+@pytest.mark.usefixtures("_bare_command_line")
+def test_a_model_that_nobody_named_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.accelerator=cpu"])
+
+    tip, error = capsys.readouterr().err.splitlines()
+    assert tip.endswith("lightning-zero --help")
+    assert error.endswith(
+        "fit.model. Nothing says which class the model is of: give it, as in --model my_module.MyModel."
+    )
+
+
 class Picky(BoringModel):
     """A model of somebody who refuses a setting."""
 

@@ -144,7 +144,7 @@ _NO_CLASS = re.compile(r"Expected a dot import path string: (.+)")
 _EXPECTED = re.compile(r"Expected an? ((?:<class|typing\.).+?)(?:\. Got value: .*)?$")
 _FOUND = re.compile(r"(?:Got|Given) value: (?:NestedArg\(key='.+?', val='(.*)'\)|(.*))$", re.MULTILINE)
 _TYPE = re.compile(r"<class '([\w.]+)'>|typing\.(?:Literal\[(.+?)\])?")
-_NAMELESS = " The configuration does not say which class the model is of: give it, as in --model my_module.MyModel."
+_NAMELESS = " Nothing says which class the model is of: give it, as in --model my_module.MyModel."
 _REASON = re.compile(r"^ *- (?!Expected |Does not validate )(.+)$", re.MULTILINE)
 
 
@@ -173,7 +173,8 @@ def in_one_line(message: str, options_of: Callable[[str], list[str]], strategies
     class may be given, or (of an empty path) the parser, and ``strategies`` are the registered ones.
     """
     if not (_KEY.match(message) or _UNKNOWN.match(message)):
-        return " ".join(message.split())
+        nameless = re.search(r"are required: (\w+\.)?model$", message)
+        return " ".join(message.split()) + (f".{_NAMELESS}" if nameless else "")
     lines = [line for line in message.splitlines() if line.strip()]
     depths = [len(line) - len(line.lstrip(" -")) for line in lines]
     lines = [line.strip(" -") for line in lines]
@@ -188,8 +189,8 @@ def in_one_line(message: str, options_of: Callable[[str], list[str]], strategies
         if not owner:
             return f"{text}.{_meant(name, options)}"
         meant = _meant(name, options) or f" There are {', '.join(options)}."
-        nameless = owner == "lightning.LightningModule"  # what stands for a class that is not said
-        return f"{key}: {owner} has no argument {name!r}.{_NAMELESS if nameless else meant}"
+        unnamed = owner == "lightning.LightningModule"  # what stands for a class that is not said
+        return f"{key}: {owner} has no argument {name!r}.{_NAMELESS if unnamed else meant}"
     found = _FOUND.search("\n".join(lines[first:]))
     value = (found[1] or found[2] or "") if found else ""
     no_class = _NO_CLASS.search(text)
