@@ -920,6 +920,8 @@ def test_the_picture_has_a_bar_for_each_stage(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
     with pytest.raises(SystemExit, match="Format 'doc' is not supported"):
         main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.doc'}"])
+    with pytest.raises(SystemExit, match=r"plan: error: .*No such file or directory: '.*missing"):
+        main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'missing' / 'plan.svg'}"])
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

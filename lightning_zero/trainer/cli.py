@@ -345,7 +345,7 @@ def _said_in_one_line() -> Iterator[None]:
     """Wrong settings are for the person at the terminal: no traceback."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # the latter of a picture that cannot be written there
         raise SystemExit(f"lightning-zero plan: error: {error}") from None
 
 
