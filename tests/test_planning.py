@@ -500,7 +500,6 @@ def test_the_configured_exchange_of_a_configuration(tmp_path: Path) -> None:
     for wrong, message in (
         (["--stage=2"], "secondary_shards is for stage 3"),
         (["--trainer.strategy.init_args.shard_within=2"], "leave secondary_shards out"),
-        (["--trainer.accelerator=gpu"], "for CPU ranks so far"),
     ):
         with pytest.raises(SystemExit, match=message):
             plan_cli(*SMALL, f"--config={config}", *wrong).describe()
@@ -693,7 +692,8 @@ def test_seconds_on_links_are_shown_for_each_way() -> None:
     assert 'Fastest by the links: zero3 with shard_within="node", 33.600 s between hosts and ' in printed
     assert "zero3 takes least memory: 173.600 s between hosts" in printed
     assert "what overlaps with computation is not subtracted" in printed
-    assert " in int8" not in printed  # for CPUs so far
+    # In two hops: 4 * 4 bytes of gradients, and 2 of weights, which are kept.
+    assert rows["zero3 with secondary_shards"][0] == f"{18 * 70 * 3 // 4} GB"
     assert "_offload" not in printed
 
 
@@ -710,8 +710,9 @@ def test_all_tables_are_of_a_step_with_all_its_micro_steps() -> None:
     assert cli.numbers()["plan"]["traffic"] == asdict(must) | {"world_size": 8, "group_size": 8}
 
 
-def test_rounding_is_shown_for_processes_on_cpus() -> None:
-    printed = plan_cli(*SMALL, *FOUR_MACHINES, *LINKS, "--trainer.accelerator=cpu").describe()
+@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+def test_rounding_is_shown(accelerator: str) -> None:
+    printed = plan_cli(*SMALL, *FOUR_MACHINES, *LINKS, f"--trainer.accelerator={accelerator}").describe()
     for kind in ("bfloat16", "int8", "int4"):
         assert re.search(rf"^zero3 in {kind} ", printed, re.MULTILINE)
     assert "With Compression, which rounds: " in printed

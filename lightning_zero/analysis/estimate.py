@@ -94,8 +94,6 @@ class MemoryEstimate:
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.world_size % self.hosts:
             raise ValueError(f"hosts must be a number that divides the {self.world_size} ranks, got {self.hosts}.")
-        if self.accelerator and (self.keeping or self.compression is not None):
-            raise ValueError("compression and secondary_shards are for CPU ranks so far, and these have accelerators.")
         if self.shard_within and (self.keeping or getattr(self.compression, "weights", None)):
             raise ValueError("shard_within goes neither with secondary_shards nor with Compression.weights.")
         if self.activations is not None:
@@ -124,7 +122,10 @@ class MemoryEstimate:
         if self.compression is not None and rounded is None:
             formats = self.compression.weights, self.compression.gradients
         formats = (None, None) if name == NONE else formats
-        return self.stages[name].traffic.on_links(self.hosts, rings=name == NONE or self.accelerator, formats=formats)
+        kept = self.keeping is not None and name.startswith("zero3")
+        hops = self.shard_within is None and (any(formats) or kept)
+        rings = name == NONE or (self.accelerator and not hops)
+        return self.stages[name].traffic.on_links(self.hosts, rings=rings, formats=formats)
 
     def recommend(
         self, device_nbytes: int, *, host_nbytes: int | None = None, activations_nbytes: int = 0

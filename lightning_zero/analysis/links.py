@@ -56,7 +56,7 @@ def ways_to_send(
             continue
         span = "node" if within and within * estimate.hosts == estimate.world_size else within
         fits = memory is None or name in estimate.recommend(**memory).fits
-        alone = estimate.hosts == 1 or estimate.accelerator or name == NONE
+        alone = estimate.hosts == 1 or name == NONE
         for kind in (None, *(() if alone else ROUNDED_NBYTES)):
             nbytes = estimate.leaving_nbytes(name, rounded=kind), estimate.within_nbytes(name)
             seconds = [sent / speed if speed else 0.0 for sent, speed in zip(nbytes, speeds, strict=True)]

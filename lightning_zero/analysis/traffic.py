@@ -15,8 +15,9 @@ Prefetching changes when a unit is gathered, not how often, so it appears here o
 
 [Note: links]
 
-Of n bytes that R hosts of S ranks gather or reduce, (R - 1) / R leave a host over gloo, which sums up and hands on
-within hosts, and a rank sends (S - 1) / S there. Rings, nccl's and DDP's, pass every host with all that a rank sends:
+Of n bytes that R hosts of S ranks gather or reduce, (R - 1) / R leave a host in two hops (over gloo, and on devices
+where something is rounded or kept), of which the first sums up and hands on within hosts: a rank sends (S - 1) / S
+there. Rings, nccl's otherwise and DDP's, pass every host with all that a rank sends:
 (R S - 1) / (R S) leave it, and S - 1 of S ranks send as much within. Where shard groups are hosts, or parts of one,
 nothing leaves one but the all-reduces across groups, rings of a shard each. Where groups reach over several hosts,
 their ranks exchange directly: S times as much leaves a host. Where a host's ranks keep weights (``Placement.keeping``),

@@ -9,11 +9,12 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from lightning_zero.comm.collectives import Collectives, LocalCollectives
-from lightning_zero.comm.compression import CompressedCollectives, Compression
-from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.hierarchical import HierarchicalCollectives
+from lightning_zero.comm.compression import CompressedCollectives, CompressedOverGloo, Compression
+from lightning_zero.comm.groups import Groups, Hops
+from lightning_zero.comm.hierarchical import HierarchicalCollectives, HierarchicalOverGloo
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Streams
 
@@ -34,7 +35,17 @@ class Exchange(NamedTuple):
     """Whether a host keeps what comes from others to be computed with. See [Note: what a host keeps]."""
 
 
+class _Kinds(NamedTuple):
+    """What carries tensors of one kind of device: directly, rounded, and in two hops."""
+
+    direct: type[NativeCollectives]
+    compressed: type[CompressedCollectives]
+    hierarchical: type[HierarchicalCollectives]
+
+
 _AS_IT_IS = Exchange()
+_ON_DEVICE = _Kinds(NativeCollectives, CompressedCollectives, HierarchicalCollectives)
+_OVER_GLOO = _Kinds(GlooCollectives, CompressedOverGloo, HierarchicalOverGloo)
 
 
 def choose_collectives(
@@ -47,8 +58,8 @@ def choose_collectives(
     lines = [f"{name}={value}" for name, value in exchange._asdict().items()]
     groups.control.agree_equal("exchange between hosts", lines, " ".join(lines))
     for name, value in exchange._asdict().items():
-        if value and device.type != "cpu":
-            raise ValueError(f"{name} is for CPU ranks so far, and these compute on {device.type}: leave it out.")
+        if value and device.type != "cpu" and not streams.beside:
+            raise ValueError(f"{name} is for CPU and CUDA ranks, and these compute on {device.type}: leave it out.")
     collectives = _chosen(groups, streams, device, exchange)
     collectives.asked = exchange
     return collectives
@@ -57,41 +68,48 @@ def choose_collectives(
 def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Exchange) -> Collectives:
     if groups.shard.world_size == 1:
         return LocalCollectives(streams)
+    kinds = _OVER_GLOO if device.type == "cpu" and not streams.beside else _ON_DEVICE
     if groups.across is not None:
-        kind = GlooCollectives if device.type == "cpu" else NativeCollectives
-        within = kind(groups, streams)
-        within.across = kind(groups.across, streams.in_reductions())
+        within, among = kinds.direct(groups, streams), streams.in_reductions()
+        within.across = kinds.direct(groups.across, among)
         if exchange.compression is not None and len(groups.find_hosts()) > 1:
             gradients = exchange.compression.gradients
             fed = ("sum", "average") if exchange.compression.error_feedback else ()
-            within.across = CompressedCollectives(groups.across, streams, gradients, gradients, fed)
+            within.across = kinds.compressed(groups.across, among, gradients, gradients, fed)
             within.feeding, within.residuals = groups.shard.world_size if fed else None, within.across.residuals
         return within
-    if device.type != "cpu":
-        return NativeCollectives(groups, streams)
+    if kinds is _ON_DEVICE:  # nccl finds its way between hosts, unless something is asked for that it does not do
+        asked = any(exchange) and len(groups.find_hosts()) > 1
+        hops = groups.split_by_host(dist.get_backend(groups.gather) if asked else None)
+        return _apart(groups, hops, streams, kinds, exchange if asked else _AS_IT_IS)
     hops = groups.split_by_host()
     problem = _without_shared_memory(groups)
     if groups.transport is None or problem:
         if groups.control.rank == 0 and problem != groups.told:
             _log.info("Ranks exchange weights and gradients over gloo: %s.", problem)
             groups.told = problem
-        apart = exchange.compression if len(groups.hosts) > 1 else None
-        if hops is None:
-            if exchange.secondary_shards and len(groups.hosts) > 1 and groups.control.rank == 0:
-                _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
-            return _over_gloo(groups, streams, apart)
-        between = _over_gloo(hops.between, streams, apart)
-        return HierarchicalCollectives(groups, hops, streams, between, exchange.secondary_shards)
+        return _apart(groups, hops, streams, kinds, exchange if len(groups.hosts) > 1 else _AS_IT_IS)
     from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 
     return SharedMemoryCollectives(groups, groups.transport)
 
 
-def _over_gloo(groups: Groups, streams: Streams, compression: Compression | None) -> GlooCollectives:
-    if compression is None:
-        return GlooCollectives(groups, streams)
-    fed = ("sum",) if compression.error_feedback else ()
-    return CompressedCollectives(groups, streams, compression.weights, compression.gradients, fed)
+def _apart(groups: Groups, hops: Hops | None, streams: Streams, kinds: _Kinds, exchange: Exchange) -> Collectives:
+    """What carries tensors of ranks that do not read one another's memory."""
+
+    def outside(groups: Groups) -> NativeCollectives:
+        if (asked := exchange.compression) is None:
+            return kinds.direct(groups, streams)
+        return kinds.compressed(
+            groups, streams, asked.weights, asked.gradients, ("sum",) if asked.error_feedback else ()
+        )
+
+    if hops is not None:
+        within, between = kinds.direct(hops.within, streams), outside(hops.between)
+        return kinds.hierarchical(groups, hops, streams, within, between, exchange.secondary_shards)
+    if exchange.secondary_shards and groups.control.rank == 0:
+        _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
+    return outside(groups)
 
 
 def _without_shared_memory(groups: Groups) -> str:

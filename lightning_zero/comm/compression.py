@@ -18,7 +18,7 @@ that is not finite is kept: both keep what they had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -29,16 +29,25 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.native import GlooCollectives
+from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Event, Streams
+from lightning_zero.comm.sums import PairwiseSum, divide
 from lightning_zero.config import ShardWithin
 
-__all__ = ["CompressedCollectives", "Compression", "Format", "compress", "decompress", "format_nbytes"]
+__all__ = [
+    "CompressedCollectives",
+    "CompressedOverGloo",
+    "Compression",
+    "Format",
+    "compress",
+    "decompress",
+    "format_nbytes",
+]
 
 Format = Literal["bfloat16", "int8", "int4"]
 _LARGEST = {"int8": 127, "int4": 7}
 _BLOCK = 64
-_CHUNK = 2**15  # elements at a time: what is in between stays in a core's cache
+_CHUNK = 2**15  # elements at a time on the CPU: what is in between stays in a core's cache
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -47,7 +56,7 @@ class Compression:
     """What is rounded on its way between hosts; see [Note: what is rounded, and where].
 
     It is for thin networks, and it changes numbers: losses are close to those of an exact exchange, not the same. What
-    goes between ranks of one host is not touched. CPU ranks only, so far.
+    goes between ranks of one host is not touched.
 
     Args:
         weights: what weights are gathered in, for forward and backward; ``None``: as they are. In stage 3, and with
@@ -86,8 +95,8 @@ class Compression:
             )
 
 
-class CompressedCollectives(GlooCollectives):
-    """Collectives for CPU tensors over gloo, in fewer bytes where these are weights to compute with, or gradients.
+class CompressedCollectives(NativeCollectives):
+    """Collectives in fewer bytes where these are weights to compute with, or gradients.
 
     Args:
         gathers: in how many what has a content is gathered; ``None``: as it is.
@@ -101,6 +110,7 @@ class CompressedCollectives(GlooCollectives):
         self, groups: Groups, streams: Streams, gathers: Format | None, reductions: Format | None, fed: Collection[str]
     ) -> None:
         super().__init__(groups, streams)
+        self._sum = PairwiseSum()
         self._gathers, self._reductions, self._fed = gathers, reductions, fed
         self.rounds_weights = gathers is not None
         self.feeding = 1 if fed else None
@@ -109,38 +119,49 @@ class CompressedCollectives(GlooCollectives):
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         kind = self._gathers if content is not None else None
-        if kind is None or not self._fits(buffer, kind):
+        if kind is None or content is None or not self._fits(buffer, kind):
             return super()._all_gather(buffer, what, after, source, version, content)
         rows = buffer.view(self.world_size, -1)
-        with untracked():
+        with untracked(), self.streams.gathering(after):
             if source is not None:
                 rows[self.rank].copy_(source)
-            codes = torch.empty(self.world_size, format_nbytes(kind, rows.shape[1]), dtype=torch.uint8)
-            own = self._residual_of("average", None if content is None else content[0], rows[self.rank])
-            compress(kind, rows[self.rank], codes[self.rank], own)
-        gathered = super()._all_gather(codes.view(-1), what, after, None, None, content)
-        finish = partial(_decompress_rows, kind, codes, rows)
-        return Pending(what, self._told, works=[gathered], keep=(buffer,), finish=finish)
+            codes = self._codes(kind, rows)
+            compress(kind, rows[self.rank], codes[self.rank], self._residual_of("average", content[0], rows[self.rank]))
+            gathered = super()._all_gather(codes.view(-1), what, None, None, None, content)
+            return self._followed(gathered, partial(decompress, kind, codes, rows), (buffer,))
 
-    def _swap(
-        self, taken: Tensor, sent: Tensor, what: str, finish: Callable[[], None], keep: Sequence[Tensor], key: Hashable
-    ) -> Pending:
+    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
+        rounded = self._rounded(bucket, shard, what, key)
+        return super()._reduce_scatter(bucket, shard, what, patience, key) if rounded is None else rounded
+
+    def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending:
+        rounded = self._rounded(bucket, shard, what, key)
+        return super().reduce_through(received, bucket, shard, what, key) if rounded is None else rounded
+
+    def _rounded(self, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending | None:
+        """Send every rank its range in codes, and add up what comes, which takes the place of what was sent."""
         kind = self._reductions
-        if kind is None or not self._fits(sent, kind):
-            return super()._swap(taken, sent, what, finish, keep, key)
-        rows, arrived = sent.view(self.world_size, -1), taken.view(self.world_size, -1)
-        codes = torch.empty(self.world_size, format_nbytes(kind, rows.shape[1]), dtype=torch.uint8)
-        others = torch.empty_like(codes)
-        residual = self._residual_of("sum", key, sent)
-        lost = [None] * len(rows) if residual is None else residual.view(rows.shape)
-        for row, code, own in zip(rows, codes, lost, strict=True):
-            compress(kind, row, code, own)
+        if kind is None or not self._fits(bucket, kind):
+            return None
+        rows, divisor = bucket.view(self.world_size, -1), self.groups.divisor
+        with untracked(), self.streams.reducing():
+            if bucket.dtype == torch.float16:  # as its sum may be infinite
+                divide(bucket, divisor)
+                divisor = 1
+            codes = self._codes(kind, rows)
+            others, residual = torch.empty_like(codes), self._residual_of("sum", key, bucket)
+            compress(kind, rows, codes, residual)
 
-        def unpack() -> None:
-            _decompress_rows(kind, others, arrived)
-            finish()
+            def add_up() -> None:
+                decompress(kind, others, rows)
+                self._sum.into(shard, rows.unbind(0), divisor, spare=True)
 
-        return super()._swap(others, codes, what, unpack, (*keep, codes), key)
+            sent = self._all_to_all(others.view(-1), codes.view(-1), [], [], what)
+            return self._followed(sent, add_up, (bucket, shard))
+
+    def _codes(self, kind: Format, rows: Tensor) -> Tensor:
+        size = format_nbytes(kind, rows.shape[1])
+        return torch.empty(len(rows), size, dtype=torch.uint8, device=rows.device)
 
     def _residual_of(self, which: str, key: Hashable, rounded: Tensor) -> Tensor | None:
         """What was lost of such values before; ``None``: it is not fed back."""
@@ -148,13 +169,17 @@ class CompressedCollectives(GlooCollectives):
             return None
         if (name := f"{which} {key}") not in self.residuals:
             with torch.inference_mode(False):
-                self.residuals[name] = torch.zeros(rounded.numel(), dtype=torch.float32)
+                self.residuals[name] = torch.zeros(rounded.numel(), dtype=torch.float32, device=rounded.device)
         return self.residuals[name]
 
     def _fits(self, buffer: Tensor, kind: Format) -> bool:
         """Whether there are whole blocks of what a format makes smaller."""
         narrow = kind == "bfloat16" and buffer.itemsize == 2
         return buffer.dtype.is_floating_point and not narrow and buffer.numel() % (self.world_size * _BLOCK) == 0
+
+
+class CompressedOverGloo(CompressedCollectives, GlooCollectives):
+    """The same for CPU tensors over gloo."""
 
 
 # -------------------------------------------------------------------------------------------------------------- formats
@@ -168,24 +193,27 @@ def format_nbytes(kind: Format, numel: int) -> int:
 
 
 def compress(kind: Format, values: Tensor, codes: Tensor, residual: Tensor | None = None) -> None:
-    """Write a 1-D tensor, of a multiple of 64 elements, to bytes: 1-D, uint8, ``format_nbytes`` of them.
+    """Write rows of a multiple of 64 elements to bytes: as many rows, uint8, of ``format_nbytes`` each.
 
-    ``residual``: like it, in float32, to be added before; holds what was lost after. See [Note: error feedback].
+    ``residual``: 1-D, of as many elements, in float32, to be added before; holds what was lost after. See
+    [Note: error feedback].
     """
     if residual is not None:
-        return _compress_fed(kind, values, codes, residual)
+        for row, code, lost in _at_once(values, codes, residual.view(values.shape)):
+            _compress_fed(kind, row, code, lost)
+        return
     if kind == "bfloat16":
         codes.view(torch.bfloat16).copy_(values)
         return
-    for blocks, integers, scales in _chunks(kind, values, codes):
+    for blocks, integers, scales in _chunks(values, codes):
         exact = blocks.float()
-        scale = torch.amax(exact.abs(), 1, keepdim=True).div_(_LARGEST[kind]).clamp_min_(_SMALLEST)
+        scale = torch.amax(exact.abs(), -1, keepdim=True).div_(_LARGEST[kind]).clamp_min_(_SMALLEST)
         scales.copy_(scale)
         whole = exact.div(scale).round_()
         if kind == "int8":
             integers.copy_(whole.to(torch.int8).view(torch.uint8))
         else:  # halves of a block side by side, each integer above zero
-            low, high = whole.add_(8).to(torch.uint8).chunk(2, 1)
+            low, high = whole.add_(8).to(torch.uint8).chunk(2, -1)
             integers.copy_(high << 4 | low)
 
 
@@ -193,34 +221,36 @@ def _compress_fed(kind: Format, values: Tensor, codes: Tensor, residual: Tensor)
     blocks, lost = values.view(-1, _BLOCK), residual.view(-1, _BLOCK)
     busy = blocks.any(1, keepdim=True)
     exact = (lost * busy).add_(blocks)
-    compress(kind, exact.view(-1), codes)
+    compress(kind, exact.view(values.shape), codes)
     decompress(kind, codes, arrives := torch.empty_like(values))
     exact -= arrives.view_as(exact)
     torch.where(busy & exact.isfinite(), exact, lost, out=lost)
 
 
 def decompress(kind: Format, codes: Tensor, values: Tensor) -> None:
-    """Write what was compressed to a 1-D tensor of as many elements as it was of, of any dtype."""
+    """Write what was compressed to a tensor of the same shape as it was of, of any dtype."""
     if kind == "bfloat16":
         values.copy_(codes.view(torch.bfloat16))
         return
-    for blocks, integers, scales in _chunks(kind, values, codes):
+    for blocks, integers, scales in _chunks(values, codes):
         if kind == "int8":
             blocks.copy_(integers.view(torch.int8) * scales)
         else:
-            halves = torch.cat([integers & 15, integers >> 4], 1).view(torch.int8)
+            halves = torch.cat([integers & 15, integers >> 4], -1).view(torch.int8)
             blocks.copy_((halves - 8) * scales)
 
 
-def _decompress_rows(kind: Format, codes: Tensor, rows: Tensor) -> None:
-    for code, row in zip(codes, rows, strict=True):
-        decompress(kind, code, row)
-
-
-def _chunks(kind: Format, values: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _chunks(values: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Some blocks, their integers and their scales at a time, each with a row for a block."""
-    blocks = values.view(-1, _BLOCK)
-    scales = codes[-len(blocks) * 4 :].view(torch.float32).view(-1, 1)
-    integers = codes[: codes.numel() - len(blocks) * 4].view(len(blocks), -1)
-    size = _CHUNK // _BLOCK
-    return zip(blocks.split(size), integers.split(size), scales.split(size), strict=True)
+    for row, code in _at_once(values, codes):
+        count = row.shape[-1] // _BLOCK
+        blocks = row.unflatten(-1, (count, _BLOCK))
+        integers, scales = code.tensor_split([code.shape[-1] - count * 4], -1)
+        pieces = blocks, integers.unflatten(-1, (count, -1)), scales.view(torch.float32).unsqueeze(-1)
+        size = count if values.device.type != "cpu" else _CHUNK // _BLOCK
+        yield from zip(*(piece.split(size, -2) for piece in pieces), strict=True)
+
+
+def _at_once(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Rows that are computed at once: all of them, and on the CPU one after the other, which takes less memory."""
+    return [tensors] if tensors[0].dim() == 1 or tensors[0].device.type != "cpu" else zip(*tensors, strict=True)

@@ -23,6 +23,10 @@ share a communicator and a stream wherever that order is provably the same:
   for weights. In two, each finds its own, so these stay apart, unless somebody whose ranks all run the same graph says
   so (``COMMUNICATORS``).
 
+Where transfers take two hops (``Hops``), both are on the stream of their kind, one after the other and in one order of
+hops for each kind; and each hop has one communicator, or two, as the kinds have. So nothing changes: at any time a
+stream runs one collective, and between the kinds of one hop what is said above holds.
+
 ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` has nccl begin kernels in the order in which the host has issued them, whichever
 communicator they are of: those of the default group (``sync_dist``, SyncBatchNorm) stand beside ours in any case. With
 CUDA 12.3 or newer, driver included, a kernel begins when the one before has begun, so that ranks with different orders
@@ -199,7 +203,7 @@ class Groups:
             control.counted = checkpoint.counted = range(first, first + size)
             same = _made(backend, timeout, "replicas", [*zip(*spans, strict=True)])
             groups.across = cls(same, same, control, checkpoint, replicas, replicas.world_size, timeout=timeout)
-        groups._default, groups._asked = weakref.ref(default), (backend, timeout, span)
+        groups._default, groups._asked, groups._sets = weakref.ref(default), (backend, timeout, span), spans
         groups._part(apart)
         atexit.register(groups._at_exit)
         _LIVE.append(groups)
@@ -213,6 +217,7 @@ class Groups:
         self.problem = ""  # why they could not be connected
         self.told = ""  # what the log says about it
         self._owner = os.getpid()
+        self._sets: Sequence[Sequence[int]] = ()  # of ranks, of which each has a group; none: all ranks
         self._default: Callable[[], dist.ProcessGroup | None] = lambda: None  # weak: it ends without them
         self._asked: tuple[str | None, timedelta | None, int | None] | None = None
         self._meetings: Counter[str] = Counter()
@@ -232,23 +237,27 @@ class Groups:
         """Give reductions a group of their own, if they have none and any rank needs that. Collective: every rank."""
         if self.one_order and self._asked is not None and self.control.agree_any(apart):
             backend, timeout, _ = self._asked
-            self.reduce = _made(backend, timeout, "gradients", _spans(self.shard.world_size))
+            self.reduce = _made(backend, timeout, "gradients", self._sets)
+            for hop in () if self.hops is None else (self.hops.within, self.hops.between):
+                hop._part(apart=True)
 
     def find_hosts(self) -> list[list[int]]:
         """The ranks of each host. Collective: every rank."""
         self.hosts = self.hosts or find_hosts(self.control)
         return self.hosts
 
-    def split_by_host(self) -> Hops | None:
-        """The two hops that collectives of tensors on the CPU take; ``None`` if they go directly. Made once.
+    def split_by_host(self, backend: str | None = "gloo") -> Hops | None:
+        """The two hops that collectives take; ``None`` if they go directly, as they do without a ``backend``.
 
-        Collective: every rank.
+        Made once. Collective: every rank.
         """
-        places = places_by_host(self.find_hosts())
+        places = None if backend is None else places_by_host(self.find_hosts())
         if self.hops is None and places is not None:
-            self.hops = Hops(self, self.hosts, places)
-            self.control.counted = self.checkpoint.counted = self.hops.order
-        return self.hops
+            self.hops = Hops(self, self.hosts, places, backend)
+        hops = None if places is None else self.hops
+        order = range(self.control.world_size) if hops is None else hops.order
+        self.control.counted = self.checkpoint.counted = order
+        return hops
 
     def averages(self) -> Relay:
         """What takes averages between shard groups through, behind the reductions within them. Made once."""
@@ -335,30 +344,41 @@ class Hops:
         groups: of all ranks.
         hosts: the ranks of each host.
         places: those in one place of every host.
+        backend: of the process groups.
     """
 
-    def __init__(self, groups: Groups, hosts: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, groups: Groups, hosts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], backend: str | None
+    ) -> None:
         rank, timeout, control = groups.control.rank, groups.timeout, groups.control
         self.order = [rank for ranks in places for rank in ranks]
         """Which rank has the first shard of a flat buffer, the second one, and so on."""
 
         def hop(sets: Sequence[Sequence[int]], name: str) -> Groups:
-            gather = _made("gloo", timeout, f"parameters {name}", sets)
-            reduce = _made("gloo", timeout, f"gradients {name}", sets)
+            gather = _made(backend, timeout, f"parameters {name}", sets)
             ranks = next(ranks for ranks in sets if rank in ranks)
             member = ShardGroup(ranks.index(rank), len(ranks))
-            return Groups(gather, reduce, control, groups.checkpoint, member, divisor=1, timeout=timeout)
+            made = Groups(gather, gather, control, groups.checkpoint, member, divisor=1, timeout=timeout)
+            made._asked, made._sets = (backend, timeout, None), sets
+            made._part(apart=not groups.one_order)
+            return made
 
         self.within, self.between = hop(hosts, "within a host"), hop(places, "between hosts")
-        carriers = ((self.within.gather, self.between.gather), (self.within.reduce, self.between.reduce))
-        names = (f"the gathers {groups.number}", f"the reductions {groups.number}")
-        self.gathers, self.reductions = (Relay(name, pair) for name, pair in zip(names, carriers, strict=True))
+        self._number = groups.number
+        self._relays: dict[str, Relay] = {}
+
+    def relay(self, kind: str) -> Relay:
+        """What takes tensors on the CPU through the hops, of the ``"gathers"`` or the ``"reductions"``."""
+        if kind not in self._relays:
+            pair = [hop.gather if kind == "gathers" else hop.reduce for hop in (self.within, self.between)]
+            self._relays[kind] = Relay(f"the {kind} {self._number}", pair)
+        return self._relays[kind]
 
     def end(self) -> list[dist.ProcessGroup | None]:
         """End the threads. Returns the process groups, which are now the caller's alone. Collective: every rank."""
-        self.gathers.end()
-        self.reductions.end()
-        found = [group for hop in (self.within, self.between) for group in (hop.gather, hop.reduce)]
+        for relay in self._relays.values():
+            relay.end()
+        found = [group for hop in (self.within, self.between) for group in dict.fromkeys((hop.gather, hop.reduce))]
         for hop in (self.within, self.between):
             hop.gather = hop.reduce = None
         return found

@@ -1,4 +1,4 @@
-"""Collectives between CPU ranks of several hosts in two hops: within each host, and between those in one place of all.
+"""Collectives between ranks of several hosts in two hops: within each host, and between those in one place of all.
 
 [Note: shards by host]
 With S ranks on each of H hosts, flat collectives send S times what has to leave a host. In two hops a host sends what
@@ -18,36 +18,51 @@ Source: ZeRO++ (arXiv:2306.10209), section 3.2, where it is hpZ.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups, Hops
-from lightning_zero.comm.native import GlooCollectives
+from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.comm.sums import divide
 
-__all__ = ["HierarchicalCollectives"]
+__all__ = ["HierarchicalCollectives", "HierarchicalOverGloo"]
 
 
-class HierarchicalCollectives(GlooCollectives):
-    """Collectives for CPU tensors over gloo, within hosts and then between them: see [Note: shards by host].
+class HierarchicalCollectives(NativeCollectives):
+    """Collectives within hosts and then between them: see [Note: shards by host].
 
     All-to-alls and broadcasts, of which no more leaves a host, take the direct way.
+
+    Args:
+        groups: all ranks.
+        hops: the groups of both hops.
+        streams: of the device.
+        within: what carries the one within hosts.
+        between: what carries the other one.
+        keeps: see [Note: what a host keeps].
     """
 
     def __init__(
-        self, groups: Groups, hops: Hops, streams: Streams, between: GlooCollectives, keeps: bool = False
+        self,
+        groups: Groups,
+        hops: Hops,
+        streams: Streams,
+        within: NativeCollectives,
+        between: NativeCollectives,
+        keeps: bool = False,
     ) -> None:
         super().__init__(groups, streams)
         self.rank = hops.order.index(groups.control.rank)
         self._hops = hops
-        self._within, self._between = GlooCollectives(hops.within, streams), between
+        self._within, self._between = within, between
         self.rounds_weights = between.rounds_weights
         self.keeping = self._within.world_size if keeps else None
         self.feeding = None if between.feeding is None else self._within.world_size
@@ -65,10 +80,7 @@ class HierarchicalCollectives(GlooCollectives):
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
-        if source is not None:
-            self.own_range(buffer).copy_(source)
         part = self._within.own_range(buffer)
-        keep, known = (None, False) if content is None or self.keeping is None else self._place_for(part, *content)
 
         def between() -> None:
             if keep is not None and known:
@@ -81,7 +93,11 @@ class HierarchicalCollectives(GlooCollectives):
         def within() -> None:
             self._within.all_gather(buffer, what).wait()
 
-        return Pending(what, self._told, works=[self._hops.gathers.carry(what, (between, within))], keep=(buffer,))
+        with untracked(), self.streams.gathering(after):
+            if source is not None:
+                self.own_range(buffer).copy_(source)
+            keep, known = (None, False) if content is None or self.keeping is None else self._place_for(part, *content)
+            return self._carried("gathers", what, (between, within), (buffer,))
 
     def _place_for(self, part: Tensor, name: Hashable, state: int) -> tuple[Tensor, bool]:
         """Where a part of some content is kept, and whether it is there in this state."""
@@ -106,8 +122,42 @@ class HierarchicalCollectives(GlooCollectives):
             self._between.reduce_through(free, part, shard, what, key).wait()
             divide(shard, 1 if early else divisor)
 
-        passage = self._hops.reductions.carry(what, (within, between))
-        return Pending(what, self._told, works=[passage], keep=(bucket, shard))
+        with self.streams.reducing():
+            return self._carried("reductions", what, (within, between), (bucket, shard))
+
+    def _carried(self, kind: str, what: str, hops: Sequence[Callable[[], None]], keep: Sequence[Tensor]) -> Pending:
+        """Take a transfer through its hops: one after the other on the current stream."""
+        with untracked():
+            for hop in hops:
+                hop()
+        return Pending(what, self._told, event=self.streams.mark(), streams=self.streams, keep=keep)
+
+    def _all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
+    ) -> Pending:
+        places = sorted(range(self.world_size), key=self._hops.order.__getitem__)  # of the ranks, in their order
+        received, given = output.split(output_splits), input.split(input_splits)
+        with untracked(), self.streams.reducing():
+            sent, taken = torch.cat([given[at] for at in places]), torch.empty_like(output)
+            output_splits, input_splits = ([sizes[at] for at in places] for sizes in (output_splits, input_splits))
+
+            def put() -> None:
+                for at, part in zip(places, taken.split(output_splits), strict=True):
+                    received[at].copy_(part)
+
+            return self._followed(
+                super()._all_to_all(taken, sent, output_splits, input_splits, what), put, (output, input)
+            )
+
+    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        return super()._broadcast(tensor, self._hops.order[source], what)
+
+
+class HierarchicalOverGloo(HierarchicalCollectives, GlooCollectives):
+    """The same for CPU tensors over gloo, where threads take transfers through: see [Note: two hops and one order]."""
+
+    def _carried(self, kind: str, what: str, hops: Sequence[Callable[[], None]], keep: Sequence[Tensor]) -> Pending:
+        return Pending(what, self._told, works=[self._hops.relay(kind).carry(what, hops)], keep=keep)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
@@ -121,6 +171,3 @@ class HierarchicalCollectives(GlooCollectives):
             works += [dist.irecv(received[at], group=group, group_src=order[at]) for at in places if output_splits[at]]
             works += [dist.isend(sent[at], group=group, group_dst=order[at]) for at in places if input_splits[at]]
         return Pending(what, self._told, works=works, keep=(output, input), group=group)
-
-    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        return super()._broadcast(tensor, self._hops.order[source], what)

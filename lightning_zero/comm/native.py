@@ -21,7 +21,7 @@ from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.control import ABOUT_GRADIENTS, naming_failures, raise_failure
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.comm.sums import PairwiseSum
+from lightning_zero.comm.sums import PairwiseSum, divide
 
 __all__ = ["GlooCollectives", "NativeCollectives"]
 
@@ -39,6 +39,10 @@ class NativeCollectives(Collectives):
         self.groups = groups
         self.streams, self.device = streams, streams.device
         self._told = groups.control.rank  # the rank as errors name it
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return tuple(self.residuals.values())
 
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         operation = dist.ReduceOp.SUM
@@ -84,12 +88,27 @@ class NativeCollectives(Collectives):
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
         with self.streams.reducing():
             if bucket.dtype == torch.float16:
-                bucket.div_(self.groups.divisor)
+                divide(bucket, self.groups.divisor)
             reduce_scatter_single(shard, bucket, group=self.groups.reduce)
             if bucket.dtype != torch.float16:
-                shard.div_(self.groups.divisor)
+                divide(shard, self.groups.divisor)
             event = self.streams.mark()
         return Pending(what, self._told, event=event, streams=self.streams, keep=(bucket, shard))
+
+    def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending:
+        """``reduce_scatter`` with memory of the caller's for what the others send, if any is needed: like ``bucket``,
+        and no part of ``shard``. Collective: the ranks of the shard group."""
+        return self._reduce_scatter(bucket, shard, what, 0.0, key)
+
+    def _followed(self, transfer: Pending, finish: Callable[[], None], keep: Sequence[Tensor]) -> Pending:
+        """Have arithmetic follow a transfer: on the current stream, which is that of the transfer, as far as there are
+        any; else where somebody waits. Memory that both alone use then belongs to that stream."""
+        if not self.streams.beside:
+            transfer.then(finish)
+            return transfer
+        transfer.wait()
+        finish()
+        return Pending(transfer.what, self._told, event=self.streams.mark(), streams=self.streams, keep=keep)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
@@ -154,8 +173,6 @@ class GlooCollectives(NativeCollectives):
         return reduction, Pending(what, self._told, works=[passage], keep=(shard,))
 
     def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending:
-        """``reduce_scatter`` with memory of the caller's for what the others send: like ``bucket``, and no part of
-        ``shard``. Collective: the ranks of the shard group."""
         if bucket.dtype == torch.float16 and self.groups.divisor > 1:
             bucket.div_(self.groups.divisor)
 
@@ -163,24 +180,16 @@ class GlooCollectives(NativeCollectives):
             pieces = received.view(self.world_size, -1).unbind(0)
             self._sum.into(shard, pieces, 1 if bucket.dtype == torch.float16 else self.groups.divisor, spare=True)
 
-        return self._swap(received, bucket, what, add_up, (bucket, shard), key)
-
-    def _swap(
-        self, taken: Tensor, sent: Tensor, what: str, finish: Callable[[], None], keep: Sequence[Tensor], key: Hashable
-    ) -> Pending:
-        """Send every rank its range, and take this one's from each."""
-        try:
-            work = dist.all_to_all_single(taken, sent, group=self.groups.reduce, async_op=True)
-        except RuntimeError as error:
-            raise_failure(what, self._told, error)
-        return Pending(what, self._told, works=[work], keep=keep, finish=finish, group=self.groups.reduce)
+        sent = self._all_to_all(received, bucket, [], [], what)
+        sent.then(add_up)
+        return sent
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
     ) -> Pending:
-        work = dist.all_to_all_single(
-            output, input, output_splits, input_splits, group=self.groups.reduce, async_op=True
-        )
+        group = self.groups.reduce
+        with naming_failures(what, self._told):
+            work = dist.all_to_all_single(output, input, output_splits, input_splits, group=group, async_op=True)
         return Pending(what, self._told, works=[work], keep=(output, input), group=self.groups.reduce)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:

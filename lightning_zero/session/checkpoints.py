@@ -171,7 +171,7 @@ class Checkpoints:
         def read() -> None:
             for name, rows in found.items():
                 if name != _LAYOUT:
-                    wire.residuals[name] = row = torch.empty(rows.shape[1], dtype=torch.float32)
+                    wire.residuals[name] = row = torch.empty(rows.shape[1], dtype=torch.float32, device=wire.device)
                     read_slice(rows, control.rank * row.numel(), row)
 
         if wire.feeding is None and not found:

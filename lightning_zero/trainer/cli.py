@@ -294,7 +294,7 @@ class PlanCLI(ZeroCLI):
         node = ranks if 1 < ranks < world_size else None
         spans = dict.fromkeys((None, node, self.exchange["shard_within"]))
         exchanges: list[dict[str, Any]] = [{"shard_within": span} for span in spans]
-        exchanges += [{"secondary_shards": True}] if node and self.config.trainer.accelerator == "cpu" else []
+        exchanges += [{"secondary_shards": True}] if node else []
         return ways_to_send([self.estimate(exchange) for exchange in exchanges], self.memory, self.speeds)
 
     def numbers(self) -> dict[str, Any]:

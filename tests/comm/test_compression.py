@@ -404,10 +404,10 @@ def test_stages_agree_in_mixed_precision(tmp_path: Path, precision: str) -> None
     run_world(4, run, environment={RANKS_PER_HOST: "2"}, timeout=200)
 
 
-def test_not_on_accelerators_yet() -> None:
+def test_only_on_devices_whose_streams_are_known() -> None:
     def run(rank: int) -> None:
-        with pytest.raises(ValueError, match="compression is for CPU ranks so far, and these compute on cuda"):
-            choose_collectives(Groups.create("gloo"), Streams(CPU), torch.device("cuda"), Exchange(BOTH))
+        with pytest.raises(ValueError, match="compression is for CPU and CUDA ranks, and these compute on meta"):
+            choose_collectives(Groups.create("gloo"), Streams(CPU), torch.device("meta"), Exchange(BOTH))
 
     run_world(2, run)
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero import ActivationPolicy, build_plan
+from lightning_zero import ActivationPolicy, Compression, build_plan
 from lightning_zero.comm import (
     Collectives,
     ControlGroup,
+    Exchange,
     Groups,
     NativeCollectives,
     ShardGroup,
@@ -33,6 +34,7 @@ from lightning_zero.comm import (
 )
 from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.comm.groups import COMMUNICATORS, order_launches
+from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.session.session import ZeroSession
@@ -211,8 +213,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def seen_in_a_fake_world(stage: int, one_order: bool, span: int | None = None) -> list[tuple[str, str, str, set[int]]]:
-    """What one rank of eight, in shard groups of ``span``, issues in the third step."""
+def seen_in_a_fake_world(
+    stage: int, one_order: bool, span: int | None = None, exchange: Exchange | None = None
+) -> list[tuple[str, str, str, set[int]]]:
+    """What one rank of eight, in shard groups of ``span``, issues in the third step; with an ``exchange``, on hosts."""
     cuda = SimulatedCuda()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
@@ -228,6 +232,8 @@ def seen_in_a_fake_world(stage: int, one_order: bool, span: int | None = None) -
         placement = replace(Placement.from_stage(stage), span=span)
         plan = build_plan(net, placement=placement, world_size=8, units=["Block"], bucket_mib=0.001)
         wire = NativeCollectives(groups, streams)
+        if exchange is not None:
+            wire = choose_collectives(groups, streams, device, exchange)
         if span is not None:
             same = dist.new_group([*range(0, 8, size)], backend="fake")
             groups.across = Groups(same, same, control, control, ShardGroup(0, 8 // size), divisor=8 // size)
@@ -268,6 +274,23 @@ def test_in_two_orders_kinds_keep_apart() -> None:
     assert len({group for _, group, _ in lanes}) == 2
     for number, (kind, _, _, behind) in enumerate(calls):
         assert behind >= {earlier for earlier in range(number) if calls[earlier][0] == kind}
+
+
+@pytest.mark.parametrize(("stage", "one_order"), [(1, True), (2, True), (3, True), (3, False)])
+def test_hops_are_in_the_order_of_their_kind(stage: int, one_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has one communicator, or two as the kinds have; what goes between hosts is in codes."""
+    monkeypatch.setenv(RANKS_PER_HOST, "4")
+    exchange = Exchange(Compression(weights="int8" if stage == 3 else None, gradients="int8"), stage == 3)
+    calls = seen_in_a_fake_world(stage, one_order, exchange=exchange)
+    lanes = dict.fromkeys((group, stream) for _, group, stream, _ in calls)
+    assert len({group for group, _ in lanes}) == len(lanes) == (2 if one_order else 4)
+    assert {stream for _, stream in lanes} == ({"gather"} if one_order else {"gather", "reduce"})
+    reduced = [(kind, group) for kind, group, _, _ in calls if kind != "allgather_base"]
+    assert [kind for kind, _ in reduced] == ["reduce_scatter_base", "alltoall_base"] * (len(reduced) // 2)
+    assert len(reduced) >= 2 * 4
+    assert len({group for _, group in reduced}) == 2
+    for number, (_, _, stream, behind) in enumerate(calls):
+        assert behind >= {earlier for earlier in range(number) if calls[earlier][2] == stream}
 
 
 @pytest.mark.parametrize("stage", [2, 3])

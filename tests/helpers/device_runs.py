@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -22,9 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import Compression, ZeroStrategy
 from lightning_zero.analysis import OptimizerCost
-from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, WrappedCollectives
+from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, WrappedCollectives, native
+from lightning_zero.comm.compression import Format, compress, decompress, format_nbytes
+from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.config import Placement
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
@@ -253,6 +257,67 @@ def trained(session: ZeroSession, net: Net, rank: int, place: torch.device) -> l
     return seen
 
 
+def codes(device: str) -> dict[str, bool]:
+    """Whether tensors are rounded to the same bits there as on the CPU, with what is fed back, and come back so."""
+    rows = (torch.randn(3, 6400) * torch.logspace(-40, 30, 3)[:, None]) * torch.rand(3, 6400).gt(0.1)
+    rows[0, 64:128], rows[1, 70], lost, found = 0, float("inf"), torch.randn(3 * 6400) * 1e-3, {}
+    for kind, dtype in product(get_args(Format), (torch.float32, torch.bfloat16, torch.float16)):
+        there: list[list[Tensor]] = []
+        for place in (CPU, torch.device(device)):
+            values, residual = rows.to(dtype).to(place), lost.to(place, copy=True)
+            made = torch.empty(3, format_nbytes(kind, 6400), dtype=torch.uint8, device=place)
+            plain, back = torch.empty_like(made), torch.empty_like(values)
+            compress(kind, values, made, residual)
+            compress(kind, values, plain)
+            decompress(kind, plain, back)
+            there.append([tensor.cpu().nan_to_num(7.0) for tensor in (made, plain, residual, back)])
+        found[f"{kind}, {dtype}"] = all(map(torch.equal, *there))
+    return found
+
+
+def staged(carry: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective of gloo's for tensors of a device, through host memory: of the first argument, which it writes."""
+
+    def through(*arguments: Any, **named: Any) -> Any:
+        moved = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
+        result = carry(*moved, **named)
+        for written, host in zip(arguments[:1], moved, strict=False):
+            if written is not host:
+                written.copy_(host)
+        return result
+
+    return through
+
+
+def across_hosts(device: str) -> dict[str, list[float]]:
+    """Four ranks on one device, of which two are a host: losses as they are, and with what hosts keep and round."""
+    os.environ |= {RANKS_PER_HOST: "2", "LIGHTNING_ZERO_SHARED_MEMORY": "0"}
+    for module, names in (
+        (native, ("all_gather_single", "reduce_scatter_single")),
+        (dist, ("all_to_all_single", "broadcast")),
+    ):
+        for name in names:
+            setattr(module, name, staged(getattr(module, name)))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    rank, place, found = dist.get_rank(), torch.device(device, 0) if device == "cuda" else CPU, {}
+    rounded, fed = Compression(weights="int8", gradients="int8"), Compression(gradients="int4", error_feedback=True)
+    kinds: dict[str, tuple[int, dict[str, Any]]] = {
+        "plain": (3, {}),
+        "kept": (3, {"secondary_shards": True}),
+        "rounded": (3, {"secondary_shards": True, "compression": rounded}),
+        "fed 1": (1, {"compression": fed}),
+        "fed 2": (2, {"compression": fed}),
+    }
+    for name, (stage, exchange) in kinds.items():
+        settings = SessionSettings(placement=Placement.from_stage(stage), units=["Block"], **exchange)  # type: ignore[arg-type]
+        session = ZeroSession(settings, Groups.create("gloo"), place)
+        found[name] = trained(session, Net(), rank, place)
+        on_device = not isinstance(session.engine.collectives, GlooCollectives)
+        assert on_device == (device == "cuda"), name
+    dist.destroy_process_group()
+    return found
+
+
 def overlap(device: str) -> dict[str, float]:
     """Milliseconds, by events of the device: of copies to the host, of computing, and of both together."""
     place = torch.device(device, 0)
@@ -310,7 +375,7 @@ def short(device: str) -> dict[str, float]:
 
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
-    program.__name__: program for program in (losses, peaks, two_ranks, overlap, locked, short)
+    program.__name__: program for program in (losses, peaks, two_ranks, codes, across_hosts, overlap, locked, short)
 }
 
 if __name__ == "__main__":

@@ -121,6 +121,17 @@ def test_rings_of_accelerators_pass_every_host_with_all_that_a_rank_sends() -> N
     assert parted.within_nbytes("zero3") == (4 + 2 * 2) * P * 7 // 8
 
 
+@pytest.mark.parametrize("exchange", [{"secondary_shards": True}, {"compression": Compression(gradients="int8")}])
+def test_accelerators_take_two_hops_where_something_is_rounded_or_kept(exchange: dict[str, Any]) -> None:
+    """As the CPU does, but for what goes as before: without a stage, and whole within shard groups."""
+    there, here = (on_hosts(4, 8, accelerator=accelerator, **exchange) for accelerator in (True, False))
+    assert there.leaving_nbytes("zero3") == here.leaving_nbytes("zero3") < on_hosts(4, 8).leaving_nbytes("zero3")
+    assert there.within_nbytes("zero3") == here.within_nbytes("zero3")
+    assert there.leaving_nbytes("none") == on_hosts(4, 8, accelerator=True).leaving_nbytes("none")
+    plain = on_hosts(4, 8, accelerator=True)
+    assert plain.leaving_nbytes("zero2", rounded="int8") == on_hosts(4, 8).leaving_nbytes("zero2", rounded="int8")
+
+
 def test_one_host_sends_nothing_to_others() -> None:
     estimate = on_hosts(1, 4)
     assert {estimate.leaving_nbytes(name) for name in estimate.stages} == {0}
@@ -240,9 +251,6 @@ def test_groups_of_several_hosts_exchange_directly() -> None:
 
 
 def test_settings_that_do_not_go_together() -> None:
-    for settings in ({"secondary_shards": True}, {"compression": Compression(gradients="int8")}):
-        with pytest.raises(ValueError, match="for CPU ranks so far"):
-            on_hosts(2, 2, accelerator=True, **settings)
     for settings in ({"secondary_shards": True}, {"compression": Compression(weights="int8")}):
         with pytest.raises(ValueError, match="shard_within goes neither"):
             on_hosts(2, 2, shard_within=2, **settings)
@@ -252,10 +260,8 @@ def test_settings_that_do_not_go_together() -> None:
 
 
 def ways(memory: dict[str, int] | None = None, speeds: Any = (1e6, 4e6), **settings: Any) -> list[Way]:
-    estimates = [on_hosts(2, 2, **settings), on_hosts(2, 2, shard_within=2, **settings)]
-    if not settings.get("accelerator"):
-        estimates.append(on_hosts(2, 2, secondary_shards=True, **settings))
-    return ways_to_send(estimates, memory, speeds)
+    exchanges: list[dict[str, Any]] = [{}, {"shard_within": 2}, {"secondary_shards": True}]
+    return ways_to_send([on_hosts(2, 2, **exchange, **settings) for exchange in exchanges], memory, speeds)
 
 
 def named(found: list[Way]) -> dict[str, Way]:
@@ -274,8 +280,8 @@ def test_seconds_are_bytes_by_the_speed() -> None:
 
 
 def test_only_what_can_be_done_is_shown() -> None:
-    assert not [way for way in ways(accelerator=True) if way.compression]
     found = ways()
+    assert [str(way) for way in ways(accelerator=True)] == [str(way) for way in found]
     assert not [way for way in found if way.shard_within and "offload" in way.stage]
     assert not [way for way in found if way.stage == "none" and (way.compression or way.shard_within)]
     assert {way.stage for way in found if way.secondary_shards} == {"zero3", "zero3_offload"}

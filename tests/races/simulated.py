@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_zero
 from lightning_zero._torch import WeakStorage, storage_key
-from lightning_zero.comm import choice, native, streams
+from lightning_zero.comm import streams
 from lightning_zero.storage import files, host, transfers
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from tests.races.trace import Free, Item, Mark, Use, Wait, Work
@@ -383,7 +383,6 @@ def simulated_device(quick: bool = False) -> Iterator[Recorder]:
         for module in (transfers, files):
             patch.setattr(module, "is_on_host", recorder.is_on_host)
         patch.setattr(transfers, "fill_from", recorder.fill_from)
-        patch.setattr(choice, "GlooCollectives", native.NativeCollectives)  # issues all of its work on side streams
         with recorder:
             yield recorder
         gc.collect()

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import lightning_zero
-from lightning_zero import ActivationPolicy, HostOffload
+from lightning_zero import ActivationPolicy, Compression, HostOffload
+from lightning_zero.comm.hosts import RANKS_PER_HOST
 from tests.helpers.world import run_world
 from tests.races.play import Played, Setting, play
 from tests.races.trace import Item, find_races, sites
@@ -22,6 +23,7 @@ from tests.races.trace import Item, find_races, sites
 MIXED: Final = "bf16-mixed"
 UNITS = {"activations": ActivationPolicy(checkpointing="units")}
 SAVED = {"activations": ActivationPolicy(offload=True, min_kib=0)}
+ROUNDED = Compression(weights="int8", gradients="int4", error_feedback=True)
 HOST = {"offload": HostOffload()}
 UNPINNED = {"offload": HostOffload(pin_mib=0)}
 ALL_ON_HOST = {"offload": HostOffload(parameters=True)}
@@ -74,11 +76,29 @@ GROUPS = {
     "stage 1, in groups": Setting(stage=1, accumulate=2, strategy={"shard_within": 2}),
     "stage 3, in groups, mixed": Setting(stage=3, precision=MIXED, accumulate=2, strategy={"shard_within": 2}),
 }
+FED = Compression(gradients="int4", error_feedback=True)
+KEPT = {"secondary_shards": True}
+HOSTS = {  # two of two ranks
+    "stage 1, two hops, rounded": Setting(stage=1, precision=MIXED, strategy={"compression": ROUNDED}),
+    "stage 2, two hops, rounded": Setting(stage=2, accumulate=2, strategy={"compression": FED}),
+    "stage 3, kept": Setting(stage=3, accumulate=2, clip=0.5, strategy=KEPT),
+    "stage 3, kept, Muon": Setting(stage=3, optimizer=torch.optim.Muon, strategy=KEPT),
+    "stage 3, kept, looking": Setting(stage=3, twist="look", strategy=KEPT),
+    "stage 3, kept, rounded": Setting(stage=3, accumulate=2, strategy={**KEPT, "compression": ROUNDED}),
+    "stage 3, kept, on host": Setting(stage=3, precision=MIXED, strategy={**KEPT, **ALL_ON_HOST}),
+    "stage 2, in groups, rounded": Setting(stage=2, strategy={"shard_within": 2, "compression": FED}),
+}
+APART = {  # two of one rank
+    "stage 1, rounded": Setting(stage=1, precision=MIXED, strategy={"compression": ROUNDED}),
+    "stage 2, rounded": Setting(stage=2, strategy={"compression": FED}),
+    "stage 3, rounded": Setting(stage=3, accumulate=2, strategy={"compression": ROUNDED}),
+}
 
 
 # Without one of these nothing races in the settings above. Why it is there all the same:
 _HANDS_OVER = "the thread hands over an event, and who waits for that is behind the thread too"
 _ARRIVES = "wait in comm/collectives.py wait: self._streams.wait(self._event) < "
+_HOPS = "both hops, and the arithmetic behind them, are on one stream"
 _IN_ORDER = "all of an average is on the stream of the reductions, where it is behind the one that it needs"
 SPARE = {
     "result in storage/transfers.py order: self._event = job.result() < "
@@ -101,6 +121,9 @@ SPARE = {
     "wait in engine/units/sharded.py launch: streams.wait(masters)": (
         "a rank that is alone computes where it steps, unless the user steps on another stream"
     ),
+    _ARRIVES + "comm/hierarchical.py within": _HOPS,
+    _ARRIVES + "comm/hierarchical.py between": _HOPS,
+    _ARRIVES + "comm/native.py _followed": _HOPS,
     _ARRIVES + "comm/native.py _averaged_behind": _IN_ORDER,
     _ARRIVES + "comm/native.py reduce": _IN_ORDER,
     _ARRIVES + "comm/native.py gather": _IN_ORDER,
@@ -121,14 +144,20 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Played]:
         found = {name: play(setting, folder) for name, setting in settings.items()}
         return found if rank == 0 else {}
 
-    environment = {"LIGHTNING_ZERO_SHARED_MEMORY": "0"}
     found: dict[str, Played] = {}
-    for world_size, settings in ((2, SETTINGS), (1, ALONE), (4, GROUPS)):
+    for world_size, settings, ranks in (
+        (2, SETTINGS, ""),
+        (1, ALONE, ""),
+        (4, GROUPS, ""),
+        (4, HOSTS, "2"),
+        (2, APART, "1"),
+    ):
+        environment = {"LIGHTNING_ZERO_SHARED_MEMORY": "0", RANKS_PER_HOST: ranks}
         found.update(run_world(world_size, play_all, settings, timeout=200, environment=environment)[0])
     return found
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, *ALONE, *GROUPS])
+@pytest.mark.parametrize("name", [*SETTINGS, *ALONE, *GROUPS, *HOSTS, *APART])
 def test_nothing_races(name: str, played: dict[str, Played]) -> None:
     found = played[name]
     assert len(found.trace) > 500

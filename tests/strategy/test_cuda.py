@@ -55,6 +55,38 @@ def test_two_ranks_share_one_cpu_over_the_same_wire() -> None:
 
 
 @needs_gpu
+def test_what_is_rounded_there_has_the_bits_of_the_cpu() -> None:
+    (found,) = run_on("cuda", "codes")
+    assert all(found.values()), found
+
+
+def test_the_program_about_rounding_runs_on_the_cpu() -> None:
+    (found,) = run_on("cpu", "codes")
+    assert len(found) == 9
+    assert all(found.values())
+
+
+def check_across_hosts(device: str) -> None:
+    """Kept weights are the same weights, and what is rounded is close."""
+    for found in run_on(device, "across_hosts", world_size=4):
+        assert found["plain"][-1] < found["plain"][0]
+        assert found["kept"] == pytest.approx(found["plain"], rel=1e-5)
+        for name in ("rounded", "fed 1", "fed 2"):
+            assert found[name] == pytest.approx(found["plain"], rel=2e-2), name
+            assert found[name] != found["plain"], name
+        assert found["fed 1"] == found["fed 2"]
+
+
+@needs_gpu
+def test_four_ranks_share_one_gpu_as_two_hosts() -> None:
+    check_across_hosts("cuda")
+
+
+def test_four_ranks_share_one_cpu_as_two_hosts() -> None:
+    check_across_hosts("cpu")
+
+
+@needs_gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_allocator_counts_what_the_plan_says(precision: str) -> None:
     (found,) = run_on("cuda", "peaks", precision)

@@ -230,5 +230,5 @@ def test_where_it_cannot_be() -> None:
         ZeroStrategy(stage=3, secondary_shards=True, shard_within=2)
     with pytest.raises(ValueError, match="secondary_shards must be True or False, got 'node'"):
         ZeroStrategy(stage=3, secondary_shards="node")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="secondary_shards is for CPU ranks so far, and these compute on meta"):
+    with pytest.raises(ValueError, match="secondary_shards is for CPU and CUDA ranks, and these compute on meta"):
         choose_collectives(Groups.create(), Streams(torch.device("cpu")), torch.device("meta"), Exchange(None, True))
