@@ -374,14 +374,10 @@ def validate_bucket_mib(bucket_mib: float) -> float:
     return float(bucket_mib)
 
 
-def validate_shard_within(within: ShardWithin, offload: Offload | None) -> None:
-    """Who shares what is sharded is nobody in particular, a node, or two ranks or more; not with offload."""
-    if within is None:
-        return
-    if within != "node":
+def validate_shard_within(within: ShardWithin) -> None:
+    """Who shares what is sharded is nobody in particular, a node, or two ranks or more."""
+    if within is not None and within != "node":
         check_whole("shard_within, where it is not 'node',", within, least=2, unit="ranks")
-    if offload is not None:
-        raise ValueError("shard_within and offload do not go together yet: leave one of them out.")
 
 
 def validate_offload(offload: Offload | None, placement: Placement) -> Offload | None:

@@ -291,7 +291,7 @@ def estimate_memory(
         return _of_plans({_name_of(model): model}, receive_buffer, **told)
     world_size = check_whole("world_size", world_size, least=1, unit="ranks")
     exchange: dict[str, Any] = {"span": shard_within, "secondary_shards": secondary_shards, "compression": compression}
-    kinds = _kinds(hosts, world_size, exchange, offloads=not (shard_within or (cost.whole and accelerator)))
+    kinds = _kinds(hosts, world_size, exchange, offloads=not (cost.whole and accelerator))
     if not isinstance(model, nn.Module):
         if settings or activations is not None:
             raise ValueError(f"A number of parameters has no {next(iter(settings), 'activations')}: give the module.")
@@ -307,7 +307,7 @@ def estimate_memory(
 def _kinds(
     hosts: int, world_size: int, exchange: Mapping[str, Any], *, offloads: bool
 ) -> dict[str, tuple[Placement, Offload | None]]:
-    # Neither with shard groups nor, for optimizers of whole parameters, from an accelerator: see optim/rules.py.
+    # Not for optimizers of whole parameters, from an accelerator: see optim/rules.py.
     kinds = {name: kind for name, kind in _STAGES.items() if offloads or not kind[1]}
     return {name: (where.on_hosts(hosts, world_size, **exchange), on) for name, (where, on) in kinds.items()}
 

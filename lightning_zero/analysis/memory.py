@@ -226,6 +226,9 @@ def expected_memory(
     if not (peak and training):
         return rest
     missing, raw = _backward_nbytes(plan, accelerator)
+    if accelerator and plan.group_size < plan.world_size:  # sums that leave for the host when groups have averaged them
+        narrow = [layout for layout in trained if layout.reduce_dtype != layout.dtype]
+        gradient_slots += sum(map(_master_nbytes, _resting(plan, narrow, "gradients", Tier.HOST)))
     last = replace(rest, gradient_slots=gradient_slots)  # when the last shard comes, parameters have gone
     backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=_slots(plan) + fetched)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
@@ -438,7 +441,10 @@ def _gradient_nbytes(plan: Plan, layout: FlatLayout) -> int:
 def _transport_nbytes(plan: Plan, layouts: Sequence[FlatLayout], receive_buffer: bool) -> int:
     kept = sum(layout.residual_nbytes(plan.placement.feedback, plan.world_size) for layout in layouts)
     largest: dict[object, int] = {}
+    groups = plan.world_size // plan.group_size
     for layout in layouts if receive_buffer and plan.group_size > 1 else ():
-        nbytes = layout.numel * layout.reduce_dtype.itemsize
-        largest[layout.reduce_dtype] = max(largest.get(layout.reduce_dtype, 0), nbytes)
+        within = ("within", layout.reduce_dtype), layout.numel * layout.reduce_dtype.itemsize
+        across = ("across", layout.dtype), (groups > 1) * align_up(layout.shard_numel, groups) * layout.dtype.itemsize
+        for key, nbytes in (within, across):
+            largest[key] = max(largest.get(key, 0), nbytes)
     return kept + sum(largest.values())

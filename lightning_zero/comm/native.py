@@ -137,7 +137,8 @@ class GlooCollectives(NativeCollectives):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        return *self._received.values(), *self.residuals.values()
+        across = () if self.across is None else self.across.buffers
+        return *self._received.values(), *self.residuals.values(), *across
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content

@@ -57,7 +57,7 @@ class SessionSettings:
         validate_offload(self.offload, self.placement)
         validate_activations(self.activations)
         validate_checkpoint(self.checkpoint)
-        validate_shard_within(self.shard_within, self.offload)
+        validate_shard_within(self.shard_within)
         if self.compression is not None:
             if not isinstance(self.compression, Compression):
                 raise ValueError(f"compression must be a Compression, got {self.compression!r}.")

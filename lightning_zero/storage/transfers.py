@@ -97,6 +97,11 @@ class Transfers:
             self._sending = [_Staging(make(back_nbytes, torch.uint8)) for _ in range(buffers)]
 
     @property
+    def beside(self) -> bool:
+        """Whether the device has memory of its own, and is not the host itself."""
+        return self._streams.beside
+
+    @property
     def reserved_nbytes(self) -> int:
         """Host memory that ``reserve`` has taken."""
         return sum(staging.buffer.nbytes for staging in (*self._landing, *self._sending))

@@ -273,16 +273,16 @@ class PlanCLI(ZeroCLI):
         settings["activations"] = self.measured and self.measured.total
         if self.model is None:
             settings = {name: settings[name] for name in ("world_size", "param_dtype", "reduce_dtype")}
-        nodes = self.config.trainer.num_nodes
+        nodes, exchange = self.config.trainer.num_nodes, self.exchange if exchange is None else exchange
         with _said_in_one_line():
             return estimate_memory(
                 self.config.parameters if self.model is None else self.model,
                 optimizer=self.optimizer,
                 dtype=self.dtype,
                 accelerator=not self.on_host,
-                receive_buffer=self.on_host and nodes > 1,
+                receive_buffer=self.on_host and (nodes > 1 or exchange.get("shard_within") is not None),
                 hosts=nodes,
-                **(self.exchange if exchange is None else exchange),
+                **exchange,
                 micro_steps=self.config.trainer.accumulate_grad_batches,
                 **settings,
             )

@@ -75,6 +75,15 @@ ALONE = {
 GROUPS = {
     "stage 1, in groups": Setting(stage=1, accumulate=2, strategy={"shard_within": 2}),
     "stage 3, in groups, mixed": Setting(stage=3, precision=MIXED, accumulate=2, strategy={"shard_within": 2}),
+    "stage 1, in groups, host": Setting(stage=1, strategy={"shard_within": 2, **HOST}),
+    "stage 2, in groups, host, mixed": Setting(
+        stage=2, precision=MIXED, accumulate=2, strategy={"shard_within": 2, **UNPINNED}
+    ),
+    "stage 3, in groups, host": Setting(stage=3, accumulate=2, clip=0.5, strategy={"shard_within": 2, **HOST}),
+    "stage 3, in groups, all on host, skipping": Setting(
+        stage=3, twist="skip", accumulate=2, strategy={"shard_within": 2, **ALL_ON_HOST}
+    ),
+    "stage 3, in groups, files": Setting(stage=3, accumulate=2, files=True, strategy={"shard_within": 2}),
 }
 FED = Compression(gradients="int4", error_feedback=True)
 KEPT = {"secondary_shards": True}
@@ -127,7 +136,6 @@ SPARE = {
     _ARRIVES + "comm/native.py _averaged_behind": _IN_ORDER,
     _ARRIVES + "comm/native.py reduce": _IN_ORDER,
     _ARRIVES + "comm/native.py gather": _IN_ORDER,
-    "wait in comm/native.py _averaged_behind: with untracked(), self.streams.reducing():": _IN_ORDER,
 }
 
 # What the package marks and waits for, in its source. Not what measures times, and not what copies for a checkpoint.

@@ -277,12 +277,17 @@ OFFLOADS = {
 }
 
 
-def count_offloaded(rank: int, precision_name: str, stage: int, offload: HostOffload | NvmeOffload) -> dict[str, Any]:
-    """Bytes by category and tier, counted after a run and by formula, and everything else that came into being."""
+def count_offloaded(
+    rank: int, precision_name: str, stage: int, offload: HostOffload | NvmeOffload, **settings: Any
+) -> dict[str, Any]:
+    """Bytes by category and tier, counted after a run and by formula, and everything else that came into being.
+
+    ``rank``: in the shard group.
+    """
     forget_the_past()
     probe = Probe(everything(wide=precision_name == "32-true"))
     options = {"plugins": precision(precision_name)}
-    trainer = fit(probe, stage=stage, micro_steps=4, options=options, bucket_mib=0.004, offload=offload)
+    trainer = fit(probe, stage=stage, micro_steps=4, options=options, bucket_mib=0.004, offload=offload, **settings)
     engine = trainer.strategy.engine
     found, host, small = categories(trainer.strategy), on_host(trainer.strategy), small_things(trainer, probe)
     store = engine.tiers.store
@@ -311,12 +316,16 @@ def count_offloaded(rank: int, precision_name: str, stage: int, offload: HostOff
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_offloaded_bytes_rest_where_the_plan_says(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world_size", "span"), [(1, None), (3, None), (4, 2)])
+def test_offloaded_bytes_rest_where_the_plan_says(world_size: int, span: int | None, tmp_path: Path) -> None:
+    """Also where groups of ranks share what is sharded, which have receive buffers within and between them."""
+
     def every(rank: int) -> dict[str, Any]:
         os.chdir(tmp_path)
         return {
-            f"{name}, {kind}, stage {stage}": count_offloaded(rank, name, stage, offload)
+            f"{name}, {kind}, stage {stage}": count_offloaded(
+                rank % (span or world_size), name, stage, offload, shard_within=span
+            )
             for name in ("32-true", "bf16-mixed")
             for kind, (offload, stages) in OFFLOADS.items()
             for stage in stages

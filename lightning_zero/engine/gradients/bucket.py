@@ -8,6 +8,12 @@ whenever a parameter's gradient arrives before its unit was seen.
 [Note: one backward may reduce a bucket more than once]
 A parameter whose unit looked finished can still get a gradient (activation checkpointing runs a backward within the
 backward). The bucket then starts another *round*; rounds of one backward add up.
+
+[Note: averages between groups, of shards on the host]
+What is averaged between shard groups is the sum of all micro-steps, which rests in the shard. A wire for CPU ranks
+averages it there. That of an accelerator does not reach the host: so the sum is made on the device, of what the host
+has and of what the group has just reduced, and leaves for the host when it is averaged. It has a part of the full
+buffer that the reduction has read, if that is of its dtype.
 """
 
 from __future__ import annotations
@@ -21,14 +27,13 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_zero._torch import WeakStorage, bytes_of, foreach_zero, untracked
 from lightning_zero.comm import Collectives, Pending
+from lightning_zero.engine.gradients.parts import put_gradient
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.flat import FlatParameters, cut, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["GradientBucket"]
-
-_FEW = 64  # elements
 
 
 class GradientBucket:
@@ -75,6 +80,7 @@ class GradientBucket:
         self._collectives = collectives
         self.transfers = transfers
         self._leaving: Transfer | None = None  # brings the reduced gradients to the host, out of the full buffer
+        self._sum: Tensor | None = None  # what leaves, where it is averaged between groups on the device
         count = len(flat.parameters)
         self.numbers = [0] * count
         """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
@@ -207,7 +213,7 @@ class GradientBucket:
             if again and position not in self.merged:
                 view.add_(gradient)
             else:
-                _settle(gradient, view)
+                put_gradient(gradient, view)
         self.merged.discard(position)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
@@ -283,10 +289,10 @@ class GradientBucket:
 
         On the host it is added in the background, until ``publish``; the full buffer is in use as long.
         """
-        if self.pending is None or self.full is None:
+        if self.pending is None:
             return
-        if self.transfers is not None:
-            copies = self._additions(self._collectives.own_range(self.full))
+        if self.transfers is not None and not self._direct:
+            copies = self._additions() if self._sum is None else [Copy(self._sum, self._memory())]
             self._leaving = self.transfers.out(copies, self.pending)
             self.pending = None
             return
@@ -295,20 +301,31 @@ class GradientBucket:
         if self._direct:
             return
         with untracked():
-            self._bring(() if self._in_place else self._additions(self._collectives.own_range(self.full)))
+            self._bring(() if self._in_place else self._additions())
 
     def average_across(self) -> None:
         """Make averages of a shard group those of all ranks, behind the reduction under way, until ``settle``.
 
         Collective: every rank, in one order.
         """
-        if self.pending is not None and self.full is not None and not self._direct:
+        if self._leaving is not None:  # an earlier round's
+            self._leaving.wait()
+        copies: list[Copy] = []
+        if self.transfers is not None and self.transfers.beside:
+            self._sum = self._room_beside()
+            copies = [Copy(self._memory(), self._sum)] if self.pending is None or True in self._keeps() else []
+        if self.pending is not None and not self._direct:
             # What is added to what is decided here, and not when some thread comes to it.
-            copies = () if self._in_place else self._additions(self._collectives.own_range(self.full))
+            copies += () if self._in_place else self._additions(self._sum)
             self.pending.then(partial(self._bring, copies))
-        shard = self._memory()
-        self.pending, self.averaging = self._collectives.average_across(shard, self._what, self.pending, self.index)
-        self.grouped, self._direct = False, True
+        elif copies:
+            with untracked():
+                self._bring(copies)
+        shard, on_host = self._sum, self._sum is not None
+        shard = self._memory() if shard is None else shard
+        reduced, averaging = self._collectives.average_across(shard, self._what, self.pending, self.index)
+        self.pending, self.averaging = (averaging, None) if on_host else (reduced, averaging)
+        self.grouped, self._direct = False, not on_host
 
     def settle(self) -> None:
         """Wait until the shard holds the averages of all ranks, if that has begun."""
@@ -360,7 +377,7 @@ class GradientBucket:
         self.missing = count
         self.merged.clear()
         self._held.clear()
-        self.pending, self.averaging, self._carry, self._leaving = None, None, None, None
+        self.pending, self.averaging, self._carry, self._leaving, self._sum = None, None, None, None, None
         if self.resident is not self.full and self.resident is not None:
             self.give_buffer(self.resident)
         if not self._lasts:  # it is left to those who have a gradient in it
@@ -392,7 +409,14 @@ class GradientBucket:
             if add:
                 target.add_(source)
             else:
-                target.copy_(source)
+                target.copy_(source, non_blocking=True)  # where one is on the host, nobody writes to it meanwhile
+
+    def _room_beside(self) -> Tensor:
+        """Memory of the device for the shard: of the full buffer, what the other ranks have reduced."""
+        numel, dtype = self.layout.shard_numel, self.layout.dtype
+        if self.full is None or self.full.dtype != dtype:
+            return torch.empty(numel, dtype=dtype, device=self._collectives.device)
+        return self.full.narrow(0, 0 if self._collectives.rank else numel, numel)
 
     def _restore_reduced(self) -> None:
         if self._carry is None:
@@ -410,30 +434,12 @@ class GradientBucket:
             for local, parameter in zip(self.local, self._shard_parameters, strict=True)
         ]
 
-    def _additions(self, result: Tensor) -> list[Copy]:
+    def _additions(self, shard: Tensor | None = None) -> list[Copy]:
         """How a reduction's result gets into the shard: added to what is there, or instead of it."""
-        keeps = self._keeps()
+        if self.full is None:
+            raise RuntimeError(f"Unit '{self.unit.name}' has no memory with reduced gradients.")
+        keeps, result = self._keeps(), self._collectives.own_range(self.full)
         if all(keeps) or not any(keeps):
-            return [Copy(result, self._memory(whole=True), all(keeps))]
-        pieces, views = cut(result, self.flat.slices), cut(self._memory(), self.flat.slices)
+            return [Copy(result, self._memory(whole=True) if shard is None else shard, all(keeps))]
+        pieces, views = cut(result, self.flat.slices), cut(self._memory() if shard is None else shard, self.flat.slices)
         return [Copy(piece, view, kept) for kept, view, piece in zip(keeps, views, pieces, strict=True)]
-
-
-def _settle(gradient: Tensor, view: Tensor) -> None:
-    """Copy a gradient to its place. It may be there already, or wait at the end of it in a narrower dtype.
-
-    What else lies there is some view of it that user code has made.
-    """
-    offset, start, numel = gradient.data_ptr() - view.data_ptr(), 0, view.numel()
-    if not 0 <= offset < view.nbytes:
-        view.copy_(gradient)
-    elif gradient.dtype == view.dtype or not gradient.is_contiguous():
-        if offset or gradient.stride() != view.stride():
-            view.copy_(gradient.clone())
-    else:
-        source, target = gradient.view(-1), view.view(-1)
-        while numel - start > _FEW:
-            end = (start + numel) // 2  # what is written up to there is nothing that is still to be read
-            target[start:end].copy_(source[start:end])
-            start = end
-        target[start:].copy_(source[start:].clone())

@@ -39,8 +39,9 @@ from lightning_zero._torch import (
 )
 from lightning_zero.plan import sums_in_place
 
-__all__ = ["TiedLayer", "tied_layers"]
+__all__ = ["TiedLayer", "put_gradient", "tied_layers"]
 
+_FEW = 64  # elements
 _embedding_gradient: Any = torch.ops.aten.embedding_dense_backward
 
 
@@ -203,3 +204,23 @@ def tied_layers(
         weight = child._parameters.get("weight")
         if weight is not None and weight in tied and sums_in_place(child):
             yield TiedLayer(child, weight, parts[weight])
+
+
+def put_gradient(gradient: Tensor, view: Tensor) -> None:
+    """Copy a gradient to its place. It may be there already, or wait at the end of it in a narrower dtype.
+
+    What else lies there is some view of it that user code has made.
+    """
+    offset, start, numel = gradient.data_ptr() - view.data_ptr(), 0, view.numel()
+    if not 0 <= offset < view.nbytes:
+        view.copy_(gradient)
+    elif gradient.dtype == view.dtype or not gradient.is_contiguous():
+        if offset or gradient.stride() != view.stride():
+            view.copy_(gradient.clone())
+    else:
+        source, target = gradient.view(-1), view.view(-1)
+        while numel - start > _FEW:
+            end = (start + numel) // 2  # what is written up to there is nothing that is still to be read
+            target[start:end].copy_(source[start:end])
+            start = end
+        target[start:].copy_(source[start:].clone())
