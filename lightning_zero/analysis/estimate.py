@@ -3,7 +3,7 @@ arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from lightning_zero.analysis.memory import (
     StageMemory,
     expected_memory,
     fullest_rank,
-    raw_gradient_nbytes,
     stage_memory,
 )
 from lightning_zero.analysis.optimizers import OptimizerCost
@@ -347,7 +346,7 @@ def _without(plan: Plan, cost: OptimizerCost, accelerator: bool, activations: in
     copies = sum(
         spec.numel * layout.compute_dtype.itemsize for spec, layout in held if layout.compute_dtype != layout.dtype
     )
-    raw = raw_gradient_nbytes([(spec, spec.dtype.itemsize) for spec in trained])
+    raw = _raw_gradient_nbytes([(spec, spec.dtype.itemsize) for spec in trained])
     step = cost.step_nbytes([_nbytes(spec) for spec in reversed(trained)], accelerator)
     backward = replace(rest, weights=copies, raw_gradients=raw, activations=activations)
     peak = max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
@@ -428,3 +427,10 @@ def _stage_of_count(
 
 def _nbytes(spec: ParameterSpec) -> int:
     return spec.numel * spec.dtype.itemsize
+
+
+def _raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int:
+    """Most bytes of gradients that autograd holds at once without this package, of parameters with the bytes of a
+    gradient's element. Those that are reached under several names are taken for tied."""
+    held = sum(spec.numel * itemsize for spec, itemsize in parameters if spec.aliases)
+    return held + max((spec.numel * itemsize * (1 + bool(spec.aliases)) for spec, itemsize in parameters), default=0)

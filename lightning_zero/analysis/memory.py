@@ -52,7 +52,6 @@ __all__ = [
     "expected_host_memory",
     "expected_memory",
     "fullest_rank",
-    "raw_gradient_nbytes",
     "stage_memory",
 ]
 
@@ -226,10 +225,7 @@ def expected_memory(
     if not (peak and training):
         return rest
     missing, raw = _backward_nbytes(plan, accelerator)
-    if accelerator and plan.group_size < plan.world_size:  # sums that leave for the host when groups have averaged them
-        narrow = [layout for layout in trained if layout.reduce_dtype != layout.dtype]
-        gradient_slots += sum(map(_master_nbytes, _resting(plan, narrow, "gradients", Tier.HOST)))
-    last = replace(rest, gradient_slots=gradient_slots)  # when the last shard comes, parameters have gone
+    last = replace(rest, gradient_slots=gradient_slots + _leaving_nbytes(plan) * accelerator)  # parameters have gone
     backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=_slots(plan) + fetched)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
@@ -300,13 +296,6 @@ def fullest_rank(plan: Plan, *, whole: bool) -> int:
     return totals.index(max(totals))
 
 
-def raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int:
-    """Most bytes of gradients that autograd holds at once without this package, of parameters with the bytes of a
-    gradient's element. Those that are reached under several names are taken for tied."""
-    held = sum(spec.numel * itemsize for spec, itemsize in parameters if spec.aliases)
-    return held + max((spec.numel * itemsize * (1 + bool(spec.aliases)) for spec, itemsize in parameters), default=0)
-
-
 def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
     """At the worst moment of a backward: bytes of shards that are still to come, and what autograd holds.
 
@@ -362,6 +351,13 @@ def _gradient_slots(plan: Plan) -> int:
     if plan.group_size == 1 and all(la.dtype == la.reduce_dtype and not plan.rest_of(la).offloaded for la in layouts):
         return 0
     return sum(slot.nbytes for slot in plan.gradient_slots)
+
+
+def _leaving_nbytes(plan: Plan) -> int:
+    """Sums on an accelerator, in no slot, that leave for the host when shard groups have averaged them."""
+    layouts = plan.trainable_layouts if plan.group_size < plan.world_size else ()
+    narrow = [layout for layout in layouts if layout.reduce_dtype != layout.dtype]
+    return sum(map(_master_nbytes, _resting(plan, narrow, "gradients", Tier.HOST)))
 
 
 def _passing_nbytes(plan: Plan, layout: FlatLayout) -> int:

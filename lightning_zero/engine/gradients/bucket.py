@@ -54,6 +54,8 @@ class GradientBucket:
     gradient replaces, anything else means it is added, exactly as on an ordinary parameter.
     """
 
+    _sum: Tensor | None = None  # what leaves for the host, where it is averaged between groups on the device
+
     def __init__(
         self,
         index: int,
@@ -80,7 +82,6 @@ class GradientBucket:
         self._collectives = collectives
         self.transfers = transfers
         self._leaving: Transfer | None = None  # brings the reduced gradients to the host, out of the full buffer
-        self._sum: Tensor | None = None  # what leaves, where it is averaged between groups on the device
         count = len(flat.parameters)
         self.numbers = [0] * count
         """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
