@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_zero.analysis import CollectiveTraffic, OptimizerCost, ZeroPlan, build_plan, estimate_memory
 from lightning_zero.comm import ControlGroup, LocalCollectives
-from lightning_zero.config import Placement
+from lightning_zero.config import HostOffload, Placement
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.plan import deal_out
 from lightning_zero.shards.flat import Placeholders
@@ -141,3 +141,14 @@ def test_the_engine_refuses_what_it_cannot_run_yet() -> None:
     tiers = MemoryTiers(torch.device("cpu"))
     with pytest.raises(ValueError, match=r"shard groups of 1 of 2 ranks \(Placement\.span\)"):
         UnitBuilder(layers(), plan, LocalCollectives(), ControlGroup(None), tiers, Placeholders(), None)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_sums_that_leave_an_accelerator_have_memory_of_their_own_in_another_dtype(narrow: bool) -> None:
+    """Else that of the buffer whose reduction has ended. They are there until the end of the backward."""
+    dtypes: dict[str, Any] = {"reduce_dtype": torch.bfloat16} if narrow else {}
+    peaks = [
+        spanned(2, span, offload=HostOffload(), **dtypes).expected_memory(accelerator=True, peak=True)
+        for span in (GROUP, None)
+    ]
+    assert peaks[0].gradient_slots - peaks[1].gradient_slots == (4 * P // GROUP if narrow else 0)
