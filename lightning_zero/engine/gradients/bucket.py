@@ -309,8 +309,7 @@ class GradientBucket:
 
         Collective: every rank, in one order.
         """
-        if self._leaving is not None:  # an earlier round's
-            self._leaving.wait()
+        self.settle()  # an earlier round
         copies: list[Copy] = []
         if self.transfers is not None and self.transfers.beside:
             self._sum = self._room_beside()
@@ -333,14 +332,15 @@ class GradientBucket:
         if self.averaging is not None:
             self.averaging.wait()
         self.averaging = None
+        if self._leaving is not None:
+            self._leaving.wait()
 
     def publish(self, used: Sequence[bool]) -> None:
         """Show the reduced gradients to the optimizer, and forget the backward.
 
         Parameters that no rank has ``used`` keep what ``.grad`` they had, so that the optimizer skips them.
         """
-        if self._leaving is not None:
-            self._leaving.wait()
+        self.settle()
         shown = zip(self._shard_parameters, cut(self._memory(), self.flat.slices), used, strict=True)
         for position, (parameter, view, had) in enumerate(shown):
             if not had or parameter is None:

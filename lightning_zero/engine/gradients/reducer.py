@@ -184,6 +184,7 @@ class GradientReducer:
             if touched[bucket.index]:
                 bucket.publish(used[bucket.index])
             else:
+                bucket.settle()  # what it had of earlier micro-steps may have been averaged now
                 bucket.reset()
         self._release_slots()
         self.holds_local = any(bucket.grouped for bucket in self.buckets)
