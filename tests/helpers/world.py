@@ -343,7 +343,7 @@ def _die_with_parent() -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as their bytes: ``torch.save`` asks about every object of a result, an eighth of a test of many losses."""
+    """Tensors as their bytes. ``torch.save`` asks about every object, an eighth of a test that returns many losses."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
