@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -115,7 +116,7 @@ class Transfers:
         if not self._streams.beside:
             if ready is not None:
                 ready.wait()
-            return Transfer(self._streams, [self._submit(lambda: _run(copies))])
+            return Transfer(self._streams, [self._submit(partial(_run, list(copies)))])
         # Not behind what is already issued: the host runs ahead, and that may be all of the backward.
         begun = self._streams.mark() if ready is None else self._streams.nothing()
         with untracked(), self._streams.transferring(begun):
@@ -131,7 +132,7 @@ class Transfers:
         Casts happen on the host, so that fewer bytes travel.
         """
         if not self._streams.beside:
-            return Transfer(self._streams, [self._submit(lambda: _run(copies))])
+            return Transfer(self._streams, [self._submit(partial(_run, list(copies)))])
         begun = self._streams.mark()  # behind all that reads the targets so far
 
         def send() -> Event:
@@ -207,9 +208,11 @@ class Transfers:
             staging.event = self._streams.mark()
 
 
-def _run(copies: Sequence[Copy]) -> Event:
+def _run(copies: list[Copy]) -> Event:
+    """Leaves none of them: the thread has its job, and what that holds, for a moment longer than who waits for it."""
     with untracked():
-        for source, target, add in copies:
+        while copies:
+            source, target, add = copies.pop(0)
             if add:
                 target.add_(source)
             else:

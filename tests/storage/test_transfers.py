@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -51,6 +52,23 @@ def test_a_copy_begins_only_when_its_source_is_ready(transfers: Transfers) -> No
 
     transfers.out([Copy(source, target)], Reduction()).wait()
     assert target.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_nothing_is_held_of_a_copy_that_was_waited_for(transfers: Transfers, direction: str) -> None:
+    """Else who counts the users of memory, to give its pages back, would now and then find the thread among them."""
+    began, over = threading.Event(), threading.Event()
+    transfers._submit(lambda: began.wait(20) and None)
+    source, target = torch.ones(4), torch.zeros(4)
+    left = weakref.ref(source), weakref.ref(target)
+    transfer = getattr(transfers, direction)([Copy(source, target)])
+    transfers._jobs[-1].add_done_callback(lambda job: over.wait(20) and None)  # the thread still has its job there
+    began.set()
+    transfer.wait()
+    del source, target
+    held = [tensor() is not None for tensor in left]
+    over.set()
+    assert held == [False, False]
 
 
 def test_casts_and_adds_on_the_host(transfers: Transfers) -> None:
