@@ -149,7 +149,8 @@ def test_what_is_saved_is_what_a_real_step_saves(name: str, dtype: torch.dtype |
     statistics = 2 * (8 + 16) * 2 if name == "conv" and dtype is not None else 0
     assert found.saved + statistics == saved > 0
     assert found.batch == sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(batch))
-    assert 0.95 * most - gradients <= found.saved + found.temporaries <= 1.02 * most
+    least = 0.9 if statistics else 0.95  # some CPUs' kernels of 16-bit convolutions take memory that others do not
+    assert least * most - gradients <= found.saved + found.temporaries <= 1.02 * most
 
 
 def test_checkpointing_of_the_strategy_is_measured_as_it_is_applied() -> None:

@@ -116,6 +116,8 @@ SPARE = {
     "engine/engine.py before_optimizer_step": _HANDS_OVER,
     "result in storage/transfers.py settle: self._jobs.popleft().exception() < storage/transfers.py close": _HANDS_OVER,
     "result in storage/transfers.py forget: buffer.job.exception()": "what is read is in a file, not in memory",
+    "synchronize in storage/transfers.py wait: self._event.synchronize() < engine/gradients/bucket.py settle < "
+    "engine/gradients/reducer.py close": "of what the backward did not use; the stepper waits for all transfers again",
     "synchronize in storage/host.py unlock: torch.cuda.synchronize(self._device)  # copies from and to it may be on "
     "their way": "who calls it in a run has waited for every copy itself",
     "wait in activations/offload.py _copy: self._out.wait(buffer.busy)": (
