@@ -12,15 +12,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.comm import PATIENCE_SECONDS
 from lightning_zero.comm.groups import _LIVE
 from lightning_zero.comm.sockets import shut, sockets
 from lightning_zero.comm.watch import current_watch
 from lightning_zero.errors import DivergenceError, with_notes
 from tests.helpers.cases import WIDTH
 from tests.helpers.world import run_world
-from tests.strategy.runs import Net, batches, quiet
+from tests.strategy.runs import Net, assert_same, batches, fit, made, quiet
 
 SECONDS = 10  # of which three are for being sure
 
@@ -129,6 +132,40 @@ def test_a_rank_that_has_lost_the_store_does_not_wait_for_ever() -> None:
         assert seconds < 2 * SECONDS
     assert "It has lost the store that the ranks share, and has waited for" in results[1][1]
     assert results[1][2] < SECONDS
+
+
+class Experts(Net):
+    """Each rank uses other layers, of which each is a bucket of its own, and others in every step."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.global_rank + len(self.losses)
+        for number in (first % 6, (first + 2) % 6):
+            x = x + self.model[number](x)
+        return x
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_use_other_layers_do_not_wait_for_memory_of_the_wire(stage: int) -> None:
+    """The others give it up only when their backward ends, so that each step with such a wait takes seconds."""
+
+    def train(strategy: Strategy) -> tuple[dict[str, Any], float]:
+        module, begin = Experts(), time.monotonic()
+        trainer = fit(strategy, module, count=8)
+        seconds = time.monotonic() - begin
+        return made(module, trainer), seconds
+
+    def both(rank: int) -> tuple[dict[str, dict[str, Any]], float]:
+        with quiet():
+            expected, _ = train(DDPStrategy(find_unused_parameters=True))
+            got, seconds = train(ZeroStrategy(stage=stage, bucket_mib=0.001))  # type: ignore[arg-type]
+        return {"ddp": expected, "zero": got}, seconds
+
+    results = run_world(2, both, environment={"LIGHTNING_ZERO_SHARED_MEMORY": "0"})
+    assert_same([result for result, _ in results], ["zero"])
+    assert max(seconds for _, seconds in results) < 3 * PATIENCE_SECONDS  # of seven steps in which it could be met
 
 
 def test_ranks_that_set_up_are_told_of_one_that_cannot() -> None:

@@ -64,6 +64,7 @@ class GradientReducer:
         self._plan_order = tuple(reversed(range(len(self.buckets))) if forwards else range(len(self.buckets)))
         self._phase = ""
         self._patience = PATIENCE_SECONDS
+        self._unlike: set[str] = set()  # backwards in which ranks had gradients for different parameters the last time
         self._last = True
         self._queue = self._plan_order  # the order of the running backward
         self._next = 0
@@ -81,10 +82,10 @@ class GradientReducer:
 
         Averages are those of this rank's shard group until the ``last`` backward before a step.
 
-        Unless all ranks used the same units in the forward (``uniform``), a rank may join a reduction only at the very
-        end, so nobody waits for one before.
+        Unless all ranks used the same units in the forward (``uniform``), and had gradients for the same parameters in
+        the last backward of this name, a rank may join a reduction only at the very end: nobody waits for one before.
         """
-        self._patience = PATIENCE_SECONDS if uniform else 0.0
+        self._patience = PATIENCE_SECONDS if uniform and name not in self._unlike else 0.0
         self._last = last
         self._phase = name
         self._queue = self._order.get(name, self._plan_order)
@@ -157,6 +158,10 @@ class GradientReducer:
         count = len(self.buckets)
         touched = _unpack(merged[:words], count)
         complete = _unpack(merged[words : 2 * words], count)
+        if all(row[: 2 * words] == rows[0][: 2 * words] for row in rows):
+            self._unlike.discard(self._phase)
+        else:
+            self._unlike.add(self._phase)
         late = _unpack(merged[2 * words :], count)
         order = self._queue
         for index in order[self._next :]:
