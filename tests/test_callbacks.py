@@ -29,7 +29,6 @@ from lightning_zero import (
     ZeroPrecision,
     full_gradient,
 )
-from lightning_zero.comm import GlooCollectives
 from lightning_zero.engine.events import Phase, Span
 from lightning_zero.trainer.monitors.communication import OTHER, PhaseClock, Timeline
 from tests.helpers.cases import Block, Stack, case
@@ -91,7 +90,7 @@ def observe(rank: int, stage: int, accumulate: int) -> dict[str, Any]:
     trainer, notes = watched(stage, 6 * accumulate, options={"accumulate_grad_batches": accumulate})
     plan, collectives = trainer.strategy.engine.plan, trainer.strategy.engine.collectives
     traffic = plan.expected_traffic(micro_steps=accumulate)
-    receives = isinstance(collectives, GlooCollectives)
+    receives = collectives.receives
     memory = {
         when: plan.expected_memory(rank=rank, receive_buffer=receives, peak=when == "peak") for when in ("rest", "peak")
     }

@@ -496,7 +496,7 @@ def test_the_configured_exchange_of_a_configuration(tmp_path: Path) -> None:
     fed.append("--trainer.strategy.init_args.compression.error_feedback=true")
     cli = plan_cli(*SMALL, "--model.layers=6", f"--config={config}", *fed)
     more = cli.plan().expected_memory().transport - plan.expected_memory().transport
-    assert cli.estimate().stages["zero3"].rest.transport - plan.expected_memory().transport == more == kept
+    assert cli.estimate().stages["zero3"].rest.transport == more == kept  # and no receive buffer
     for wrong, message in (
         (["--stage=2"], "secondary_shards is for stage 3"),
         (["--trainer.strategy.init_args.shard_within=2"], "leave secondary_shards out"),

@@ -271,7 +271,7 @@ def estimate_memory(
         optimizer, dtype: see ``OptimizerCost.of``; the parameters' own, where the model is a number.
         param_dtype, reduce_dtype: that it computes and averages gradients in; ``None``: the parameters', or a plan's.
         accelerator: whether it runs on one, where torch's optimizers take more memory for a step unless they are fused.
-        receive_buffer: whether the transport keeps one: gloo does between hosts.
+        receive_buffer: whether the transport keeps one: gloo does where it carries reductions alone.
         shard_within, secondary_shards, compression: as for ``ZeroStrategy``; the first ranks in a row, or ``None``.
         activations: bytes, the ``total`` of ``measure_activations``; ``None``: they are not counted.
         settings: of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``, ``broadcast_buffers``.

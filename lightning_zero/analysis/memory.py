@@ -192,7 +192,7 @@ def expected_memory(
         optimizer: what it keeps and makes.
         optimizer_tensors: how many tensors it keeps for a parameter, where that is known better.
         training: False: gradients, optimizer state and everything for reductions are absent.
-        receive_buffer: whether the transport keeps one: not within one host, nor on an accelerator.
+        receive_buffer: whether the wire does (``Collectives.receives``): not shared memory, nor an accelerator.
         accelerator: whether the device is one.
         peak: at the worst moment of a step instead of after it; see [Note: the worst moment].
 

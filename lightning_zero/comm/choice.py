@@ -84,18 +84,25 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
         return _apart(groups, hops, streams, kinds, exchange if asked else _AS_IT_IS)
     hops = groups.split_by_host()
     problem = _without_shared_memory(groups)
-    if groups.transport is None or problem:
-        if groups.control.rank == 0 and problem != groups.told:
-            _log.info("Ranks exchange weights and gradients over gloo: %s.", problem)
-            groups.told = problem
-        return _apart(groups, hops, streams, kinds, exchange if len(groups.hosts) > 1 else _AS_IT_IS)
-    from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
+    if len(groups.hosts) == 1 and groups.transport is not None and not problem:
+        from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 
-    return SharedMemoryCollectives(groups, groups.transport)
+        return SharedMemoryCollectives(groups, groups.transport)
+    several, reads = len(groups.hosts) > 1, hops is not None and not problem
+    text = [f"they are on {len(groups.hosts)} hosts"] if several else []
+    if hops is not None:
+        text.append("and read one another's memory on each" if reads else "and go within each of them first")
+    text += [problem] if problem else []
+    if groups.control.rank == 0 and text != groups.told:
+        _log.info("Ranks exchange weights and gradients over gloo: %s.", ", ".join(text))
+        groups.told = text
+    return _apart(groups, hops, streams, kinds, exchange if several else _AS_IT_IS, reads)
 
 
-def _apart(groups: Groups, hops: Hops | None, streams: Streams, kinds: _Kinds, exchange: Exchange) -> Collectives:
-    """What carries tensors of ranks that do not read one another's memory."""
+def _apart(
+    groups: Groups, hops: Hops | None, streams: Streams, kinds: _Kinds, exchange: Exchange, reads: bool = False
+) -> Collectives:
+    """What carries tensors of ranks that do not all read one another's memory. ``reads``: those of a host do."""
 
     def outside(groups: Groups) -> NativeCollectives:
         if (asked := exchange.compression) is None:
@@ -105,7 +112,12 @@ def _apart(groups: Groups, hops: Hops | None, streams: Streams, kinds: _Kinds, e
         )
 
     if hops is not None:
-        within, between = kinds.direct(hops.within, streams), outside(hops.between)
+        within: Collectives = kinds.direct(hops.within, streams)
+        if reads:
+            from lightning_zero.comm.shared_memory.collectives import HostCollectives
+
+            within = HostCollectives(hops.within, *hops.transports)
+        between = outside(hops.between)
         return kinds.hierarchical(groups, hops, streams, within, between, exchange.secondary_shards)
     if exchange.secondary_shards and groups.control.rank == 0:
         _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
@@ -113,24 +125,29 @@ def _apart(groups: Groups, hops: Hops | None, streams: Streams, kinds: _Kinds, e
 
 
 def _without_shared_memory(groups: Groups) -> str:
-    """Connect the ranks through shared memory, once per groups. Returns why that is not so; empty if it is."""
-    if len(groups.hosts) > 1:
-        return f"they are on {len(groups.hosts)} hosts" + (", and go within each of them first" if groups.hops else "")
+    """Connect the ranks of each host through shared memory, once per groups. Returns why that is not so, or nothing."""
+    if len(groups.hosts) > 1 and groups.hops is None:
+        return "with one rank on each, or not equally many"
     refusals = groups.control.exchange([int(os.environ.get(SWITCH, "1") == "0"), int(sys.platform != "linux")])
     for rank, (off, foreign) in enumerate(refusals):
         if off:
             return f"{SWITCH}=0 on rank {rank}"
         if foreign:
             return f"rank {rank} does not run on Linux"
-    if groups.transport is None and not groups.problem:
+    if not (groups.transport or groups.problem or (groups.hops is not None and groups.hops.transports)):
         from lightning_zero.comm.shared_memory.links import connect
         from lightning_zero.comm.shared_memory.transport import Transport
 
-        timeout = (groups.timeout or _TIMEOUT).total_seconds()
-        connected = connect(groups.control, timeout)
+        timeout, rank = (groups.timeout or _TIMEOUT).total_seconds(), groups.control.rank
+        members = range(groups.control.world_size) if groups.hops is None else groups.hops.members
+        connected = connect(groups.control, members, timeout, threads=1 if groups.hops is None else 2)
         if isinstance(connected, str):
             groups.problem = connected
+            return connected
+        heap, peers, links = connected
+        transports = [Transport(heap, peers, messages, rank, timeout) for messages in links]
+        if groups.hops is not None:
+            groups.hops.transports = transports
         else:
-            groups.transport = Transport(*connected, groups.control.rank, timeout)
-            groups.control.shortcut = groups.transport.exchange
+            groups.transport, groups.control.shortcut = transports[0], transports[0].exchange
     return groups.problem

@@ -17,12 +17,10 @@ from lightning_zero._torch import place_in, untracked
 from lightning_zero.comm.control import raise_failure
 from lightning_zero.comm.streams import Event, Streams
 
-# How long a backward waits for memory that a reduction still uses before it takes fresh memory instead. Waiting for
-# good could deadlock: a rank that did not use that unit only joins its reduction at the end of its own backward, which
-# may need gathers from this rank.
+# How long a backward waits for memory that a reduction still uses before it takes fresh memory. To wait for good could
+# deadlock: a rank that did not use that unit joins only at the end of its backward, which may need gathers from here.
 PATIENCE_SECONDS = 2.0
-_SHORTEST_PAUSE_SECONDS = 0.0001
-_LONGEST_PAUSE_SECONDS = 0.002
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0001, 0.002
 
 Content = tuple[Hashable, int] | None
 """What is gathered to be computed with: its name, and a number for its state, of which each comes once."""
@@ -161,6 +159,8 @@ class Collectives(ABC):
         self.across: Collectives | None = None  # between the ranks of one place in several shard groups
         self.asked: object = None  # how it was chosen
         self.rounds_weights = False  # where they may be rounded
+        self.receives = False  # whether reductions arrive in memory of the wire's own, as large as the largest bucket
+        self.shares_slots = False  # whether others read what is gathered where it is completed: memory of ``allocate``
         self.keeping: int | None = None  # ranks, this one among them, that keep what they gather to compute with
         self.feeding: int | None = None  # ranks that what is rounded of a reduction is divided by, if that is fed back
         self.residuals: dict[str, Tensor] = {}
@@ -200,8 +200,8 @@ class Collectives(ABC):
             source: 1-D, this rank's shard, where it is not in the buffer yet; of any dtype. May not change before the
                 wait has returned.
             version: of the source; alike on all ranks, and never less than before. With one, the source may not change
-                before an agreement of all ranks behind the wait, so that the others may read it where it lies; and
-                they do so once its owner has come to a gather of this version, or a later one, itself.
+                before an agreement of all ranks behind the wait: the others may read it where it lies, once its owner
+                has come to a gather of this version, or a later one, itself.
             content: what it is, alike on all ranks; ``None``: it may be kept. Else it is computed with only: a wire may
                 round it, and keep a part of it until there is another state of the same.
 
@@ -405,6 +405,7 @@ class WrappedCollectives(Collectives):
         self.observers, self.device, self.across = inner.observers, inner.device, inner.across
         self.asked, self.rounds_weights, self.keeping = inner.asked, inner.rounds_weights, inner.keeping
         self.feeding, self.residuals = inner.feeding, inner.residuals
+        self.receives, self.shares_slots = inner.receives, inner.shares_slots
 
     @property
     def buffers(self) -> Sequence[Tensor]:

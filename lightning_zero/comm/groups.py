@@ -215,7 +215,7 @@ class Groups:
         self._averages: Relay | None = None  # takes averages between shard groups through, once there are any
         self.transport: Transport | None = None  # to each other's memory, once the ranks are connected
         self.problem = ""  # why they could not be connected
-        self.told = ""  # what the log says about it
+        self.told: list[str] = []  # what the log says about it
         self._owner = os.getpid()
         self._sets: Sequence[Sequence[int]] = ()  # of ranks, of which each has a group; none: all ranks
         self._default: Callable[[], dist.ProcessGroup | None] = lambda: None  # weak: it ends without them
@@ -364,6 +364,9 @@ class Hops:
             return made
 
         self.within, self.between = hop(hosts, "within a host"), hop(places, "between hosts")
+        self.members = next(ranks for ranks in hosts if rank in ranks)
+        self.transports: Sequence[Transport] = ()
+        """To the memory of this host's other ranks, for gathers and for reductions, once they are connected."""
         self._number = groups.number
         self._relays: dict[str, Relay] = {}
 
@@ -371,13 +374,19 @@ class Hops:
         """What takes tensors on the CPU through the hops, of the ``"gathers"`` or the ``"reductions"``."""
         if kind not in self._relays:
             pair = [hop.gather if kind == "gathers" else hop.reduce for hop in (self.within, self.between)]
-            self._relays[kind] = Relay(f"the {kind} {self._number}", pair)
+            self._relays[kind] = Relay(f"the {kind} {self._number}", pair, self._stop)
         return self._relays[kind]
+
+    def _stop(self) -> None:
+        for transport in self.transports:
+            transport.over = True
 
     def end(self) -> list[dist.ProcessGroup | None]:
         """End the threads. Returns the process groups, which are now the caller's alone. Collective: every rank."""
         for relay in self._relays.values():
             relay.end()
+        for transport in self.transports:
+            transport.close()
         found = [group for hop in (self.within, self.between) for group in dict.fromkeys((hop.gather, hop.reduce))]
         for hop in (self.within, self.between):
             hop.gather = hop.reduce = None

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.collectives import Content, Pending
+from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups, Hops
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
@@ -55,7 +55,7 @@ class HierarchicalCollectives(NativeCollectives):
         groups: Groups,
         hops: Hops,
         streams: Streams,
-        within: NativeCollectives,
+        within: Collectives,
         between: NativeCollectives,
         keeps: bool = False,
     ) -> None:
@@ -67,6 +67,7 @@ class HierarchicalCollectives(NativeCollectives):
         self.keeping = self._within.world_size if keeps else None
         self.feeding = None if between.feeding is None else self._within.world_size
         self.residuals = between.residuals
+        self.receives, self.shares_slots = within.receives, within.shares_slots
         self._kept: dict[Hashable, tuple[int, Tensor]] = {}  # by name of the content, with its state
 
     @property
@@ -154,7 +155,19 @@ class HierarchicalCollectives(NativeCollectives):
 
 
 class HierarchicalOverGloo(HierarchicalCollectives, GlooCollectives):
-    """The same for CPU tensors over gloo, where threads take transfers through: see [Note: two hops and one order]."""
+    """The same for CPU tensors, where threads take transfers through: see [Note: two hops and one order].
+
+    Between hosts over gloo, and within them too unless their ranks read one another's memory.
+    """
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._within.allocate(numel, dtype, device)
+
+    def vacate(self, memory: Tensor) -> None:
+        self._within.vacate(memory)
+
+    def occupy(self, memory: Tensor) -> None:
+        self._within.occupy(memory)
 
     def _carried(self, kind: str, what: str, hops: Sequence[Callable[[], None]], keep: Sequence[Tensor]) -> Pending:
         return Pending(what, self._told, works=[self._hops.relay(kind).carry(what, hops)], keep=keep)

@@ -134,6 +134,7 @@ class GlooCollectives(NativeCollectives):
         self._received: dict[torch.dtype, Tensor] = {}
         self._receiving: Pending | None = None  # the reduction that holds the receive buffer
         self._late = False
+        self.receives = True
 
     @property
     def buffers(self) -> Sequence[Tensor]:

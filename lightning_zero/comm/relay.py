@@ -32,10 +32,13 @@ class Relay:
     Args:
         name: of all transfers of the kind, alike on all ranks.
         groups: which carry the hops.
+        stop: ends waits of hops that no group carries.
     """
 
-    def __init__(self, name: str, groups: Sequence[dist.ProcessGroup | None]) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, groups: Sequence[dist.ProcessGroup | None], stop: Callable[[], object] = bool
+    ) -> None:
+        self.name, self._stop = name, stop
         connections[name] = [place for group in groups if group is not None for place in connections[group.group_name]]
         passed_on[name] = 0
         self._failure: BaseException | None = None
@@ -53,6 +56,7 @@ class Relay:
         for lane in self._lanes:
             if not lane.ends_within(_GRACE_SECONDS):
                 connections.shut(self.name)
+                self._stop()
                 lane.ends_within(None)
         connections.pop(self.name, None)
         passed_on.pop(self.name, None)

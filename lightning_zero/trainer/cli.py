@@ -274,13 +274,14 @@ class PlanCLI(ZeroCLI):
         if self.model is None:
             settings = {name: settings[name] for name in ("world_size", "param_dtype", "reduce_dtype")}
         nodes, exchange = self.config.trainer.num_nodes, self.exchange if exchange is None else exchange
+        alone = self.settings["world_size"] == nodes > 1  # others read one another's memory
         with _said_in_one_line():
             return estimate_memory(
                 self.config.parameters if self.model is None else self.model,
                 optimizer=self.optimizer,
                 dtype=self.dtype,
                 accelerator=not self.on_host,
-                receive_buffer=self.on_host and (nodes > 1 or exchange.get("shard_within") is not None),
+                receive_buffer=self.on_host and (alone or exchange.get("shard_within") is not None),
                 hosts=nodes,
                 **exchange,
                 micro_steps=self.config.trainer.accumulate_grad_batches,

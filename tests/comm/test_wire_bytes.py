@@ -99,9 +99,12 @@ def between_hosts(groups: Groups) -> list[int]:
     return [file for name in names for file, _ in connections[name]]
 
 
-@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (3, 2), (2, 4)])
-def test_hosts_send_what_they_have_summed_up(hosts: int, ranks: int) -> None:
-    """(H - 1) / H of the whole leaves each, however many ranks it has; and a rank sends no more than directly."""
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "memory"), [(2, 2, "0"), (2, 2, "1"), (3, 2, "1"), (2, 4, "0"), (2, 4, "1")]
+)
+def test_hosts_send_what_they_have_summed_up(hosts: int, ranks: int, memory: str) -> None:
+    """(H - 1) / H of the whole leaves each, however many ranks it has; and a rank sends no more than directly, or
+    nothing else where a host's ranks read one another's memory."""
     world_size = hosts * ranks
 
     def run(rank: int) -> dict[str, tuple[int, int]]:
@@ -114,13 +117,13 @@ def test_hosts_send_what_they_have_summed_up(hosts: int, ranks: int) -> None:
             name: (out[name], during(comm, lambda action=action: action(comm))[0]) for name, action in actions.items()
         }
 
-    found = run_world(world_size, run, environment={RANKS_PER_HOST: str(ranks)})
+    found = run_world(world_size, run, environment={RANKS_PER_HOST: str(ranks), SWITCH: memory})
     for first in range(0, world_size, ranks):
         for name in ("all_gather", "reduce_scatter"):
             nbytes = 4 * NUMEL * (hosts - 1) // hosts
             leaves = sum(rank[name][0] for rank in found[first : first + ranks])
             assert 0.99 * nbytes < leaves < 1.02 * nbytes, f"{name}: {leaves} of {nbytes}"
-    nbytes = 4 * NUMEL * (world_size - 1) // world_size
+    nbytes = 4 * NUMEL * (hosts - 1 if memory == "1" else world_size - 1) // world_size
     for rank in found:
         for name, (_, sent) in rank.items():
             assert 0.99 * nbytes < sent < 1.03 * nbytes, f"{name}: {sent} of {nbytes}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_zero import (
     full_parameters,
 )
 from lightning_zero.comm import Groups, Streams, choose_collectives
+from lightning_zero.comm.choice import SWITCH
 from lightning_zero.comm.hierarchical import HierarchicalCollectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST, places_by_host
 from tests.helpers.training import make_trainer, quiet
@@ -69,6 +71,53 @@ def test_numbers_are_those_of_one_host(options: dict[str, Any], uneven: bool) ->
     for there, here in zip(*in_both(run), strict=True):
         assert all_same([weights for weights, _ in there], [weights for weights, _ in here])
         assert [norms for _, norms in there] == [norms for _, norms in here]
+
+
+def test_ranks_of_a_host_read_one_anothers_memory_or_use_gloo() -> None:
+    """Of four ranks on two hosts each reads half of what its host gathers and reduces, and no bit depends on it."""
+
+    def moved(net: Net) -> list[int]:
+        groups = net.trainer.strategy.engine.collectives.groups  # type: ignore[attr-defined]
+        return [transport.moved for transport in groups.hops.transports]
+
+    def run(rank: int) -> list[dict[str, Tensor]]:
+        found, before = [], [0, 0]
+        for stage in STAGES:
+            steps = []
+            for count in (3, 4):
+                net = fit(stage, None, Net(), steps=count)
+                steps.append([now - had for now, had in zip(moved(net), before, strict=False)])
+                before = moved(net)
+            traffic = net.trainer.strategy.engine.plan.expected_traffic()  # type: ignore[attr-defined]
+            halves = [traffic.all_gather.nbytes // 2, traffic.reduce_scatter.nbytes // 2]
+            reads = os.environ.get(SWITCH) != "0"
+            assert [more - less for less, more in zip(*steps, strict=True)] == (halves if reads else [])
+            assert net.trainer.strategy.engine.collectives.receives is not reads  # type: ignore[attr-defined]
+            found.append(whole(net))
+        return found
+
+    ranks = {RANKS_PER_HOST: "2"}
+    memory = run_world(4, run, timeout=120, environment=ranks)
+    gloo = run_world(4, run, timeout=120, environment={**ranks, SWITCH: "0"})
+    for there, here in zip(memory, gloo, strict=True):
+        assert all_same(there, here)
+
+
+def test_a_rank_that_is_killed_ends_those_of_its_host_and_of_others() -> None:
+    class Dies(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 2 and self.global_rank == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().training_step(batch, batch_idx)
+
+    for stage in (1, 3):
+        begin = time.monotonic()
+        with pytest.raises(WorldError) as raised:
+            run_world(4, lambda rank: fit(stage, None, Dies()), timeout=60, environment={RANKS_PER_HOST: "2"})  # noqa: B023
+        failures = raised.value.failures
+        assert [failures[rank].type for rank in range(4)] == [*["CommunicationError"] * 3, "SIGKILL"]
+        assert all(failures[rank].message.startswith(f"Rank {rank}: ") for rank in range(3))
+        assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
@@ -239,6 +288,24 @@ def test_a_long_transfer_is_no_deadlock() -> None:
         comm.own_range(full).fill_(comm.rank)
         comm.all_gather(full, "late").wait()
         assert torch.equal(full, torch.arange(4.0).repeat_interleave(2))
+
+    run_world(4, run, timeout=60, environment={RANKS_PER_HOST: "2"})
+
+
+def test_a_new_engine_does_not_wait_for_transfers_that_an_error_has_stopped() -> None:
+    """Only where it waits for them by name, nobody waits unseen."""
+
+    def run(rank: int) -> None:
+        groups = Groups.create("gloo")
+        comm = choose_collectives(groups, Streams(CPU), CPU)
+        full = comm.allocate(8, torch.float32, CPU)
+        stopped = [] if rank == 3 else [comm.all_gather(full, "stopped")]
+        time.sleep(0.5)  # in which threads come to where they wait
+        again = choose_collectives(groups, Streams(CPU), CPU)
+        again.allocate(8, torch.float32, CPU)
+        groups.control.barrier()
+        stopped = stopped or [comm.all_gather(full, "stopped")]
+        stopped[0].wait()
 
     run_world(4, run, timeout=60, environment={RANKS_PER_HOST: "2"})
 

@@ -110,7 +110,7 @@ def alive_beside(known: Storages) -> Storages:
 
 def keeps_receive_buffer(strategy: Any) -> bool:
     """Whether reductions arrive in memory of the transport's own, as large as the largest bucket."""
-    return isinstance(strategy.engine.collectives, GlooCollectives)
+    return bool(strategy.engine.collectives.receives)
 
 
 def categories(strategy: Any, training: bool = True) -> dict[str, Storages]:

@@ -1,5 +1,7 @@
 """Collectives between CPU ranks of one host: each reads what it needs straight out of the others' memory.
 
+They are all ranks, or those of one host of several (``HostCollectives``).
+
 Nothing is sent but the news of what may be read. The sums are those of ``GlooCollectives``, in the same order, so that
 no bit of a result tells which of the two was used.
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ from lightning_zero.comm.shared_memory.transport import Channel, Transfer, Trans
 from lightning_zero.comm.streams import Event
 from lightning_zero.comm.sums import PairwiseSum
 
-__all__ = ["SharedMemoryCollectives"]
+__all__ = ["HostCollectives", "SharedMemoryCollectives"]
 
 
 class SharedMemoryCollectives(Collectives):
@@ -36,6 +39,8 @@ class SharedMemoryCollectives(Collectives):
         self.groups = groups
         self.transport = transport
         self._session = transport.session(self)
+        places = {member: place for place, member in enumerate(transport.members)}
+        self._peers = {peer: places[peer] for peer in transport.peers}  # with their places in the shard group
         self._allocated: dict[tuple[int, int], int] = {}  # numbers by address and elements
         self._told = itertools.count()
         self._places: dict[int, dict[int, int] | None] = {}
@@ -59,8 +64,7 @@ class SharedMemoryCollectives(Collectives):
         except MemoryError:  # of addresses, not of memory: what lies elsewhere is copied before it is read
             memory = super().allocate(numel, dtype, device)
         if numel:
-            number = self._allocated[memory.data_ptr(), numel] = next(self._told)
-            self.transport.tell_place(self._session, number, self.transport.heap.offset(memory), memory.nbytes)
+            self._tell_place(memory)
         return memory
 
     def vacate(self, memory: Tensor) -> None:
@@ -75,14 +79,14 @@ class SharedMemoryCollectives(Collectives):
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         own, size = self.own_range(buffer), buffer.numel() // self.world_size
-        ranges = {peer: buffer.narrow(0, peer * size, size) for peer in self.transport.peers}
+        ranges = {peer: buffer.narrow(0, place * size, size) for peer, place in self._peers.items()}
         if source is not None:
             own.copy_(source)
             places = None if version is None else self._places_of(source, version, what)
             if places is not None:
                 for peer, target in ranges.items():
                     self.transport.read(peer, places[peer], target, source.dtype)
-                return Pending(what, self.rank)
+                return Pending(what, self.transport.rank)
         return self._transfer(Channel.GATHER, what, own, dict.fromkeys(ranges, (0, size)), ranges)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
@@ -92,11 +96,11 @@ class SharedMemoryCollectives(Collectives):
         own, size = self.own_range(bucket), shard.numel()
 
         def average(offsets: Mapping[int, int]) -> None:
-            views = {rank: self.transport.view(rank, offset, size, bucket.dtype) for rank, offset in offsets.items()}
-            views[self.rank] = own
-            self._sum.into(shard, [views[rank] for rank in range(self.world_size)], divisor)
+            views = {peer: self.transport.view(peer, offset, size, bucket.dtype) for peer, offset in offsets.items()}
+            views[self.transport.rank] = own
+            self._sum.into(shard, [views[member] for member in self.transport.members], divisor)
 
-        given = {peer: (peer * size, size) for peer in self.transport.peers}
+        given = {peer: (place * size, size) for peer, place in self._peers.items()}
         return self._transfer(Channel.REDUCE, what, bucket, given, dict.fromkeys(given, shard), average)
 
     def _all_to_all(
@@ -105,21 +109,26 @@ class SharedMemoryCollectives(Collectives):
         starts = [sum(input_splits[:rank]) for rank in range(self.world_size)]
         received = output.split(output_splits)
         received[self.rank].copy_(input.narrow(0, starts[self.rank], input_splits[self.rank]))
-        given = {peer: (starts[peer], input_splits[peer]) for peer in self.transport.peers}
-        taken = {peer: received[peer] for peer in given}
+        given = {peer: (starts[place], input_splits[place]) for peer, place in self._peers.items()}
+        taken = {peer: received[place] for peer, place in self._peers.items()}
         return self._transfer(Channel.SPREAD, what, input, given, taken)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         flat, mine = tensor.view(-1), self.rank == source
         given = dict.fromkeys(self.transport.peers, (0, flat.numel())) if mine else {}
-        return self._transfer(Channel.SPREAD, what, flat, given, {} if mine else {source: flat})
+        taken = {} if mine else {self.transport.members[source]: flat}
+        return self._transfer(Channel.SPREAD, what, flat, given, taken)
+
+    def _tell_place(self, memory: Tensor) -> None:
+        number = self._allocated[memory.data_ptr(), memory.numel()] = next(self._told)
+        self.transport.tell_place(self._session, number, self.transport.heap.offset(memory), memory.nbytes)
 
     def _places_of(self, source: Tensor, version: int, what: str) -> dict[int, int] | None:
         """Where the others have theirs, which are of this version by now; ``None`` if each has to be asked."""
         number = self._allocated.get((source.data_ptr(), source.numel()))
         if number is None:
             return None
-        with naming_failures(what, self.rank):
+        with naming_failures(what, self.transport.rank):
             if number not in self._places:
                 self._places[number] = self.transport.places(self._session, number, source.nbytes)
             if version != self._version:
@@ -156,6 +165,29 @@ class SharedMemoryCollectives(Collectives):
         owes = {rank: (place + start * size, numel * size) for rank, (start, numel) in given.items() if numel}
         needs = {rank: target.nbytes for rank, target in taken.items() if target.numel()}
         transfer = Transfer(self.transport, what, owes, needs, run or collect, offered, whole=not staged)
-        with naming_failures(what, self.rank):
+        with naming_failures(what, self.transport.rank):
             self.transport.begin(channel, transfer)
         return transfer
+
+
+class HostCollectives(SharedMemoryCollectives):
+    """Gathers and reductions of one host's ranks, as a hop of those of several hosts.
+
+    Threads take them through, which wait as long as it takes: those of one kind in one, and each kind has a transport
+    of its own, over the same memory.
+    """
+
+    def __init__(self, groups: Groups, gathers: Transport, reductions: Transport) -> None:
+        super().__init__(groups, gathers)
+        self._reductions = SharedMemoryCollectives(groups, reductions)
+        self.shares_slots = True
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return self._reductions.buffers
+
+    def _tell_place(self, memory: Tensor) -> None:
+        """Nobody asks: gathers of a hop are of no version. And the transport is its thread's."""
+
+    def _reduce_scatter(self, *arguments: Any) -> Pending:
+        return self._reductions._reduce_scatter(*arguments)

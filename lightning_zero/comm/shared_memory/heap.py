@@ -19,6 +19,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from typing import Any
@@ -55,6 +56,7 @@ class Heap:
         self._end = mmap.PAGESIZE
         self._free: list[tuple[int, int]] = []  # (offset, nbytes), ascending, never adjacent
         self._returned: deque[tuple[int, int]] = deque()  # by finalizers, which may run in the middle of anything
+        self._taking = threading.Lock()
         self._closed = False
         self._forked = False
         _HEAPS.add(self)
@@ -66,7 +68,8 @@ class Heap:
             with untracked():
                 return torch.empty(0, dtype=dtype)
         padded = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        offset = self._take(padded)
+        with self._taking:
+            offset = self._take(padded)
         if padded >= _HUGE_NBYTES:
             with contextlib.suppress(OSError, AttributeError):  # only ever advice
                 self._memory.madvise(mmap.MADV_HUGEPAGE, offset, padded)
@@ -92,8 +95,9 @@ class Heap:
     @property
     def used_nbytes(self) -> int:
         """Bytes handed out and not given back."""
-        self._collect()
-        return self._end - mmap.PAGESIZE - sum(nbytes for _, nbytes in self._free)
+        with self._taking:
+            self._collect()
+            return self._end - mmap.PAGESIZE - sum(nbytes for _, nbytes in self._free)
 
     def close(self) -> None:
         """Take no more pages away: a rank that is behind may still be reading what this one has let go of."""

@@ -20,6 +20,7 @@ import select
 import signal
 import struct
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -27,7 +28,7 @@ from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
 from lightning_zero.comm.watch import this_host
 
-__all__ = ["LARGEST_PAYLOAD", "Links", "Message", "connect"]
+__all__ = ["LARGEST_PAYLOAD", "Connected", "Links", "Message", "connect"]
 
 LARGEST_PAYLOAD = 2**16 - 1
 _HEADER = struct.Struct("<BBHIQQQ")
@@ -172,17 +173,25 @@ _LINKS: WeakSet[Links] = WeakSet()
 os.register_at_fork(after_in_child=lambda: list(map(Links.close, list(_LINKS))))
 
 
-def connect(control: ControlGroup, timeout: float) -> tuple[Heap, dict[int, PeerHeap], Links] | str:
-    """Connect every rank to every other one, if all of them run on this host and may. Collective: every rank.
+class Connected(NamedTuple):
+    """What a rank has of the others."""
 
-    Each rank makes its memory and one pipe to every other rank. The others open them through ``/proc``, which the
-    kernel allows for processes of one user only. Messages may take ``timeout`` seconds, later on.
+    heap: Heap  # this rank's memory
+    peers: dict[int, PeerHeap]  # that of the others
+    links: list[Links]  # messages between them, of each thread that has such its own
+
+
+def connect(control: ControlGroup, members: Sequence[int], timeout: float, threads: int = 1) -> Connected | str:
+    """Connect every rank to the other ``members`` of its host, if all may. Collective: every rank, of all hosts.
+
+    Each rank makes its memory and, for each of so many ``threads``, one pipe to every other member. The others open
+    them through ``/proc``, which the kernel allows for processes of one user only. Messages may take ``timeout``
+    seconds, later on.
 
     Returns:
-        This rank's memory, that of the others, and the messages between them; on every rank alike, or on none: then why
-        not.
+        What connects them; on every rank, of all hosts, or on none: then why not.
     """
-    attempt = _Attempt(control.rank, control.world_size)
+    attempt = _Attempt(control.rank, members, threads)
     try:
         for stage in (attempt.offer, attempt.accept):
             problem = ""
@@ -192,16 +201,15 @@ def connect(control: ControlGroup, timeout: float) -> tuple[Heap, dict[int, Peer
                 problem = f"rank {control.rank}: {type(error).__name__}: {error}"
             attempt.told = control.gather_objects(attempt.offered(problem))
             problem = next((other.problem for other in attempt.told if other.problem), "")
-            if not problem and len({other.host for other in attempt.told}) > 1:
-                problem = "the ranks do not all run on one host, or not in one container"
             if problem:
                 return problem
-        links = Links(attempt.readers, attempt.writers, timeout)
-        attempt.readers, attempt.writers = {}, {}
-        return attempt.heaps[0], attempt.peers, links
+        links = [Links(*ends, timeout) for ends in zip(attempt.readers, attempt.writers, strict=True)]
+        attempt.readers, attempt.writers = [], []
+        return Connected(attempt.heaps[0], attempt.peers, links)
     finally:
-        for file in (*attempt.given.values(), *attempt.readers.values(), *attempt.writers.values()):
-            os.close(file)
+        for ends in (*attempt.given, *attempt.readers, *attempt.writers):
+            for file in ends.values():
+                os.close(file)
 
 
 class _Offer(NamedTuple):
@@ -211,36 +219,41 @@ class _Offer(NamedTuple):
     process: int
     memory: int  # the number of its heap's file in that process
     label: bytes  # what its memory begins with, known to nobody else
-    pipes: dict[int, int]  # by rank, the number of the file in that process where messages to it arrive
+    pipes: dict[int, list[int]]  # by rank, numbers of the files in that process where messages to its threads arrive
     problem: str  # why it can not take part; empty if it can
 
 
 class _Attempt:
     """One rank's side of connecting, and the files that it has opened for it."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, members: Sequence[int], threads: int) -> None:
         self.told: list[_Offer] = []
         self.heaps: list[Heap] = []  # this rank's own, once there is one
         self.peers: dict[int, PeerHeap] = {}
-        self.readers: dict[int, int] = {}
-        self.writers: dict[int, int] = {}
-        self.given: dict[int, int] = {}  # where messages to the others arrive, until they have opened that themselves
-        self._others = [peer for peer in range(world_size) if peer != rank]
+        self.readers: list[dict[int, int]] = [{} for _ in range(threads)]
+        self.writers: list[dict[int, int]] = [{} for _ in range(threads)]
+        self.given: list[dict[int, int]] = [{} for _ in range(threads)]
+        """Where messages to the others arrive, until they have opened that themselves."""
+        self._others = [peer for peer in members if peer != rank]
         self._rank = rank
         self._label = secrets.token_bytes(_LABEL_NBYTES)
 
     def offer(self) -> None:
         self.heaps.append(Heap(len(self._others) + 1, self._label))
         for peer in self._others:
-            self.given[peer], self.writers[peer] = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(self.writers[peer], fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
+            for given, writers in zip(self.given, self.writers, strict=True):
+                given[peer], writers[peer] = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(writers[peer], fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
 
     def offered(self, problem: str) -> _Offer:
         memory = self.heaps[0].file if self.heaps else -1
-        return _Offer(this_host() or os.uname().nodename, os.getpid(), memory, self._label, self.given, problem)
+        pipes = {peer: [given[peer] for given in self.given if peer in given] for peer in self._others}
+        return _Offer(this_host() or os.uname().nodename, os.getpid(), memory, self._label, pipes, problem)
 
     def accept(self) -> None:
+        if len({self.told[rank].host for rank in (self._rank, *self._others)}) > 1:
+            raise ValueError("the ranks do not all run on one host, or not in one container")
         for peer in self._others:
             other = self.told[peer]
             memory = os.open(f"/proc/{other.process}/fd/{other.memory}", os.O_RDWR | os.O_CLOEXEC)
@@ -248,5 +261,6 @@ class _Attempt:
                 self.peers[peer] = PeerHeap(memory, self.heaps[0].nbytes, other.label)
             finally:
                 os.close(memory)
-            pipe = f"/proc/{other.process}/fd/{other.pipes[self._rank]}"
-            self.readers[peer] = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            for readers, pipe in zip(self.readers, other.pipes[self._rank], strict=True):
+                path = f"/proc/{other.process}/fd/{pipe}"
+                readers[peer] = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -109,7 +109,10 @@ class Transfer(Pending):
 
 
 class Transport:
-    """What a rank reads of the others, and when. One per world; every engine of the process uses it.
+    """What a rank reads of the others, and when. Every engine of the process uses it.
+
+    There is one for all ranks of a world; or, for those of one host of several, one for each thread that takes their
+    transfers through a hop. Such a thread may wait with the lock held: nobody else comes to its transport.
 
     ``timeout`` are the seconds to wait for a rank that is alive.
     """
@@ -117,9 +120,11 @@ class Transport:
     def __init__(self, heap: Heap, peers: Mapping[int, PeerHeap], links: Links, rank: int, timeout: float) -> None:
         self.heap = heap
         self.rank = rank
-        self.world_size = len(peers) + 1
+        self.members = sorted([rank, *peers])
+        """The ranks of this host, or as many of them as are connected, this one among them."""
         # The next one first, so that they are not all read from at once.
-        self.peers = [(rank + step) % self.world_size for step in range(1, self.world_size)]
+        after = self.members.index(rank) + 1
+        self.peers = self.members[after:] + self.members[: after - 1]
         self.moved = 0  # bytes read from other ranks' memory so far
         self.exchanges = 0  # agreements that came this way so far
         self.turns = 0  # how often something was heard
@@ -138,6 +143,8 @@ class Transport:
         self._places = defaultdict(lambda: defaultdict(dict))  # by session, number and rank
         self._ended: deque[int] = deque()  # sessions, by finalizers, which may run in the middle of anything
         self._given_up: set[int] = set()  # ranks whose own wait has failed: they do nothing more
+        self.over = False
+        """Whether waits are to end, of whatever thread. Set by another one."""
 
     def read(self, peer: int, offset: int, target: Tensor, dtype: torch.dtype) -> None:
         """Copy elements of ``dtype`` out of a rank's memory, cast to the target's."""
@@ -192,20 +199,18 @@ class Transport:
             del self._rows[number]
             rows[self.rank] = (check, row)
             if any(known != check or len(other) != len(row) for known, other in rows.values()):
-                lengths = [len(rows[rank][1]) for rank in range(self.world_size)]
+                lengths = [len(rows[rank][1]) for rank in self.members]
                 raise RuntimeError(
                     f"the ranks are in different places of the program: they agree on different things, in {lengths} "
                     "bytes"
                 )
-            return [rows[rank][1] for rank in range(self.world_size)]
+            return [rows[rank][1] for rank in self.members]
 
     def session(self, owner: object) -> int:
-        """A new number, equal on all ranks, for as long as ``owner`` lives. Collective: every rank."""
-        with self._lock:
-            while self._ended:
-                ended = self._ended.popleft()
-                self._places.pop(ended, None)
-                self._versions.pop(ended, None)
+        """A new number, equal on all ranks, for as long as ``owner`` lives. Collective: every rank.
+
+        Never waits: a thread may still be in a transfer that an error has stopped.
+        """
         session = next(self._sessions)
         weakref.finalize(owner, self._ended.append, session).atexit = False
         return session
@@ -213,6 +218,10 @@ class Transport:
     def tell_place(self, session: int, number: int, offset: int, nbytes: int) -> None:
         """Tell the others where this rank's memory of a number begins; 0 if they cannot read it there."""
         with self._lock:
+            while self._ended:
+                ended = self._ended.popleft()
+                self._places.pop(ended, None)
+                self._versions.pop(ended, None)
             for peer in self.peers:
                 self._links.send(peer, _Kind.PLACE, number=number, offset=offset, nbytes=nbytes, check=session)
 
@@ -289,6 +298,8 @@ class Transport:
                 reason = reason or f"rank {min(stuck)} takes no part in it: it waits for this rank somewhere else"
             if (watch := current_watch()) is not None and watch.verdict:
                 reason = watch.verdict
+            if self.over:
+                reason = reason or "the process group has ended"
             if left <= 0:
                 names = ", ".join(map(str, sorted(absent | owed)))
                 reason = reason or f"rank {names} did not come within the timeout of {limit:.0f} s"

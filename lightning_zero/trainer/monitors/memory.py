@@ -12,7 +12,6 @@ import torch
 
 from lightning_zero.analysis import OptimizerCost, StageMemory, format_nbytes
 from lightning_zero.analysis.memory import stage_memory
-from lightning_zero.comm import GlooCollectives
 from lightning_zero.debug import Beside, MemoryStats, memory_stats
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.trainer.monitors import StepMonitor, let_go, logging_step
@@ -127,10 +126,9 @@ def _expected_of(strategy: ZeroStrategy) -> StageMemory:
     """What the plan says, for the optimizers that the run has."""
     engine, plan = strategy.engine, strategy.engine.plan
     rank, accelerator = engine.collectives.rank, engine.device.type != "cpu"
-    receives = isinstance(engine.collectives, GlooCollectives)
     costs = [OptimizerCost.of(optimizer) for optimizer in strategy.optimizers]
     first = costs[0] if costs else OptimizerCost(name="none", state=0)
-    found = stage_memory(plan, "", rank, first, receive_buffer=receives, accelerator=accelerator)
+    found = stage_memory(plan, "", rank, first, receive_buffer=engine.collectives.receives, accelerator=accelerator)
     if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
         # The formula knows one optimizer; of several, each counts for what this rank's part of it steps on.
         offloaded, state = plan.offload is not None and plan.offload.optimizer, 0
