@@ -18,7 +18,7 @@ that is not finite is kept: both keep what they had.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
+from lightning_zero.comm.codes import BLOCK, Format, compress, decompress, format_nbytes
 from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
@@ -43,12 +44,6 @@ __all__ = [
     "decompress",
     "format_nbytes",
 ]
-
-Format = Literal["bfloat16", "int8", "int4"]
-_LARGEST = {"int8": 127, "int4": 7}
-_BLOCK = 64
-_CHUNK = 2**15  # elements at a time on the CPU: what is in between stays in a core's cache
-_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +99,7 @@ class CompressedCollectives(NativeCollectives):
         fed: of what the errors are fed back: the ``"sum"`` that is reduced, the ``"average"`` that is gathered.
     """
 
-    block = _BLOCK
+    block = BLOCK
 
     def __init__(
         self, groups: Groups, streams: Streams, gathers: Format | None, reductions: Format | None, fed: Collection[str]
@@ -175,82 +170,8 @@ class CompressedCollectives(NativeCollectives):
     def _fits(self, buffer: Tensor, kind: Format) -> bool:
         """Whether there are whole blocks of what a format makes smaller."""
         narrow = kind == "bfloat16" and buffer.itemsize == 2
-        return buffer.dtype.is_floating_point and not narrow and buffer.numel() % (self.world_size * _BLOCK) == 0
+        return buffer.dtype.is_floating_point and not narrow and buffer.numel() % (self.world_size * BLOCK) == 0
 
 
 class CompressedOverGloo(CompressedCollectives, GlooCollectives):
     """The same for CPU tensors over gloo."""
-
-
-# -------------------------------------------------------------------------------------------------------------- formats
-
-
-def format_nbytes(kind: Format, numel: int) -> int:
-    """Bytes of so many elements, a multiple of 64, with their scales."""
-    if kind == "bfloat16":
-        return 2 * numel
-    return numel // (2 if kind == "int4" else 1) + numel // _BLOCK * 4
-
-
-def compress(kind: Format, values: Tensor, codes: Tensor, residual: Tensor | None = None) -> None:
-    """Write rows of a multiple of 64 elements to bytes: as many rows, uint8, of ``format_nbytes`` each.
-
-    ``residual``: 1-D, of as many elements, in float32, to be added before; holds what was lost after. See
-    [Note: error feedback].
-    """
-    if residual is not None:
-        for row, code, lost in _at_once(values, codes, residual.view(values.shape)):
-            _compress_fed(kind, row, code, lost)
-        return
-    if kind == "bfloat16":
-        codes.view(torch.bfloat16).copy_(values)
-        return
-    for blocks, integers, scales in _chunks(values, codes):
-        exact = blocks.float()
-        scale = torch.amax(exact.abs(), -1, keepdim=True).div_(_LARGEST[kind]).clamp_min_(_SMALLEST)
-        scales.copy_(scale)
-        whole = exact.div(scale).round_()
-        if kind == "int8":
-            integers.copy_(whole.to(torch.int8).view(torch.uint8))
-        else:  # halves of a block side by side, each integer above zero
-            low, high = whole.add_(8).to(torch.uint8).chunk(2, -1)
-            integers.copy_(high << 4 | low)
-
-
-def _compress_fed(kind: Format, values: Tensor, codes: Tensor, residual: Tensor) -> None:
-    blocks, lost = values.view(-1, _BLOCK), residual.view(-1, _BLOCK)
-    busy = blocks.any(1, keepdim=True)
-    exact = (lost * busy).add_(blocks)
-    compress(kind, exact.view(values.shape), codes)
-    decompress(kind, codes, arrives := torch.empty_like(values))
-    exact -= arrives.view_as(exact)
-    torch.where(busy & exact.isfinite(), exact, lost, out=lost)
-
-
-def decompress(kind: Format, codes: Tensor, values: Tensor) -> None:
-    """Write what was compressed to a tensor of the same shape as it was of, of any dtype."""
-    if kind == "bfloat16":
-        values.copy_(codes.view(torch.bfloat16))
-        return
-    for blocks, integers, scales in _chunks(values, codes):
-        if kind == "int8":
-            blocks.copy_(integers.view(torch.int8) * scales)
-        else:
-            halves = torch.cat([integers & 15, integers >> 4], -1).view(torch.int8)
-            blocks.copy_((halves - 8) * scales)
-
-
-def _chunks(values: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Some blocks, their integers and their scales at a time, each with a row for a block."""
-    for row, code in _at_once(values, codes):
-        count = row.shape[-1] // _BLOCK
-        blocks = row.unflatten(-1, (count, _BLOCK))
-        integers, scales = code.tensor_split([code.shape[-1] - count * 4], -1)
-        pieces = blocks, integers.unflatten(-1, (count, -1)), scales.view(torch.float32).unsqueeze(-1)
-        size = count if values.device.type != "cpu" else _CHUNK // _BLOCK
-        yield from zip(*(piece.split(size, -2) for piece in pieces), strict=True)
-
-
-def _at_once(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Rows that are computed at once: all of them, and on the CPU one after the other, which takes less memory."""
-    return [tensors] if tensors[0].dim() == 1 or tensors[0].device.type != "cpu" else zip(*tensors, strict=True)

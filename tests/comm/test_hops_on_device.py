@@ -22,8 +22,8 @@ from lightning_zero.comm import (
     NativeCollectives,
     Streams,
     choose_collectives,
-    compression,
 )
+from lightning_zero.comm.codes import operators
 from lightning_zero.comm.compression import CompressedCollectives, compress, decompress, format_nbytes
 from lightning_zero.comm.hierarchical import HierarchicalCollectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
@@ -184,7 +184,7 @@ def test_all_rows_at_once_are_as_one_after_the_other(
     found = []
     for at_once in (False, True):
         if at_once:  # as on a device
-            monkeypatch.setattr(compression, "_at_once", lambda *tensors: [tensors])
+            monkeypatch.setattr(operators, "_at_once", lambda *tensors: [tensors])
         for residual in (None, before.clone()):
             codes = torch.full((3, format_nbytes(kind, 64 * 700)), 99, dtype=torch.uint8)
             compress(kind, values, codes, residual)
