@@ -18,16 +18,22 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+if missing := [name for name in ("torch", "lightning", "jsonargparse") if importlib.util.find_spec(name) is None]:
+    sys.exit(f"Not installed: {', '.join(missing)}. In a clone of the repository: pip install -e .")
 
 import torch
 from fake_world import PRECISIONS, Task, Way, fake_world, rows
@@ -53,6 +59,7 @@ PEAKS = {
 }
 WARM_UP_STEPS = 3
 PROFILED_STEPS = 2
+FAILED: list[str] = []  # ways that could not be set up
 
 
 @dataclass(frozen=True)
@@ -218,9 +225,12 @@ def compare(
                 runners[line.way] = prepare(task, line)
                 lines.append(line)
             except Exception as error:
-                if not line.way.startswith("deepspeed"):
-                    raise  # somebody else's need not take a fake world
+                if line.way == "plain":
+                    raise
                 print(f"{line.way} is left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                if not line.way.startswith("deepspeed"):  # which need not take a fake world
+                    traceback.print_exc()
+                    FAILED.append(f"{line.way} ({mode}, world {world_size})")
         for _ in range(rounds):
             turn = {line.way: runners[line.way].steps(steps) for line in lines}
             for line in lines:
@@ -334,6 +344,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=["eager", "compile"], default=["eager", "compile"])
     parser.add_argument("--backend", default="inductor", help="what torch.compile uses for the blocks")
     parser.add_argument("--ways", nargs="+", choices=rows(), default=list(rows()), help="plain PyTorch is always there")
+    parser.add_argument("--stop-after", type=float, default=8.5, help="minutes, after which no table begins")
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--steps", type=positive, default=10, help="of a turn")
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder of JSON and plot")
@@ -341,7 +352,8 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, and print and write each table as soon as it is there: who has so many minutes may end this process."""
+    begin = time.monotonic()
     options = parse()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here, and nothing was measured. --device cpu runs the same code; see --help.")
@@ -359,41 +371,50 @@ def main() -> None:
     print(f"Peak of {name}: {'not known' if peak is None else f'{peak / 1e12:g} TFLOP/s'}", flush=True)
     given = {"": Preset(options.width, options.layers, options.layers, tuple(options.tokens))}
     models = {name: PRESETS[name] for name in options.presets} if options.presets else given
-    found = {label: measure(options, label, model, device, peak, name) for label, model in models.items()}
-    lines = [line for tables in found.values() for line in tables]
+    if "deepspeed1" not in rows():
+        print("DeepSpeed is not installed, and left out.", flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
     settings = {key: value for key, value in vars(options).items() if key != "output"} | {"peak": peak}
-    rows_of = [{"model": label, **asdict(line)} for label, tables in found.items() for line in tables]
-    saved = {"machine": about, "settings": settings, "rows": rows_of}
-    (options.output / "gpu.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
-    if len(found) == 1:
-        plot(lines, f"{options.precision}, {name}", options.output / "gpu.svg")
+    saved: dict[str, Any] = {"machine": about, "settings": settings, "rows": []}
+    deadline = begin + 60 * options.stop_after
+    found: list[Found] = []
+    for label, model in models.items():
+        for lines in measure(options, label, model, {"place": device, "peak": peak, "name": name}, deadline):
+            found += lines
+            saved["rows"] += [{"model": label, **asdict(line)} for line in lines]
+            (options.output / "gpu.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    if len(models) == 1 and found:
+        plot(found, f"{options.precision}, {name}", options.output / "gpu.svg")
+    if FAILED:
+        sys.exit("These failed, with what is above: " + ", ".join(FAILED))
 
 
 def measure(
-    options: argparse.Namespace, label: str, model: Preset, device: torch.device, peak: float | None, name: str
-) -> list[Found]:
-    """All tables of one model, measured and printed."""
+    options: argparse.Namespace, label: str, model: Preset, about: dict[str, Any], deadline: float
+) -> Iterator[list[Found]]:
+    """The tables of one model, each printed as soon as it is measured, if it can be expected to end in time."""
     ways = ["plain", *(way for way in options.ways if way != "plain")]
-    lines: list[Found] = []
-    for mode in options.modes:
+    device, peak, longest = about["place"], about["peak"], 0.0
+    print(f"\n{numel_of(model.width, model.layers) / 1e6:.1f}M parameters, {options.precision}, {about['name']}")
+    for mode, world_size in product(options.modes, options.worlds):
+        begin = time.monotonic()
+        if begin + longest > deadline:
+            print(f"Left out for want of time (--stop-after): {label} {mode}, world {world_size}", flush=True)
+            continue
         backend = options.backend if mode == "compile" else None
         task = Task(model.width, model.layers, model.tokens, options.precision, device, backend)
-        for world_size in options.worlds:
-            lines += compare(task, mode, world_size, ways, options.rounds, options.steps, peak)
-    millions = numel_of(model.width, model.layers) / 1e6
-    print(f"\n{millions:.1f}M parameters, {options.precision}, {name}\n")
-    print("\n".join(table(lines)))
-    if model.whole > model.layers:
-        length = model.tokens[1]
-        ratio = flops(model.width, model.layers, length) / flops(model.width, model.whole, length)
-        whole = numel_of(model.width, model.whole) / 1e9
-        alone = [line for line in lines if line.world_size == 1]
-        rates = ", ".join(f"{line.mode} {line.way} {line.tokens_per_second * ratio:.0f}" for line in alone)
-        print(f"\nNot measured: {label} has {model.whole} such blocks, {whole:.2f}B parameters.")
-        print(f"By FLOPs, tokens/s: {rates}")
-    sys.stdout.flush()
-    return lines
+        lines = compare(task, mode, world_size, ways, options.rounds, options.steps, peak)
+        longest = max(longest, time.monotonic() - begin)
+        print("\n" + "\n".join(table(lines)))
+        if model.whole > model.layers and world_size == 1:
+            length = model.tokens[1]
+            ratio = flops(model.width, model.layers, length) / flops(model.width, model.whole, length)
+            whole = numel_of(model.width, model.whole) / 1e9
+            rates = ", ".join(f"{line.mode} {line.way} {line.tokens_per_second * ratio:.0f}" for line in lines)
+            print(f"\nNot measured: {label} has {model.whole} such blocks, {whole:.2f}B parameters.")
+            print(f"By FLOPs, tokens/s: {rates}")
+        sys.stdout.flush()
+        yield lines
 
 
 def look_for_largest(options: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import gc
-import importlib
+import importlib.util
 import os
 import pkgutil
 import signal
@@ -34,6 +34,10 @@ for _signal in (signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)  # `from tests.helpers.world import run_world`, however pytest was started
+
+_NEEDED = ("torch", "lightning", "torchmetrics", "jsonargparse", "fsspec", "tqdm", "rich", "safetensors", "tensorboard")
+if _missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    sys.exit(f"The tests need what is not installed: {', '.join(_missing)}. In a clone: pip install -e '.[dev]'")
 
 import lightning.pytorch  # noqa: E402, F401  (imported here once, inherited by every forked rank)
 import pytest  # noqa: E402

@@ -64,6 +64,12 @@ class Streams:
         """Issue the copies inside on the stream between host and device, after ``after`` (default: all work so far)."""
         return self._on(self._streams[2], after) if self.beside else _NOTHING
 
+    def enter_thread(self) -> None:
+        """Begin a thread that will issue work: it has the first device otherwise, and every rank would open a context
+        there when it goes back to that from a stream."""
+        if self.beside:
+            self._cuda.set_device(self.device)
+
     def mark(self) -> Event:
         """An event behind all work issued so far on the current stream (``None`` on the CPU).
 

@@ -162,7 +162,8 @@ class Transfers:
     def _submit(self, job: Callable[[], Event]) -> Future[Event]:
         if self._worker is None:
             # With as many threads as torch gives to any: to set another number here would set it for all to come.
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-transfer")
+            enter = self._streams.enter_thread
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-transfer", initializer=enter)
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft()
         future = self._worker.submit(job)

@@ -286,8 +286,10 @@ def kernels(device: str) -> dict[str, bool]:
         plain = torch.randn(rows, blocks, 64, generator=generator, dtype=torch.float64)
         plain *= torch.logspace(-44, 36, rows * blocks, dtype=torch.float64).view(rows, blocks, 1)  # subnormal, too
         plain[torch.rand(plain.shape, generator=generator) < 0.1] = 0
-        plain[-1, 0] = torch.arange(-32, 32) / 31.5 * 127  # many of them between two integers
+        plain[-1, 0] = torch.arange(-127, 128, 4) * 257 / 256  # which arrive between two numbers of bfloat16
         if blocks > 4:
+            plain[-1, 3] = torch.arange(-31.5, 32)  # between two integers
+            plain[-1, 3, 0] = 127
             plain[-1, 1], plain[0, 2, 7], plain[0, 3, 60], plain[-1, 4, 0] = -0.0, torch.inf, torch.nan, -torch.inf
         values, fed = plain.to(dtype).view(rows, -1), torch.randn(plain.numel(), generator=generator)
         fed *= 0.01 * values.float().nan_to_num(0, 0, 0).abs().view(-1)
@@ -299,12 +301,13 @@ def kernels(device: str) -> dict[str, bool]:
             ):
                 sent, lost = values.to(place, copy=True), None if residual is None else residual.to(place, copy=True)
                 made = torch.empty(rows, format_nbytes(kind, 64 * blocks), dtype=torch.uint8, device=place)  # type: ignore[arg-type]
-                back = torch.empty_like(sent)
+                backs = [torch.empty_like(sent, dtype=other) for other in dtypes]
                 made_by[0](kind, sent, made, lost)  # type: ignore[arg-type]
-                made_by[1](kind, made, back)  # type: ignore[arg-type]
+                for back in backs:
+                    made_by[1](kind, made, back)  # type: ignore[arg-type]
                 scales = made[:, -4 * blocks :].contiguous().view(torch.float32)
                 made[:, -4 * blocks :] = 0  # of NaN each device has other bits
-                numbers = [scales, back, *([] if lost is None else [lost])]
+                numbers = [scales, *backs, *([] if lost is None else [lost])]
                 shown = [number.cpu().nan_to_num(7.0, 8.0, 9.0) for number in numbers]
                 there.append([made.cpu(), *shown, *(number.signbit() for number in shown)])
             found[f"{kind}, {dtype}, {rows} x {blocks}, {residual is not None}"] = all(map(torch.equal, *there))

@@ -327,9 +327,12 @@ class SimulatedFuture(Future[Any]):
 class SimulatedThread:
     """Stands in for ``ThreadPoolExecutor(1)``: another actor, which does its jobs at once."""
 
-    def __init__(self, recorder: Recorder, count: int, thread_name_prefix: str) -> None:
+    def __init__(
+        self, recorder: Recorder, count: int, thread_name_prefix: str, initializer: Callable[[], None] = lambda: None
+    ) -> None:
         self._recorder, self._name = recorder, thread_name_prefix
         self._compute = SimulatedStream(recorder, COMPUTE)
+        initializer()
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         value, error = None, None
@@ -376,6 +379,7 @@ def simulated_device(quick: bool = False) -> Iterator[Recorder]:
         patch.setattr(torch.cuda, "Event", lambda **options: SimulatedEvent(recorder))
         patch.setattr(torch.cuda, "current_stream", lambda device: recorder.stream)
         patch.setattr(torch.cuda, "stream", recorder.on)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
         patch.setattr(torch.cuda, "synchronize", lambda device: recorder.synchronize())
         patch.setattr(host, "_allocate", allocated)
         patch.setattr(host, "_lock", lock)

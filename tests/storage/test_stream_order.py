@@ -5,6 +5,7 @@ There is no GPU where these tests run. Nothing is copied asynchronously here; wh
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -40,12 +41,17 @@ class SimulatedStreams:
     def __init__(self) -> None:
         self.behind: dict[str, set[str]] = {"compute": set(), "gather": set(), "transfer": set()}
         self.current = "compute"
+        self.threads = {threading.get_ident()}  # whose device is the one of the streams
+
+    def enter_thread(self) -> None:
+        self.threads.add(threading.get_ident())
 
     def issue(self, operation: str) -> None:
         self.behind[self.current].add(operation)
 
     @contextmanager
     def _on(self, stream: str, after: SimulatedEvent | None) -> Iterator[None]:
+        assert threading.get_ident() in self.threads
         self.behind[stream] |= self.behind[self.current] if after is None else after.behind
         before, self.current = self.current, stream
         try:

@@ -102,6 +102,7 @@ def test_the_plan_of_that_program_is_made_on_the_cpu() -> None:
 
 
 @needs_gpu
+@pytest.mark.timing
 def test_copies_to_the_host_run_beside_computing() -> None:
     (found,) = run_on("cuda", "overlap")
     alone = found["copy"] + found["compute"]
