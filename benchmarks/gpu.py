@@ -399,7 +399,8 @@ def measure(
     for mode, world_size in product(options.modes, options.worlds):
         begin = time.monotonic()
         if begin + longest > deadline:
-            print(f"Left out for want of time (--stop-after): {label} {mode}, world {world_size}", flush=True)
+            what = " ".join(filter(None, (label, mode)))
+            print(f"Left out for want of time (--stop-after): {what}, world {world_size}", flush=True)
             continue
         backend = options.backend if mode == "compile" else None
         task = Task(model.width, model.layers, model.tokens, options.precision, device, backend)

@@ -82,6 +82,16 @@ def test_a_table_of_both_worlds_on_the_cpu(tmp_path: Path) -> None:
     assert rows[1, "zero1"]["plan_nbytes"] == pytest.approx(18 * numel + 2 * 8192 * 32, rel=0.01)
 
 
+def test_a_table_that_would_come_too_late_is_left_out_by_name(tmp_path: Path) -> None:
+    arguments = ["--device=cpu", f"--output={tmp_path}", "--modes", "eager", "--stop-after=0"]
+    (printed,) = run_world(1, printed_by, "gpu.py", *arguments, init_group=False, timeout=120)
+
+    assert [line for line in printed.splitlines() if "Left out" in line] == [
+        f"Left out for want of time (--stop-after): eager, world {size}" for size in (1, 8)
+    ]
+    assert ("DeepSpeed is not installed" in printed) == (find_spec("deepspeed") is None)
+
+
 def test_compiled_blocks_on_the_cpu(tmp_path: Path) -> None:
     size = ["--width=32", "--layers=1", "--tokens", "1", "8", "--rounds=1", "--steps=1", "--backend=eager"]
     arguments = [*size, "--device=cpu", f"--output={tmp_path}", "--ways", "zero3", "--modes=compile", "--worlds=1"]
