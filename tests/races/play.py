@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,8 +28,12 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
         self.hidden: list[Tensor] = []
+        self.keeps = False
+        self.kept: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            self.kept = self.up.weight.detach()
         x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
         self.hidden = [x]
         return x.clone()
@@ -49,8 +54,8 @@ class Setting:
 
     ``twist``: what the module does that is not usual. ``look``: it computes once more between backward and step, and
     steps twice more after the batch. ``skip``: every second time without the first block. ``aside``: it keeps an output
-    that has no backward. ``hidden``: it goes on with what the last block did not return, so that no hook sees its
-    backward. ``files``: what is offloaded rests in files.
+    that has no backward. ``keep``: blocks keep a weight, in its memory. ``hidden``: it goes on with what the last block
+    did not return, so that no hook sees its backward. ``files``: what is offloaded rests in files.
     """
 
     stage: Literal[1, 2, 3]
@@ -58,7 +63,7 @@ class Setting:
     accumulate: int = 1
     clip: float | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    twist: Literal["", "look", "skip", "aside", "hidden"] = ""
+    twist: Literal["", "look", "skip", "aside", "keep", "hidden"] = ""
     files: bool = False
     quick: bool = False
     strategy: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +80,9 @@ class Net(pl.LightningModule):
         self.head.weight = self.embedding.weight
         self.blocks = nn.ModuleList([Block(), Outer(), Block(), Block()])
         self.blocks[2].requires_grad_(False)
+        for block in self.blocks.modules():
+            if isinstance(block, Block):
+                block.keeps = setting.twist == "keep"
         self.kept: Tensor | None = None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
@@ -131,7 +139,9 @@ def play(setting: Setting, folder: str) -> Played:
     torch.manual_seed(0)
     with quiet(), pytest.MonkeyPatch.context() as patch, simulated_device(setting.quick) as recorder:
         patch.setattr(offload, "_FLYING_NBYTES", 4096)
-        _train(setting, folder)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "A tensor that shares memory with a weight")  # twist "keep"
+            _train(setting, folder)
     return Played(recorder.trace, recorder.mixed)
 
 

@@ -48,6 +48,7 @@ SETTINGS = {
     "stage 3, looking": Setting(stage=3, twist="look"),
     "stage 3, skipping": Setting(stage=3, twist="skip", accumulate=2),
     "stage 3, skipping, mixed": Setting(stage=3, precision=MIXED, twist="skip", accumulate=2),
+    "stage 3, keeping": Setting(stage=3, twist="keep", accumulate=2),
     "stage 3, hidden": Setting(stage=3, twist="hidden"),
     "stage 3, recomputing": Setting(stage=3, strategy=UNITS),
     "stage 3, recomputing, prefetch 0": Setting(stage=3, strategy={**UNITS, "prefetch": 0}),

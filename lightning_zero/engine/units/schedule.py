@@ -56,7 +56,7 @@ from lightning_zero.engine.agreement import Agreement, ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.units.guard import SavedTensorGuard, SlotView
 from lightning_zero.engine.units.order import OrderChange, UnitOrder
-from lightning_zero.engine.units.sharded import ShardedUnit, Slot, UnitState
+from lightning_zero.engine.units.sharded import ShardedUnit, Slot
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import OffloadError, some
 from lightning_zero.plan import Plan
@@ -402,6 +402,8 @@ class UnitSchedule:
         for buffer in old:
             with untracked():
                 buffer.fill_(255)  # NaN, in any floating dtype
+        for slot in homes:
+            slot.free = self._streams.mark()
         if old and self._looks:
             self._looks -= 1
             time.sleep(_MOMENT_SECONDS)  # another thread may hold a frame of ours for a moment, with what stands there
@@ -428,8 +430,7 @@ class UnitSchedule:
             self.guard.watch(unit.storage)
 
     def _resident(self, index: int) -> bool:
-        unit = self._at[index]
-        return unit.state is not UnitState.SHARDED and unit.filled_at == unit.version
+        return self._at[index].resident
 
     def _changed(self) -> None:
         """Note that masters may have other values now: where a phase begins too, because users write to their shards.
@@ -440,8 +441,7 @@ class UnitSchedule:
         self._version = (self._version | 1) + 1
 
     def _may_take(self, index: int) -> bool:
-        unit = self._at[index]
-        return unit.pins == 0 and unit.home.pins == 0
+        return self._at[index].pins == 0 and self._at[index].home.pins == 0
 
     def _note(self, change: OrderChange) -> None:
         """Not a warning: an order that changes at random (layer dropout) is as good as any, and nothing is wrong."""
