@@ -212,7 +212,7 @@ class Groups:
     def __post_init__(self) -> None:
         self.hosts: list[list[int]] = []  # the ranks of each, once they have been asked
         self.hops: Hops | None = None  # within hosts and between them, once the ranks take these
-        self._averages: Relay | None = None  # takes averages between shard groups through, once there are any
+        self._relays: dict[str, Relay] = {}
         self.transport: Transport | None = None  # to each other's memory, once the ranks are connected
         self.problem = ""  # why they could not be connected
         self.told: list[str] = []  # what the log says about it
@@ -259,12 +259,19 @@ class Groups:
         self.control.counted = self.checkpoint.counted = order
         return hops
 
-    def averages(self) -> Relay:
-        """What takes averages between shard groups through, behind the reductions within them. Made once."""
-        if self._averages is None:
-            across = [] if self.across is None else [self.across.reduce, self.across.gather]
-            self._averages = Relay(f"the averages {self.number}", [self.reduce, *across])
-        return self._averages
+    def relay(self, kind: str) -> Relay:
+        """What waits for the ``"messages"`` of all-to-alls, or takes the ``"averages"`` between shard groups through,
+        behind reductions within them. Made once."""
+        if kind not in self._relays:
+            across = [self.across.reduce, self.across.gather] if kind == "averages" and self.across is not None else []
+            self._relays[kind] = Relay(f"the {kind} {self.number}", [self.reduce, *across])
+        return self._relays[kind]
+
+    def end_relays(self) -> None:
+        """End their threads. Collective: every rank."""
+        for groups in (self, self.across):
+            while groups is not None and groups._relays:
+                groups._relays.popitem()[1].end()
 
     def check_hosts(self) -> None:
         """Raise ValueError, on all ranks, if those of a shard group are not on one host. Collective: every rank."""
@@ -318,9 +325,8 @@ class Groups:
         groups += [] if self.across is None else [self.across.gather]
         if self.hops is not None:
             groups += self.hops.end()
-        if self._averages is not None:
-            self._averages.end()
-        self.across = self.hops = self._averages = None
+        self.end_relays()
+        self.across = self.hops = None
         self.abandoned.clear()
         if self.transport is not None:
             self.transport.close()
@@ -385,6 +391,8 @@ class Hops:
         """End the threads. Returns the process groups, which are now the caller's alone. Collective: every rank."""
         for relay in self._relays.values():
             relay.end()
+        self.within.end_relays()
+        self.between.end_relays()
         for transport in self.transports:
             transport.close()
         found = [group for hop in (self.within, self.between) for group in dict.fromkeys((hop.gather, hop.reduce))]

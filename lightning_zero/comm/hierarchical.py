@@ -19,15 +19,12 @@ Source: ZeRO++ (arXiv:2306.10209), section 3.2, where it is hpZ.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
-from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups, Hops
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Event, Streams
@@ -62,6 +59,7 @@ class HierarchicalCollectives(NativeCollectives):
         super().__init__(groups, streams)
         self.rank = hops.order.index(groups.control.rank)
         self._hops = hops
+        self._order: Sequence[int] = hops.order  # for gloo
         self._within, self._between = within, between
         self.rounds_weights = between.rounds_weights
         self.keeping = self._within.world_size if keeps else None
@@ -172,15 +170,4 @@ class HierarchicalOverGloo(HierarchicalCollectives, GlooCollectives):
     def _carried(self, kind: str, what: str, hops: Sequence[Callable[[], None]], keep: Sequence[Tensor]) -> Pending:
         return Pending(what, self._told, works=[self._hops.relay(kind).carry(what, hops)], keep=keep)
 
-    def _all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
-    ) -> Pending:
-        works: list[Any] = []
-        group, order = self.groups.reduce, self._hops.order
-        received, sent = output.split(output_splits), input.split(input_splits)
-        received[self.rank].copy_(sent[self.rank])
-        places = [place for place in range(self.world_size) if place != self.rank]
-        with naming_failures(what, self._told):
-            works += [dist.irecv(received[at], group=group, group_src=order[at]) for at in places if output_splits[at]]
-            works += [dist.isend(sent[at], group=group, group_dst=order[at]) for at in places if input_splits[at]]
-        return Pending(what, self._told, works=works, keep=(output, input), group=group)
+    _all_to_all = GlooCollectives._all_to_all

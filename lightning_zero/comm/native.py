@@ -5,6 +5,12 @@ its all-gather (2.7 times slower than the same bytes sent point to point). Its r
 by a sum *in the order of a tree over the ranks*, so the bits of the result depend on nothing but the world size: not on
 how gradients are cut into buckets or units. That is what makes the three stages bit-identical to one another at every
 world size.
+
+[Note: both ways at once]
+Before a rank sends, gloo has the other one say that it can receive, on the connection that also carries what that one
+sends. In gloo's all-to-all a rank sends first. So the one that comes later says so behind all that it sends, and a link
+carries one direction after the other: 1.3 times DDP's step of 10M at 200 Mbit/s. Here receives begin before anything
+is sent. What gloo does not tell of messages is that they have come, except to who waits: a thread does.
 """
 
 from __future__ import annotations
@@ -24,6 +30,8 @@ from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.comm.sums import PairwiseSum, divide
 
 __all__ = ["GlooCollectives", "NativeCollectives"]
+
+_REDUCTIONS = 1  # tag of their messages: averages between groups are gathered in the same process group
 
 
 class NativeCollectives(Collectives):
@@ -130,6 +138,7 @@ class GlooCollectives(NativeCollectives):
 
     def __init__(self, groups: Groups, streams: Streams) -> None:
         super().__init__(groups, streams)
+        self._order: Sequence[int] = range(self.world_size)  # of the ranks, by shard
         self._sum = PairwiseSum()
         self._received: dict[torch.dtype, Tensor] = {}
         self._receiving: Pending | None = None  # the reduction that holds the receive buffer
@@ -171,7 +180,7 @@ class GlooCollectives(NativeCollectives):
         self, reduction: Pending | None, shard: Tensor, what: str, hops: Sequence[Callable[[], None]]
     ) -> tuple[Pending | None, Pending]:
         there = (lambda: None) if reduction is None else reduction.wait
-        passage = self.groups.averages().carry(what, (there, *hops))
+        passage = self.groups.relay("averages").carry(what, (there, *hops))
         return reduction, Pending(what, self._told, works=[passage], keep=(shard,))
 
     def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending:
@@ -189,10 +198,25 @@ class GlooCollectives(NativeCollectives):
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
     ) -> Pending:
-        group = self.groups.reduce
+        group, works = self.groups.reduce, list[Any]()
+        received = output.split(output_splits or output.numel() // self.world_size)
+        sent = input.split(input_splits or input.numel() // self.world_size)
+        received[self.rank].copy_(sent[self.rank])
+        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         with naming_failures(what, self._told):
-            work = dist.all_to_all_single(output, input, output_splits, input_splits, group=group, async_op=True)
-        return Pending(what, self._told, works=[work], keep=(output, input), group=self.groups.reduce)
+            for at in reversed(others):
+                if received[at].numel():
+                    works.append(dist.irecv(received[at], group=group, group_src=self._order[at], tag=_REDUCTIONS))
+            for at in others:
+                if sent[at].numel():
+                    works.append(dist.isend(sent[at], group=group, group_dst=self._order[at], tag=_REDUCTIONS))
+
+        def arrive() -> None:
+            for work in works:
+                work.wait()
+
+        passage = self.groups.relay("messages").carry(what, [arrive])
+        return Pending(what, self._told, works=[passage], keep=(output, input))
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         work = dist.broadcast(tensor, group=self.groups.gather, async_op=True, group_src=source)

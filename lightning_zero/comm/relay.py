@@ -5,7 +5,8 @@ The second hop begins when the first one has ended, while the rank computes, or 
 come back for that, ranks could wait for one another. So each hop of each kind has a thread, which takes transfers
 through one after the other, in the order in which the rank has issued them, which is the same on all ranks. One may be
 in its second hop while the next one is in its first. After one that failed none is sent any more: another rank would
-take it for the one that did not come.
+take it for the one that did not come. A transfer of one hop has a thread that waits for it, so that others can see when
+it has ended.
 """
 
 from __future__ import annotations

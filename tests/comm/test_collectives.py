@@ -169,6 +169,42 @@ def test_a_gather_from_a_source(name: str) -> None:
     run_world(4, run)
 
 
+def test_a_gather_and_a_reduction_in_one_group_find_their_own() -> None:
+    """Also where ranks begin them in different orders: averages between shard groups do, and both are messages."""
+
+    def run(rank: int) -> None:
+        comm = GlooCollectives(Groups.create("gloo", apart=False), Streams(CPU))
+        assert comm.groups.one_order
+        full, bucket, shard = torch.zeros(2 * SIZE), buffer_of(rank, 2, torch.float32), torch.zeros(SIZE)
+        comm.own_range(full).fill_(1.0 + rank)
+        transfers = [
+            lambda: comm.all_gather(full, "weights"),
+            lambda: comm.reduce_scatter(bucket, shard, "gradients"),
+        ]
+        for pending in [transfer() for transfer in (transfers if rank else reversed(transfers))]:
+            pending.wait()
+        assert torch.equal(full, torch.tensor([1.0, 2.0]).repeat_interleave(SIZE))
+        assert torch.equal(shard, comm.own_range(average(2, torch.float32)))
+
+    run_world(2, run, timeout=30)
+
+
+def test_a_reduction_is_known_to_have_ended_before_anybody_waits() -> None:
+    def run(rank: int) -> None:
+        comm = wire()
+        for salt in range(2):
+            pending = comm.reduce_scatter(buffer_of(rank, 2, torch.float32, salt), torch.zeros(SIZE), "gradients")
+            if not rank:
+                assert pending.ready_within(20.0)
+            else:
+                comm.groups.control.barrier()
+            pending.wait()
+            if not rank:
+                comm.groups.control.barrier()
+
+    run_world(2, run, timeout=60)
+
+
 def test_without_patience_a_late_reduction_gets_memory_of_its_own() -> None:
     """Rank 1 joins the first only after the second was begun: waiting for it would be waiting for good."""
 

@@ -74,10 +74,11 @@ def trace(rank: int, stage: Any) -> dict[str, Counter[str]]:
 
 
 # Four units of four parameters. In stage 3 each is gathered, bound, guarded and let go twice, and autograd saves seven
-# tensors in its forward; a gradient of every parameter arrives, and is cleared by zero_grad.
+# tensors in its forward; a gradient of every parameter arrives, and is cleared by zero_grad. A reduction is
+# left to the thread that waits for it in five calls.
 LIMITS = {
-    1: {"forward": (101, 20), "backward": (160, 20)},
-    3: {"forward": (325, 26), "backward": (500, 25)},
+    1: {"forward": (101, 20), "backward": (162, 22)},
+    3: {"forward": (325, 26), "backward": (520, 27)},
 }
 
 
@@ -86,7 +87,8 @@ def test_a_step_takes_few_calls_in_few_files(stage: int) -> None:
     found = run_world(2, trace, stage, environment={"LIGHTNING_ZERO_SHARED_MEMORY": "0"})[0]
     for phase, (calls, files) in LIMITS[stage].items():
         counted = Counter(found[phase])
-        del counted["comm/collectives.py <genexpr>"]  # looks whether transfers are over, until the other rank comes
+        for looks in ("comm/collectives.py <genexpr>", "comm/relay.py is_completed"):
+            del counted[looks]  # whether transfers are over, until the other rank comes
         assert sum(counted.values()) <= calls, f"{phase}: {sum(counted.values())} calls: {counted.most_common(20)}"
         names = sorted({place.split()[0] for place in counted})
         assert len(names) <= files, f"{phase}: {names}"
