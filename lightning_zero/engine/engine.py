@@ -134,8 +134,10 @@ class ZeroEngine(Passes):
         self.access.end_step()
         self._end_span("step")
         failure: OffloadError | None = None
-        for index, parameters in units.items():
-            unit = self.units[index]
+        # What got its gradients last computes first in a forward, which is where its new weights are waited for.
+        places = {} if self._reducer is None else {index: at for at, index in enumerate(self._reducer.units)}
+        for index in sorted(units, key=lambda index: places.get(index, -1), reverse=True):
+            unit, parameters = self.units[index], units[index]
             if index not in self._returned:
                 try:
                     for flat in unit.flats:

@@ -77,6 +77,11 @@ class GradientReducer:
         self.holds_local = False
         """Whether there are gradients that were never reduced over all ranks, because more micro-steps are to come."""
 
+    @property
+    def units(self) -> list[int]:
+        """Indices of the buckets' units in the order in which a backward ends with them: alike on all ranks."""
+        return [self.buckets[index].unit.index for index in next(iter(self._order.values()), self._plan_order)]
+
     def open(self, name: str, uniform: bool = True, last: bool = True) -> None:
         """Begin a backward. Those of one ``name`` share an order of buckets.
 
