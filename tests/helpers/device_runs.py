@@ -1,7 +1,7 @@
 """Programs for a GPU, each in a process of its own: ``python -m tests.helpers.device_runs NAME DEVICE ARGUMENTS``.
 
-Forked worlds cannot be used there (``helpers/world.py``). What is not about a GPU alone runs with ``cpu`` too, so that
-a test without one finds what would stop it on one.
+Forked processes cannot be used there (``helpers/world.py``). What is not about a GPU alone runs with ``cpu`` too, so
+that a test without one finds what would stop it on one; those are forked.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.storage.host import HostMemory, host_memory
 from lightning_zero.storage.transfers import Copy, Transfers
+from tests.helpers.script import run_forked
 from tests.helpers.world import ROOT, free_port, rank_environment, subprocess_env
 
 __all__ = ["Staged", "needs_gpu", "run_on"]
@@ -56,8 +57,14 @@ def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def run_on(device: str, name: str, *arguments: str, world_size: int = 1, before: Sequence[str] = ()) -> list[Any]:
-    """What a program below returns, by rank. ``before``: a program that it is an argument of."""
-    command = [*before, sys.executable, "-m", "tests.helpers.device_runs", name, device, *arguments]
+    """What a program below returns, on each rank. ``before``: a program that it is an argument of."""
+    program = ["-m", "tests.helpers.device_runs", name, device, *arguments]
+    if device == "cpu":  # which forked processes can use, and these import nothing
+        printed = run_forked(program, cwd=ROOT, timeout=240, ranks=world_size).stdout
+        found = [json.loads(line.removeprefix("FOUND")) for line in printed.splitlines() if line.startswith("FOUND")]
+        assert len(found) == world_size, printed[-2000:]
+        return found
+    command = [*before, sys.executable, *program]
     port, ranks = free_port(), []
     for rank in range(world_size):
         place = rank_environment(rank, world_size, port) if world_size > 1 else {}
@@ -456,4 +463,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }
 
 if __name__ == "__main__":
-    print("FOUND" + json.dumps(PROGRAMS[sys.argv[1]](*sys.argv[2:])), flush=True)
+    # In one write, as ranks may share where they write to; and on a line of its own.
+    sys.stdout.write("\nFOUND" + json.dumps(PROGRAMS[sys.argv[1]](*sys.argv[2:])) + "\n")
+    sys.stdout.flush()
