@@ -16,10 +16,12 @@ import pytest
 
 from tests.chaos.cases import cases
 from tests.chaos.faults import FAULTS
-from tests.chaos.play import Case, play, undisturbed
+from tests.chaos.play import DEADLINE, Case, play, undisturbed
 from tests.chaos.processes import Orphans, run_program
+from tests.chaos.run import Scene, attempt
+from tests.helpers.script import run_forked
 from tests.helpers.waiting import until
-from tests.helpers.world import ROOT
+from tests.helpers.world import ROOT, run_world
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
 ALL = cases(1000)
@@ -72,15 +74,25 @@ def assert_went_on(folder: Path, stage: int) -> None:
     assert not [path for path in (folder / "saved").iterdir() if path.name[0] == "."]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_torchrun_starts_again_and_the_run_goes_on_by_itself(stage: int, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_another_stage(tmp_path: Path) -> None:
+    """What the launchers below start again in stage 3."""
+    calm = Scene(tmp_path, stage=1)
+    struck = replace(calm, act=lambda _: os.kill(os.getpid(), signal.SIGKILL), place="layer", step=5, victims=(1,))
+    options: Any = {"init_group": False, "timeout": DEADLINE, "grace": DEADLINE / 2}
+    failures = run_world(2, attempt, struck, expect_failure=True, **options)
+    assert {rank: failure.type for rank, failure in failures.items()} == {1: "SIGKILL"}
+    run_world(2, attempt, calm, **options)
+    assert_went_on(tmp_path, 1)
+
+
+def test_torchrun_starts_again_and_the_run_goes_on_by_itself(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     with Orphans() as orphans:
-        code = run_program([*torchrun, *program(tmp_path, stage, victim=1)], tmp_path / "log")
+        code = run_program([*torchrun, *program(tmp_path, 3, victim=1)], tmp_path / "log")
         assert code == 0, (tmp_path / "log").read_text()
         assert not orphans.living()
     assert (tmp_path / "struck.1").exists()
-    assert_went_on(tmp_path, stage)
+    assert_went_on(tmp_path, 3)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -92,5 +104,5 @@ def test_a_rank_of_the_own_launcher_is_killed(victim: int, tmp_path: Path) -> No
         assert until(lambda: not orphans.living(), 30), orphans.living()
         report = json.loads((tmp_path / f"report.{1 - victim}").read_text())
         assert re.match(r"CommunicationError: Rank \d: .* did not complete", report["error"])
-        assert run_program(program(tmp_path, 3, victim), tmp_path / "log") == 0, (tmp_path / "log").read_text()
+        run_forked(program(tmp_path, 3, victim), cwd=ROOT, ranks=2)  # the launcher has been seen above
     assert_went_on(tmp_path, 3)
