@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -44,6 +45,8 @@ class Net(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.phase = "forward"
         if batch_idx == TRACED:
+            gc.collect()
+            gc.disable()  # what a finalizer calls is not of this step
             sys.setprofile(self._note)
 
     def on_before_backward(self, loss: Tensor) -> None:
@@ -54,6 +57,7 @@ class Net(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
