@@ -181,6 +181,7 @@ def by_units(counts: list[int], rounds: int, steps: int) -> list[dict[str, Any]]
     for units in counts:
         worlds = {name: World(1, partial(engine.train, tiny(units)), threads=1) for name, engine in WAYS.items()}
         seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+        cpu: dict[str, list[float]] = {name: [] for name in WAYS}
         losses: dict[str, list[float]] = {name: [] for name in WAYS}
         try:
             for turn in range(rounds + 1):
@@ -189,13 +190,18 @@ def by_units(counts: list[int], rounds: int, steps: int) -> list[dict[str, Any]]
                     losses[name] += report.losses
                     if turn:
                         seconds[name].append(statistics.median(report.seconds))
+                        cpu[name].append(statistics.median(report.cpu))
         finally:
             for world in worlds.values():
                 world.close()
         for name, engine in WAYS.items():
-            base = seconds["trainer-ddp" if name.startswith("trainer") else "ddp"]
-            ratio = statistics.median(a / b for a, b in zip(seconds[name], base, strict=True))
+            base = "trainer-ddp" if name.startswith("trainer") else "ddp"
+            ratio, cpu_ratio = (
+                statistics.median(a / b for a, b in zip(taken[name], taken[base], strict=True))
+                for taken in (seconds, cpu)
+            )
             row = {"way": name, "label": engine.label, "ours": engine.ours, "units": units, "ratio": ratio}
+            row["cpu"] = cpu_ratio
             found.append({**row, "seconds": statistics.median(seconds[name]), "same": losses[name] == losses["ddp"]})
     return found
 
@@ -231,6 +237,8 @@ def show_units(rows: list[dict[str, Any]]) -> None:
         same = "" if all(row["same"] for row in mine) else "  other losses than DDP's"
         print(f"{engine.label:22}{line}{1e6 * slope:12.0f}{same}")
     print("in a Trainer: to DDP in a Trainer")
+    most = [row for row in rows if row["units"] == counts[-1]]
+    print("CPU time, to DDP's: " + ", ".join(f"{WAYS[row['way']].label} {row['cpu']:.2f}x" for row in most))
 
 
 def plot(case: dict[str, Any], folder: Path) -> None:

@@ -80,7 +80,7 @@ class ParameterAccess:
         for bucket in buckets:
             for position, parameter in enumerate(bucket.flat.parameters):
                 binding = self.bindings[parameter]
-                binding.place, binding.let_go = GradientPlace(bucket, position), self.gradients.let_go
+                binding.place, binding.let_go = GradientPlace.of(bucket, position), self.gradients.let_go
 
     def release(self) -> None:
         """Make the parameters ordinary ones again."""

@@ -164,7 +164,8 @@ class UnitBuilder:
             for name in (spec.name, *spec.aliases):
                 holder = self._module.get_submodule(name.rpartition(".")[0])
                 if not isinstance(holder, torch.jit.ScriptModule):  # of which a parameter cannot be replaced
-                    unit.holders.append((vars(holder), name, self._parameters[spec.name]))
+                    key = name.rpartition(".")[2]
+                    unit.holders.append((vars(holder), key, name, self._parameters[spec.name]))
         return unit
 
     def _flat(self, layout: FlatLayout, master: Tensor, weights: Tensor | None = None) -> FlatParameters:

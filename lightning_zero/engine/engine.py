@@ -221,7 +221,7 @@ class ZeroEngine(Passes):
             return part
         if not self.in_backward:
             self.begin_backward()
-        bucket, position = binding.place
+        bucket, position = binding.place[:2]
         return self._reducer.hold(bucket, position, part)
 
     def _publish_stepped(self) -> None:

@@ -57,6 +57,7 @@ class Verbs(Protocol):
 
     def enter(self, name: str, called: bool = False) -> None: ...
     def leave(self, failed: bool) -> None: ...
+    def before_unit_backward(self, call: ForwardCall) -> None: ...
     def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None: ...
     def after_unit_forward(self, unit: ShardedUnit, *called: Any) -> None: ...
     def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None: ...
@@ -198,8 +199,7 @@ def _around(name: str) -> list[str]:
 def _collector(bucket: GradientBucket, position: int, engine: Verbs) -> Callable[[Tensor], None]:
     """What autograd calls with a parameter whose gradient is finished.
 
-    Nearly all gradients only have to be copied into a buffer that is there: this is the whole way of theirs.
-    """
+    Nearly all only have to be copied into a buffer that is there: this is the whole way of theirs."""
     # Weak: Python's collector does not see through this kind of hook, so what it held would never be freed.
     weak_engine, weak_bucket = ref(engine), ref(bucket)
 
@@ -207,13 +207,13 @@ def _collector(bucket: GradientBucket, position: int, engine: Verbs) -> Callable
         bucket, engine = weak_bucket(), weak_engine()
         if bucket is None or engine is None:
             return
-        views = bucket.views
-        if bucket.plain and views and not bucket.arrived[position] and not torch.is_grad_enabled() and not watched():
+        views = bucket.views if bucket.plain and not bucket.arrived[position] else None
+        if views and not torch.is_grad_enabled() and not watched():
             gradient = get_gradient(parameter)  # past what user code sees
             if gradient is not None and gradient.layout is torch.strided:
                 views[position].copy_(gradient)
                 set_gradient(parameter, None)
-                bucket.arrived[position] = True
+                bucket.arrived[position] = bucket.dirty = True
                 bucket.missing -= 1
                 if not bucket.missing:
                     engine.bucket_filled(bucket)
@@ -412,8 +412,9 @@ def _keep(engine: Verbs, *args: Any) -> None:
 
 @dataclass(eq=False, slots=True)
 class ForwardCall:
-    """One forward of a unit."""
+    """One forward of a unit, and what autograd calls before its backward."""
 
+    engine: Verbs
     unit: ShardedUnit
     version: int  # the weights it computes with
     first_node: int  # autograd's next sequence number when it began: nodes from here on are its own
@@ -423,28 +424,27 @@ class ForwardCall:
     counted: bool = False  # whether its backward is still to come and its unit waits for it
     span: Span | None = None  # what listeners were told of it
 
+    def __call__(self, *_: Any) -> None:
+        self.engine.before_unit_backward(self)
 
-def hook_outputs(output: Any, call: ForwardCall, before_backward: Callable[[ForwardCall], None]) -> bool:
-    """Have ``before_backward(call)`` run before the first backward node of this forward. Returns whether it will.
+
+def hook_outputs(output: Any, call: ForwardCall) -> bool:
+    """Have ``call`` called before the first backward node of this forward. Returns whether it will be.
 
     A tensor hook on each output, and a prehook on the node behind an output that is a view: autograd drops the tensor
     hooks of a view that is changed in place later (``y = block(x); y += x``), but the node stays.
     """
-
-    def hook(*_: Any) -> None:
-        before_backward(call)
-
     hooked = False
     for tensor in (output,) if type(output) is Tensor else tree_leaves(output):
         node = tensor.grad_fn if isinstance(tensor, Tensor) else None
         if node is None:
             continue
         if sequence_number(node) >= call.first_node:
-            if not hook_gradient(tensor, hook):
-                tensor.register_hook(hook)
+            if not hook_gradient(tensor, call):
+                tensor.register_hook(call)
             hooked = True
         base = tensor._base
         if base is not None and base.grad_fn is not None and sequence_number(base.grad_fn) >= call.first_node:
-            base.grad_fn.register_prehook(hook)
+            base.grad_fn.register_prehook(call)
             hooked = True
     return hooked

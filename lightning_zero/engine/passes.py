@@ -216,7 +216,7 @@ class Passes:
         unit.check_holders()
         self._schedule.unshard(unit)
         guarded = torch.is_grad_enabled()
-        call = ForwardCall(unit, unit.version, next_sequence_number(), guarded, implicit, self.in_backward)
+        call = ForwardCall(self, unit, unit.version, next_sequence_number(), guarded, implicit, self.in_backward)
         if self.spans.heard:
             call.span = self.spans.begin(Phase.FORWARD, unit.name, unit.nbytes)
         self._calls.append(call)
@@ -238,7 +238,7 @@ class Passes:
             self.spans.end(call.span)
         if call.guarded:
             self._schedule.guard.pop()
-            if not failed and hook_outputs(output, call, self.before_unit_backward) and not call.recomputed:
+            if not failed and hook_outputs(output, call) and not call.recomputed:
                 call.counted = True
                 unit.outstanding += 1
         self._schedule.reshard(unit)

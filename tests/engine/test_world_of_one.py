@@ -110,3 +110,20 @@ def test_raw_views_of_a_slot_are_filled_again_by_the_backward_of_a_forward_in_a_
     run.engine._schedule._order._recorded.pop("forward 0 of training_step")
     again = run.backward(run.forward("training_step"))
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_gradients_that_nobody_cleared_are_added_to() -> None:
+    """Gradients are collected where their averages are to be, so what is there must not be written over."""
+    run = Run()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), Block())
+    for step in range(5):
+        loss = run.forward("training_step")
+        with run.engine.backward():
+            loss.backward()
+        plain(torch.ones(2, WIDTH)).square().mean().backward()
+        for name, parameter in plain.named_parameters():
+            shard = run.engine.shards[name].parameter
+            assert torch.equal(shard.grad, parameter.grad.flatten()), f"{name} in step {step}"
+            if step == 1 or (step == 3 and name.endswith("bias")):  # all of them, and some
+                shard.grad = parameter.grad = None

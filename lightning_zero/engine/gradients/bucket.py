@@ -54,6 +54,7 @@ class GradientBucket:
     gradient replaces, anything else means it is added, exactly as on an ordinary parameter.
     """
 
+    _parts: Sequence[Tensor] = ()  # of a shard that lasts, one for each parameter
     _sum: Tensor | None = None  # what leaves for the host, where it is averaged between groups on the device
 
     def __init__(
@@ -341,8 +342,9 @@ class GradientBucket:
         Parameters that no rank has ``used`` keep what ``.grad`` they had, so that the optimizer skips them.
         """
         self.settle()
-        shown = zip(self._shard_parameters, cut(self._memory(), self.flat.slices), used, strict=True)
-        for position, (parameter, view, had) in enumerate(shown):
+        parts = self._parts or cut(self._memory(), self.flat.slices)
+        self._parts = parts if self._lasts else ()
+        for position, (parameter, view, had) in enumerate(zip(self._shard_parameters, parts, used, strict=True)):
             if not had or parameter is None:
                 continue
             if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():

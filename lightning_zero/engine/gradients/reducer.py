@@ -61,6 +61,7 @@ class GradientReducer:
         self._wire = wire
         self._control = control
         self._order: dict[str, tuple[int, ...]] = {}
+        self._alone = [bucket for bucket in self.buckets if bucket.is_alone]
         self._plan_order = tuple(reversed(range(len(self.buckets))) if forwards else range(len(self.buckets)))
         self._phase = ""
         self._patience = PATIENCE_SECONDS
@@ -97,6 +98,9 @@ class GradientReducer:
         self._next = 0
         self._ready.clear()
         self._reducing.clear()
+        for bucket in self._alone:  # so that not even the first gradient needs more than to be copied
+            busy = bucket.dirty or bucket.holds or True in bucket.local or bucket.pending or bucket.averaging
+            bucket.plain = not busy and bucket.collect_in_shard()
 
     def arrive(self, bucket: GradientBucket, position: int, gradient: Tensor, reduce: bool) -> None:
         """Take over a gradient of full shape, and launch its bucket if this micro-step does and that was the last one.
@@ -122,7 +126,9 @@ class GradientReducer:
 
     def finish_unit(self, unit: int) -> None:
         """Note that a unit gets no more gradients in this backward, as far as can be told, and launch what may go."""
-        self.finish(self._siblings.get(unit, ()))
+        waiting = [bucket for bucket in self._siblings.get(unit, ()) if bucket.dirty]
+        if waiting or self._reducing:
+            self.finish(waiting)
 
     def finish(self, buckets: Sequence[GradientBucket]) -> None:
         """Note that these get no more gradients in this backward, as far as can be told, and launch what may go."""

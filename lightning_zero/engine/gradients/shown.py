@@ -38,16 +38,19 @@ class GradientPlace(NamedTuple):
 
     bucket: GradientBucket
     position: int
+    shard: nn.Parameter | None  # what the optimizer steps on
+    cleared: int  # a number for its being cleared: the sum tells which ones were, whatever the order
 
-    @property
-    def shard(self) -> nn.Parameter | None:
-        """What the optimizer steps on."""
-        return self.bucket.flat.shards[self.position].parameter
+    @classmethod
+    def of(cls, bucket: GradientBucket, position: int) -> GradientPlace:
+        """That of a bucket's parameter."""
+        shard = bucket.flat.shards[position].parameter
+        return cls(bucket, position, shard, (bucket.index * 1000003 + position + 1) ** 3)
 
     @property
     def whole(self) -> Tensor | None:
         """The sum of this rank's gradients over micro-steps, where that stays whole."""
-        bucket, position = self
+        bucket, position = self[:2]
         if bucket.resident is None or bucket.views is None or not bucket.still_local(position):
             return None
         return bucket.views[position]
@@ -123,12 +126,10 @@ class UserGradients:
             return
         with no_subclasses():
             set_gradient(binding.parameter, None)
-        bucket, position = place
-        shard = bucket.flat.shards[position].parameter
+        bucket, position, shard, number = place
         if shard is not None and shard.grad is not None:
             if not bucket.local[position]:
-                # Whatever the order: a number for which ones.
-                self._writes.cleared += (bucket.index * 1000003 + position + 1) ** 3
+                self._writes.cleared += number
             shard.grad = None
 
     def keep(self, binding: Binding, whole: Tensor) -> None:
@@ -140,7 +141,7 @@ class UserGradients:
 
     def _accumulated(self, binding: Binding, place: GradientPlace, local: Tensor) -> Tensor:
         """A gradient on its way through the user's hooks, with what was accumulated before, as autograd shows it."""
-        bucket, position = place
+        bucket, position = place[:2]
         if not self._engine.in_backward or position in bucket.merged:
             return local
         before = bucket.arrived[position] or bucket.still_local(position)  # also in this backward, inside of another
@@ -164,7 +165,7 @@ class UserGradients:
         return local
 
     def _sliced(self, binding: Binding, place: GradientPlace, own: Tensor) -> SlicedTensor:
-        parameter, (bucket, position) = binding.parameter, place
+        parameter, (bucket, position, *_) = binding.parameter, place
         number = bucket.numbers[position]
         if (known := self._current(place, parameter)) is not None:
             return known

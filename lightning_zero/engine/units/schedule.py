@@ -148,7 +148,7 @@ class UnitSchedule:
             self._issue,
             self._resident,
             self._may_take,
-            plan.prefetch,
+            0 if self._whole else plan.prefetch,  # nothing is sent
             None if fetcher is None else lambda index: fetcher.ahead(self._at[index].sources),
         )
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import called_functionally, storage_key, untracked, users_of
+from lightning_zero._torch import called_functionally, storage_key, untracked, users_of, version_of
 from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import ExternalWrites
@@ -115,8 +115,8 @@ class ShardedUnit(Unit):
         self.nbytes = sum(flat.layout.numel * flat.layout.compute_dtype.itemsize for flat in flats)
         self.in_backward = False  # acquired for its running backward
         self.span: Span | None = None  # of that, if somebody listens
-        self.holders: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        """Where each parameter is an attribute: the module's ``vars``, and its full name."""
+        self.holders: list[tuple[dict[str, Any], str, str, nn.Parameter]] = []
+        """Where each parameter is an attribute: the module's ``vars``, the name there, and the full one."""
         self.state = UnitState.SHARDED
         self.storage: Slot | None = None  # where the full parameters are: home, own, or memory for this once
         self.pins = 0
@@ -279,11 +279,12 @@ class ShardedUnit(Unit):
 
     def check_holders(self) -> None:
         """Raise ParameterAccessError if user code has put another parameter in the place of one of these."""
-        for owner, name, parameter in self.holders:
-            key = name.rpartition(".")[2]
+        for owner, key, name, parameter in self.holders:
             held = owner["_parameters"]  # under another name where `torch.nn.utils.prune` and its kin have put it
             shown = held.get(key)  # another tensor, for a moment, in `torch.func.functional_call`
-            own = shown is parameter or (isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter))
+            if shown is parameter:
+                continue
+            own = isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter)
             if not own and held.get(f"{key}_orig") is not parameter and not called_functionally():
                 raise ParameterAccessError(
                     f"Parameter '{name}' of unit '{self.name}' was replaced by another object after set-up "
@@ -304,7 +305,8 @@ class ShardedUnit(Unit):
             self.storage.pins -= 1
         if self.pins > self.kept:
             return False
-        if not self.held and self.written and self.note_written(writes) and not self.kept:
+        written = self._handed or list(map(version_of, self.parameters)) != self._versions
+        if written and not self.held and self.note_written(writes) and not self.kept:
             self.kept = True
             self.pins += 1
             if self.storage is not None:

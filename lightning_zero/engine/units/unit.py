@@ -185,6 +185,9 @@ class Unit:
         """Note that some weights changed, so that a graph of the old ones is refused as plain torch refuses it."""
         self.version += 1
         torch.autograd.graph.increment_version(parameters)
+        if len(parameters) == len(self._versions):  # all of them, as nearly always
+            self._versions = [version + 1 for version in self._versions]
+            return
         for parameter in parameters:
             self._versions[self._positions[id(parameter)]] += 1
 
