@@ -4,9 +4,9 @@
     python benchmarks/network.py --help
 
 A host is a network namespace of Linux with a link of its own to a bridge, which ``tc tbf`` makes as thin as is asked
-for; its ranks are processes in it. They exchange everything over gloo, also within a host: shared memory would see that
-they are on one machine. The GPT of ``step_time.py`` is trained by one engine after the other. It takes root, ``ip``
-and ``tc``; without them nothing is measured. Shown are, for the host that sends most:
+for; its ranks are processes in it. Ours are told which ranks are a host, and share memory there; what is flat, and
+``shard_within``, exchanges all over gloo. The GPT of ``step_time.py`` is trained by one engine after the other. It
+takes root, ``ip`` and ``tc``; without them nothing is measured. Shown are, for the host that sends most:
 
 bytes/parameter  that left it in a step, as the link counts them, headers included
 ms               of a step, the median of the rounds
@@ -101,7 +101,7 @@ def engines_for(ranks: int, precision: str = "fp32") -> dict[str, Engine]:
     found["fsdp2-node"] = replace(found["fsdp2"], label="FSDP2, sharded within a host", train=partial(hsdp, ranks))
     for stage in (1, 2, 3):
         flat = replace(ENGINES[f"zero{stage}-gloo"], label=f"zero{stage}, flat")
-        by_host = (*flat.environment, (RANKS_PER_HOST, str(ranks)))  # as they are on one machine
+        by_host = ((RANKS_PER_HOST, str(ranks)),)  # as they are on one machine
         found[f"zero{stage}"] = replace(flat, label=f"zero{stage}", environment=by_host)
         found[f"zero{stage}-flat"] = flat
         gradients, both = Compression(gradients="int8"), Compression(weights="int8", gradients="int8")

@@ -57,8 +57,9 @@ are added to others, and weights that are cast."""
 CAST_NBYTES = 16 * 2**20
 """Bytes of weights that are cast at a time on their way to an accelerator."""
 
-BUCKETS_OF_A_MODEL = 16
-"""How many buckets a model has at least where gradients are sharded: two of them may be in memory beside the shards."""
+BUCKETS_OF_A_MODEL = 8
+"""How many buckets a model has at least, so that most are reduced beside the backward. Twice as many where gradients
+are sharded: two of them may be in memory beside the shards."""
 
 LEAST_BUCKET_NBYTES = 2**20
 """Which a bucket may have even so: smaller ones take the time of their calls."""
@@ -367,9 +368,8 @@ class Plan:
 
 def _buckets(tree: ModuleTree, nbytes: int, dtypes: DtypeRules, beside: bool) -> tuple[UnitSpec, ...]:
     """``beside``: two of them have memory beside the shards."""
-    if beside:
-        whole = sum(h.spec.numel * dtypes.reduce(h.spec).itemsize for h in tree.parameters if h.spec.trainable)
-        nbytes = min(nbytes, max(LEAST_BUCKET_NBYTES, whole // BUCKETS_OF_A_MODEL))
+    whole = sum(h.spec.numel * dtypes.reduce(h.spec).itemsize for h in tree.parameters if h.spec.trainable)
+    nbytes = min(nbytes, max(LEAST_BUCKET_NBYTES, whole // (2 * BUCKETS_OF_A_MODEL if beside else BUCKETS_OF_A_MODEL)))
     buckets = make_buckets([held.spec for held in tree.parameters], nbytes, dtypes)
     return tuple(UnitSpec(f"bucket {index}", bucket, 0, ()) for index, bucket in enumerate(buckets))
 

@@ -74,8 +74,8 @@ class ZeroStrategy(Batches):
         compression: what is rounded on its way between hosts; ``None``: nothing is.
         secondary_shards: whether a host's ranks keep the weights that came from other hosts, each of them a part, until
             they change (stage 3): so they come once a step. Takes the memory of these parts.
-        bucket_mib: gradients reduced together in stages 1 and 2, in MiB. A single larger parameter is a bucket of its
-            own.
+        bucket_mib: gradients reduced together in stages 1 and 2, in MiB, at most: models have 8 buckets or more, 16 in
+            stage 2, of 1 MiB or more. A single larger parameter is a bucket of its own.
         prefetch: units gathered ahead of the one that computes (stage 3); ``None``: one, where a gather takes time.
         offload: what rests in host memory, or in files, between uses; ``None``: everything stays on the device.
         activations: what is computed again in backward, or kept on the host until then; ``None``: autograd keeps all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,7 +59,8 @@ CASES += [(*case, nbytes, torch.bfloat16) for case, nbytes in MEASURED_IN_BF16.i
 @pytest.fixture(scope="module")
 def measured_model() -> nn.Module:
     """The 10M GPT of ``benchmarks/network.py``."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13, of its own import, if it is the first one
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         from engines import SIZES
         from offload_training import GPT

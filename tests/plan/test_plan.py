@@ -260,10 +260,9 @@ def test_a_parameter_that_every_rank_of_ddp_trains_alone_is_refused(stage: int) 
     build_plan(module, stage=stage, world_size=2)
 
 
-@pytest.mark.parametrize(("stage", "buckets"), [(1, 1), (2, 16)])
-def test_a_small_model_has_buckets_all_the_same_where_two_of_them_are_beside_the_shards(
-    stage: int, buckets: int
-) -> None:
+@pytest.mark.parametrize(("stage", "buckets"), [(1, 8), (2, 16)])
+def test_a_small_model_has_buckets_all_the_same(stage: int, buckets: int) -> None:
+    """Most are reduced beside the backward then; and two of them, which are beside shards, are a small part of all."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
     plan = build_plan(model, stage=stage, world_size=2)
