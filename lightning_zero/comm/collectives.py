@@ -72,8 +72,7 @@ class Pending:
     ) -> None:
         self.what = what
         self.group = group
-        self.place = place_in(group) if group is not None else 0
-        """Which one it is of the group's."""
+        self.place = place_in(group) if group is not None else 0  # which one it is of the group's
         self._rank = rank
         self._works = works
         self._event = event
@@ -121,8 +120,9 @@ class Pending:
             if self.done:
                 return
             try:
-                for work in self._works:
-                    work.wait()
+                while self._works:  # gloo tells once that a message has come: who asks again waits until the timeout
+                    self._works[0].wait()
+                    self._works = self._works[1:]
             except RuntimeError as error:
                 raise_failure(self.what, self._rank, error)
             if self._streams is not None:

@@ -277,6 +277,26 @@ def test_a_dead_peer_is_an_error_that_says_what_was_under_way(name: str) -> None
     assert {rank: failure.type for rank, failure in failures.items()} == {1: "Gone"}
 
 
+def test_a_transfer_that_failed_fails_again() -> None:
+    """Not: waits for messages that have come, of which gloo tells once."""
+
+    def run(rank: int) -> int:
+        comm = wire()
+        barrier = comm.groups.control.barrier
+        barrier()
+        if rank == 1:
+            barrier()
+            return 0
+        transfer = comm.all_gather(torch.zeros(3 * SIZE), "parameters of unit 'block'")
+        barrier()
+        for _ in range(2):  # what came from the other rank, and what did not come from this one
+            with pytest.raises(CommunicationError, match="parameters of unit 'block' did not complete"):
+                transfer.wait()
+        return 2
+
+    assert run_world(3, run, timeout=20) == [2, 0, 2]
+
+
 def test_one_rank_needs_no_wire() -> None:
     comm, data = LocalCollectives(), torch.arange(6.0)
     shard, output = torch.zeros(6), torch.zeros(6)
