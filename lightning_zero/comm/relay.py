@@ -20,11 +20,13 @@ import torch.distributed as dist
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.sockets import connections
-from lightning_zero.comm.watch import passed_on
+from lightning_zero.comm.watch import current_watch, passed_on
 
 __all__ = ["Passage", "Relay"]
 
 _GRACE_SECONDS = 1.0  # for transfers under way, before their connections are shut
+_CUT_OFF_SECONDS = 3.0  # then, before a thread is left behind: gloo tells nobody of a message that was cut off
+_LOOK_SECONDS = 1.0  # in a wait, after which it looks whether there is a verdict
 
 
 class Relay:
@@ -58,7 +60,7 @@ class Relay:
             if not lane.ends_within(_GRACE_SECONDS):
                 connections.shut(self.name)
                 self._stop()
-                lane.ends_within(None)
+                lane.ends_within(_CUT_OFF_SECONDS)
         connections.pop(self.name, None)
         passed_on.pop(self.name, None)
 
@@ -89,7 +91,7 @@ class _Lane:
     def do(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
-    def ends_within(self, seconds: float | None) -> bool:
+    def ends_within(self, seconds: float) -> bool:
         self._jobs.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -118,8 +120,10 @@ class Passage:
         return not self._under_way.locked()
 
     def wait(self) -> None:
-        """Raises what made it fail."""
-        with self._under_way:  # it is this line that the watch knows
-            failure = self._failure
-        if failure is not None:
-            raise failure
+        """Raises what made it fail, or why nobody can go on."""
+        while not self._under_way.acquire(timeout=_LOOK_SECONDS):  # it is this line that the watch knows
+            if (watch := current_watch()) is not None and watch.verdict:
+                raise RuntimeError(watch.verdict)
+        self._under_way.release()
+        if self._failure is not None:
+            raise self._failure

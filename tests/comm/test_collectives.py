@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalColle
 from lightning_zero.comm.hierarchical import HierarchicalCollectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
-from lightning_zero.errors import CommunicationError
+from lightning_zero.errors import CommunicationError, DivergenceError
 from tests.helpers.probe import pairwise_sum
 from tests.helpers.world import run_world
 
@@ -295,6 +297,33 @@ def test_a_transfer_that_failed_fails_again() -> None:
         return 2
 
     assert run_world(3, run, timeout=20) == [2, 0, 2]
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_wait_for_it() -> None:
+    """Of a message that was cut off gloo tells nobody."""
+
+    def run(rank: int) -> bool:
+        comm = wire()
+        full, shard = torch.zeros(2**24), torch.empty(2**23)  # 32 MiB to each: more than the system has room for
+        other = comm.groups.control.gather_objects(os.getpid())[1 - rank]
+        if rank == 0:
+            transfer = comm.reduce_scatter(full, shard, "gradients of bucket 1")
+            comm.groups.control.barrier()
+            with pytest.raises(DivergenceError, match=r"(?s)gradients of bucket 1.*rank 1 .* its process is gone"):
+                transfer.wait()
+            comm.abandon([transfer])
+            comm.groups.destroy()
+            return True
+        comm.groups.control.barrier()
+        os.kill(other, signal.SIGSTOP)
+        comm.reduce_scatter(full, shard, "gradients of bucket 1")
+        time.sleep(0.3)  # in which as much is sent as there is room for
+        os.kill(other, signal.SIGCONT)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    failures = run_world(2, run, expect_failure=True, timeout=40, grace=30)
+    assert {rank: failure.type for rank, failure in failures.items()} == {1: "SIGKILL"}
 
 
 def test_one_rank_needs_no_wire() -> None:
