@@ -59,7 +59,7 @@ def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
 def run_on(device: str, name: str, *arguments: str, world_size: int = 1, before: Sequence[str] = ()) -> list[Any]:
     """What a program below returns, on each rank. ``before``: a program that it is an argument of."""
     program = ["-m", "tests.helpers.device_runs", name, device, *arguments]
-    if device == "cpu":  # which forked processes can use, and these import nothing
+    if device == "cpu" and not before:  # which forked processes can use, and these import nothing
         printed = run_forked(program, cwd=ROOT, timeout=240, ranks=world_size).stdout
         found = [json.loads(line.removeprefix("FOUND")) for line in printed.splitlines() if line.startswith("FOUND")]
         assert len(found) == world_size, printed[-2000:]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero import ZeroStrategy
-from tests.helpers.script import ROOT, run_forked, run_script
+from tests.helpers.script import ROOT, run_script
 from tests.helpers.world import free_port, subprocess_env
 
 PROGRAM = """
@@ -202,7 +202,7 @@ elif __name__ == "__main__":
 def test_weights_and_metrics_come_back(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    assert "all is well" in run_forked([str(script), str(tmp_path)], cwd=tmp_path, timeout=280).stdout
+    assert "all is well" in run_script([str(script), str(tmp_path)], cwd=tmp_path, timeout=280).stdout
 
 
 def test_fabric_gives_back_what_the_function_returns(tmp_path: Path) -> None:
