@@ -63,6 +63,8 @@ def hosts(count: int, rate: str) -> Iterator[None]:
         yield
     finally:
         for host in range(count):
+            # Before its namespace, which would take a link with it only later, when the next one of its name is made.
+            subprocess.run(["ip", "link", "del", f"{_LINK}p{host}"], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", f"{_NAME}-{host}"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", _BRIDGE], capture_output=True, check=False)
 
