@@ -112,13 +112,13 @@ def _apart(
         )
 
     if hops is not None:
-        within: Collectives = kinds.direct(hops.within, streams)
         if reads:
             from lightning_zero.comm.shared_memory.collectives import HostCollectives
 
-            within = HostCollectives(hops.within, *hops.transports)
-        between = outside(hops.between)
-        return kinds.hierarchical(groups, hops, streams, within, between, exchange.secondary_shards)
+            within: Collectives = HostCollectives(hops.within, *hops.transports)
+        else:
+            within = kinds.direct(hops.within, streams)
+        return kinds.hierarchical(groups, hops, streams, within, outside(hops.between), exchange.secondary_shards)
     if exchange.secondary_shards and groups.control.rank == 0:
         _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
     return outside(groups)
