@@ -260,11 +260,15 @@ class Groups:
         return hops
 
     def relay(self, kind: str) -> Relay:
-        """What waits for the ``"messages"`` of all-to-alls, or takes the ``"averages"`` between shard groups through,
-        behind reductions within them. Made once."""
+        """What waits for the messages of ``"gathers"`` and ``"reductions"``, or takes the ``"averages"`` between shard
+        groups through, behind reductions within them. Made once."""
         if kind not in self._relays:
-            across = [self.across.reduce, self.across.gather] if kind == "averages" and self.across is not None else []
-            self._relays[kind] = Relay(f"the {kind} {self.number}", [self.reduce, *across])
+            through = [self.gather if kind == "gathers" else self.reduce]
+            members = dist.get_process_group_ranks(self.reduce)
+            if kind == "averages" and self.across is not None:
+                through += [self.across.reduce, self.across.gather]
+                members = []
+            self._relays[kind] = Relay(f"the {kind} {self.number}", through, members=members)
         return self._relays[kind]
 
     def end_relays(self) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_zero._torch import all_gather_single, reduce_scatter_single, untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
-from lightning_zero.comm.control import ABOUT_GRADIENTS, naming_failures, raise_failure
+from lightning_zero.comm.control import ABOUT_GRADIENTS, naming_failures
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.comm.sums import PairwiseSum, divide
@@ -159,15 +159,13 @@ class GlooCollectives(NativeCollectives):
         works: list[Any] = []
         group = self.groups.gather
         # Every rank starts with its neighbour, so that no rank is asked for everything at once.
-        try:
+        with naming_failures(what, self._told):
             for step in range(1, self.world_size):
                 peer = (self.rank - step) % self.world_size
                 works.append(dist.irecv(buffer.narrow(0, peer * size, size), group=group, group_src=peer))
             for step in range(1, self.world_size):
                 works.append(dist.isend(mine, group=group, group_dst=(self.rank + step) % self.world_size))
-        except RuntimeError as error:
-            raise_failure(what, self._told, error)
-        return Pending(what, self._told, works=works, keep=(buffer,), group=group)
+        return self._arriving("gathers", what, works, (buffer,))
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
         received, lent = self._receive_buffer(bucket, patience)
@@ -210,13 +208,16 @@ class GlooCollectives(NativeCollectives):
             for at in others:
                 if sent[at].numel():
                     works.append(dist.isend(sent[at], group=group, group_dst=self._order[at], tag=_REDUCTIONS))
+        return self._arriving("reductions", what, works, (output, input))
+
+    def _arriving(self, kind: str, what: str, messages: Sequence[Any], keep: Sequence[Tensor]) -> Pending:
+        """A transfer that is over with its messages, of which gloo tells nobody but who waits: a thread does."""
 
         def arrive() -> None:
-            for work in works:
-                work.wait()
+            for message in messages:
+                message.wait()
 
-        passage = self.groups.relay("messages").carry(what, [arrive])
-        return Pending(what, self._told, works=[passage], keep=(output, input))
+        return Pending(what, self._told, works=[self.groups.relay(kind).carry(what, [arrive])], keep=keep)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         work = dist.broadcast(tensor, group=self.groups.gather, async_op=True, group_src=source)

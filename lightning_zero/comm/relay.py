@@ -36,12 +36,18 @@ class Relay:
         name: of all transfers of the kind, alike on all ranks.
         groups: which carry the hops.
         stop: ends waits of hops that no group carries.
+        members: the ranks that a transfer waits for, if these are not all.
     """
 
     def __init__(
-        self, name: str, groups: Sequence[dist.ProcessGroup | None], stop: Callable[[], object] = bool
+        self,
+        name: str,
+        groups: Sequence[dist.ProcessGroup | None],
+        stop: Callable[[], object] = bool,
+        members: Sequence[int] = (),
     ) -> None:
         self.name, self._stop = name, stop
+        self._members = tuple(members or range(dist.get_world_size()))
         connections[name] = [place for group in groups if group is not None for place in connections[group.group_name]]
         passed_on[name] = 0
         self._failure: BaseException | None = None
@@ -50,7 +56,7 @@ class Relay:
     def carry(self, what: str, hops: Sequence[Callable[[], None]]) -> Passage:
         """Run one after the other, each in the thread of its hop."""
         passed_on[self.name] += 1
-        passage = Passage(what, self.name, passed_on[self.name])
+        passage = Passage(what, self.name, passed_on[self.name], self._members)
         self._lanes[0].do(partial(self._take, passage, hops, 0))
         return passage
 
@@ -105,8 +111,8 @@ class _Lane:
 class Passage:
     """A transfer on its way, as a ``Pending`` waits for it."""
 
-    def __init__(self, what: str, kind: str, number: int) -> None:
-        self.what, self.kind, self.number = what, kind, number
+    def __init__(self, what: str, kind: str, number: int, members: tuple[int, ...]) -> None:
+        self.what, self.kind, self.number, self.members = what, kind, number, members
         self._under_way = threading.Lock()
         self._under_way.acquire()
         self._failure: BaseException | None = None

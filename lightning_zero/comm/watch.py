@@ -343,7 +343,7 @@ def _wait_in(frame: FrameType | None) -> Wait | None:
     elif file == _RELAYS and name == "wait":
         passage = frame.f_locals["self"]
         text = _text(frame, f"for the {passage.what} through {passage.kind}")
-        return Wait((id(frame), passage.number), passage.kind, "transfer", passage.number, _everyone(), text)
+        return Wait((id(frame), passage.number), passage.kind, "transfer", passage.number, passage.members, text)
     elif file == _PIPES and name == "_read":
         outer: FrameType | None = frame
         while outer is not None and outer.f_code.co_name != "_until":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Streams, choose_collectives
+from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.hierarchical import HierarchicalCollectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
@@ -299,28 +300,36 @@ def test_a_transfer_that_failed_fails_again() -> None:
     assert run_world(3, run, timeout=20) == [2, 0, 2]
 
 
-def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_wait_for_it() -> None:
+@pytest.mark.parametrize("kind", ["reduction", "gather"])
+def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_wait_for_it(kind: str) -> None:
     """Of a message that was cut off gloo tells nobody."""
 
     def run(rank: int) -> bool:
         comm = wire()
         full, shard = torch.zeros(2**24), torch.empty(2**23)  # 32 MiB to each: more than the system has room for
+
+        def begin() -> Pending:
+            if kind == "gather":
+                return comm.all_gather(full, "parameters of unit 'x'")
+            return comm.reduce_scatter(full, shard, "gradients of bucket 1")
+
         other = comm.groups.control.gather_objects(os.getpid())[1 - rank]
         if rank == 0:
-            transfer = comm.reduce_scatter(full, shard, "gradients of bucket 1")
+            transfer = begin()
             comm.groups.control.barrier()
-            with pytest.raises(DivergenceError, match=r"(?s)gradients of bucket 1.*rank 1 .* its process is gone"):
+            match = r"(?s)(gradients of bucket 1|parameters of unit 'x').*rank 1 .* its process is gone"
+            with pytest.raises(DivergenceError, match=match):
                 transfer.wait()
             comm.abandon([transfer])
             comm.groups.destroy()
             return True
         comm.groups.control.barrier()
         os.kill(other, signal.SIGSTOP)
-        comm.reduce_scatter(full, shard, "gradients of bucket 1")
+        transfer = begin()
         time.sleep(0.3)  # in which as much is sent as there is room for
         os.kill(other, signal.SIGCONT)
         os.kill(os.getpid(), signal.SIGKILL)
-        return False
+        return transfer.is_completed()
 
     failures = run_world(2, run, expect_failure=True, timeout=40, grace=30)
     assert {rank: failure.type for rank, failure in failures.items()} == {1: "SIGKILL"}
