@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import logging
@@ -11,6 +12,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from torch import Tensor
 from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
 from lightning_zero.comm.choice import SWITCH
 from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
-from lightning_zero.comm.shared_memory.heap import Heap
+from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
 from lightning_zero.errors import CommunicationError
 from tests.helpers.world import run_world
 
@@ -74,6 +77,80 @@ def test_pages_go_back_to_the_system_with_the_last_tensor() -> None:
     assert os.fstat(heap.file).st_blocks == blocks + 2**20 // 512
     del tensor
     assert os.fstat(heap.file).st_blocks == blocks
+    heap.close()
+
+
+HUGE = 2 << 20
+
+
+def huge_pages(heap: Heap) -> int:
+    """Bytes of its file that this process has mapped as such."""
+    text = Path("/proc/self/smaps").read_text()
+    mapped = re.findall(r"memfd:lightning_zero(?:(?!VmFlags).)*?ShmemPmdMapped: +(\d+) kB", text, re.DOTALL)
+    return 1024 * max(map(int, mapped))
+
+
+def test_what_is_large_has_huge_pages_again_after_it_was_given_back() -> None:
+    heap = Heap(2, b"label")
+    edge = heap.allocate(100, torch.uint8).fill_(7)
+    blocks, tensor = os.fstat(heap.file).st_blocks, heap.allocate(5 * HUGE // 2, torch.uint8)
+    assert heap.offset(tensor) % HUGE == 0 == tensor.data_ptr() % HUGE
+    assert not tensor.any()
+    if not heap._collapses:
+        pytest.skip("needs Linux 6.1, and memory that is not in pieces")
+    peer = PeerHeap(heap.file, heap.nbytes, b"label")
+    view = peer.view(heap.offset(tensor), tensor.numel(), torch.uint8)
+    for value in (1, 2):
+        tensor.fill_(value)
+        assert huge_pages(heap) == 2 * HUGE, "and not what does not fill one: others' memory may be there"
+        assert bool((view == value).all())
+        heap.discard(tensor)
+        assert os.fstat(heap.file).st_blocks == blocks
+        assert not view[:: HUGE // 4].any(), "nothing is there"
+        heap.discard(tensor)
+        heap.occupy(tensor)
+        assert os.fstat(heap.file).st_blocks == blocks + 2 * HUGE // 512
+    assert bool((edge == 7).all())
+    heap.close()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOMEM, errno.EAGAIN])
+def test_a_system_without_huge_pages_is_not_asked_again(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EINVAL: an older one; ENOMEM: none are left. With EAGAIN some page was in use at this moment."""
+    heap, asked = Heap(2, b"label"), 0
+
+    def madvise(advice: int, *place: int) -> None:
+        nonlocal asked
+        if advice == 25:
+            asked += 1
+            raise OSError(code, "no")
+
+    monkeypatch.setattr(heap._memory, "madvise", madvise)
+    for value in (1, 2):
+        tensor = heap.allocate(2 * HUGE, torch.uint8)
+        assert not tensor.any()
+        assert int(tensor.fill_(value)[-1]) == value
+    assert asked == (2 if code == errno.EAGAIN else 1)
+    heap.close()
+
+
+def test_memory_of_many_sizes_never_overlaps() -> None:
+    heap, random = Heap(2, b"label"), Random(0)
+    held: dict[int, Tensor] = {}
+    for value in range(1, 200):
+        if held and random.random() < 0.45:
+            del held[random.choice([*held])]
+        tensor = heap.allocate(random.choice([1, 5000, HUGE - 4096, HUGE, HUGE + 1, 2 * HUGE + 8192]), torch.uint8)
+        assert not tensor.any(), "what was given back shows zeros"
+        held[value] = tensor.fill_(value)
+        if len(held) > 12:
+            del held[next(iter(held))]
+        del tensor
+        for there, kept in held.items():
+            assert int(kept.min()) == int(kept.max()) == there
+    size = heap.used_nbytes
+    assert size == sum(-(-kept.numel() // 4096) * 4096 for kept in held.values())
+    assert heap._end < 64 * HUGE, "it fills gaps"
     heap.close()
 
 

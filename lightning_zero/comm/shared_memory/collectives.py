@@ -72,7 +72,7 @@ class SharedMemoryCollectives(Collectives):
             super().vacate(memory)
 
     def occupy(self, memory: Tensor) -> None:
-        if not self.transport.heap.offset(memory):
+        if not self.transport.heap.occupy(memory):
             super().occupy(memory)
 
     def _all_gather(
@@ -180,7 +180,6 @@ class HostCollectives(SharedMemoryCollectives):
     def __init__(self, groups: Groups, gathers: Transport, reductions: Transport) -> None:
         super().__init__(groups, gathers)
         self._reductions = SharedMemoryCollectives(groups, reductions)
-        self.shares_slots = True
 
     @property
     def buffers(self) -> Sequence[Tensor]:
