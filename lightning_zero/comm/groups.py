@@ -243,7 +243,7 @@ class Groups:
 
     def find_hosts(self) -> list[list[int]]:
         """The ranks of each host. Collective: every rank."""
-        self.hosts = self.hosts or find_hosts(self.control)
+        self.hosts = self.hosts or find_hosts(self.control.gather_objects)
         return self.hosts
 
     def split_by_host(self, backend: str | None = "gloo") -> Hops | None:

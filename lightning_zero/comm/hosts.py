@@ -1,27 +1,51 @@
-"""Which ranks are on which host."""
+"""Which processes, and which ranks, are on which host."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from lightning_zero.comm.control import ControlGroup
-from lightning_zero.comm.watch import this_host
-
-__all__ = ["RANKS_PER_HOST", "find_hosts", "places_by_host"]
+__all__ = ["RANKS_PER_HOST", "find_hosts", "is_gone", "places_by_host", "process_of", "this_host"]
 
 RANKS_PER_HOST = "LIGHTNING_ZERO_RANKS_PER_HOST"
 """Environment variable: take so many ranks of a host, one after the other, for those of a host of their own."""
 
 
-def find_hosts(control: ControlGroup) -> list[list[int]]:
-    """The ranks of each host, which can see one another's processes. Collective: every rank.
+def process_of(pid: int) -> list[Any]:
+    """Which process of which host that is, while it lives; empty when it does not, or the system does not tell."""
+    with contextlib.suppress(OSError):
+        state, *_, started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
+        return [] if state in "ZX" or not this_host() else [this_host(), pid, started]
+    return []
+
+
+def is_gone(process: list[Any]) -> bool:
+    """Whether what ``process_of`` has told of a process of this host is true no more."""
+    return bool(process) and process[0] == this_host() and process_of(process[1]) != process
+
+
+@functools.cache
+def this_host() -> str:
+    """What processes that can see one another have in common; empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        spaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user"))
+        return " ".join((Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces))
+    return ""
+
+
+def find_hosts(gather: Callable[[object], list[Any]]) -> list[list[int]]:
+    """The ranks of each host, which can see one another's processes. ``gather`` gives what all ranks tell, by rank.
+    Collective: every rank.
 
     Raises ``ValueError`` on every rank if the environment of one asks for a strange number.
     """
-    told = control.gather_objects((socket.gethostname(), this_host(), os.environ.get(RANKS_PER_HOST, "")))
+    told = gather((socket.gethostname(), this_host(), os.environ.get(RANKS_PER_HOST, "")))
     found: dict[tuple[str, str, int], list[int]] = {}
     met: Counter[tuple[str, str]] = Counter()
     for rank, (name, system, asked) in enumerate(told):

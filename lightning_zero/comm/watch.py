@@ -11,6 +11,7 @@ Once all ranks wait, or have failed, the first one judges. A rank can go on if a
 the collective that it waits in, or wait in it; if nobody can, nobody ever will. The waits have to be the same ones in
 two looks, with two signs of life of every rank in between: so all ranks were in them at one moment. A rank that
 computes, loads, compiles or sleeps does not wait, however long it takes, and as long as there is one nobody judges.
+Runs are counted: who has failed in an earlier one may still come to this one.
 
 Then each thread ends the wait of its rank: where that waits for memory of other ranks it looks whether there is a
 verdict; in a process group its connections are shut, as if the others had ended.
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -37,9 +37,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_zero._torch import abort_group, default_store, entered_collectives, groups_made
+from lightning_zero.comm.hosts import is_gone, process_of
 from lightning_zero.comm.sockets import clients_of, connections
 
-__all__ = ["ANY_AGREEMENT", "Watch", "current_watch", "passed_on", "this_host", "watch_ranks"]
+__all__ = ["ANY_AGREEMENT", "Watch", "current_watch", "passed_on", "watch_ranks"]
 
 ANY_AGREEMENT = "the agreement with the other ranks"
 """What is waited for, where nobody knows more."""
@@ -110,6 +111,7 @@ class Watch:
         self._store: Any = self._default.clone()  # a client of its own: the rank's may be waiting
         self._watched = threading.get_ident()
         self._failure = ""
+        self._runs = 0
         self._number = next(_NUMBERS)  # the store may outlive the default group
         self._processes: list[list[Any]] = []  # of all ranks, once all have told
         self._over = threading.Event()
@@ -126,7 +128,10 @@ class Watch:
         self._tell_quietly()
 
     def begins_anew(self) -> None:
-        """Take part again, in another run. Local."""
+        """Take part in another run. Local."""
+        self._runs += 1
+        if self.verdict and not self.verdict.startswith(_EARLIER):
+            self.verdict = f"{_EARLIER} {self.verdict}"
         if self._failure:
             self._failure = ""
             self._tell_quietly()
@@ -136,7 +141,7 @@ class Watch:
         # Who ends for a reason has told of it before its connections are shut; who is killed is gone soon after.
         deadline, ended = time.monotonic() + _TICK_SECONDS, dict[int, str]()
         while not ended and time.monotonic() < deadline:
-            ended = {rank: _GONE for rank, process in enumerate(self._processes) if _is_gone(process)}
+            ended = {rank: _GONE for rank, process in enumerate(self._processes) if is_gone(process)}
             with contextlib.suppress(RuntimeError):  # the process with the store has ended
                 if self._find_verdict():
                     return self.verdict
@@ -171,7 +176,8 @@ class Watch:
                 state |= {"state": "over", "text": f"has failed with {self._failure}"}
             state |= {
                 "entered": {_STORE: groups_made(), **entered_collectives(), **passed_on},
-                "process": _process(os.getpid()),
+                "process": process_of(os.getpid()),
+                "run": self._runs,
             }
             self._store.set(self._key(self._rank), json.dumps(state))
 
@@ -179,8 +185,12 @@ class Watch:
         """What one rank has told, or all, once all have told anything; until then nothing."""
         keys = [self._key(other) for other in (range(self._world_size) if rank is None else [rank])]
         states = [json.loads(state) for state in self._store.multi_get(keys)] if self._store.check(keys) else []
-        for state in (s for s in states if s["state"] != "over" and _is_gone(s["process"])):
-            state |= {"state": "over", "text": _GONE}
+        for state in states:
+            gone, over = is_gone(state["process"]), state["state"] == "over"
+            if gone and not over:
+                state |= {"state": "over", "text": _GONE}
+            elif over and not gone and state["run"] < self._runs:
+                state["state"] = "runs"
         self._processes = [state["process"] for state in states] if rank is None else self._processes
         return states
 
@@ -415,27 +425,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _process(pid: int) -> list[Any]:
-    """Which process of which host that is, while it lives; empty when it does not, or the system does not tell."""
-    with contextlib.suppress(OSError):
-        state, *_, started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
-        return [] if state in "ZX" or not this_host() else [this_host(), pid, started]
-    return []
-
-
-def _is_gone(process: list[Any]) -> bool:
-    return bool(process) and process[0] == this_host() and _process(process[1]) != process
-
-
-@functools.cache
-def this_host() -> str:
-    """What processes that can see one another have in common; empty where the system does not tell."""
-    with contextlib.suppress(OSError):
-        spaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user"))
-        return " ".join((Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces))
-    return ""
-
-
+_EARLIER = "An earlier run has shut the connections: start the processes anew. It ended like this:"
 _GONE = "has ended without a word: its process is gone"
 _NUMBERS = itertools.count()  # alike on all ranks
 _WATCH: Watch | None = None

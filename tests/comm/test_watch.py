@@ -138,6 +138,36 @@ def test_a_slow_rank_is_waited_for() -> None:
     assert all(run_world(2, world, init_group=False))
 
 
+def test_who_failed_in_an_earlier_run_may_come_late_to_the_next() -> None:
+    def world(rank: int) -> str:
+        groups, watch = _connect(rank), current_watch()
+        assert watch is not None
+        watch.failed(ValueError("boom"))
+        groups.control.barrier()
+        for _ in range(2):
+            if rank == 1:
+                time.sleep(5)  # before it begins anew, and afterwards
+            assert watch_ranks() is watch
+            groups.control.barrier()
+        return watch.verdict
+
+    assert run_world(2, world, init_group=False) == [""] * 2
+
+
+def test_what_ended_an_earlier_run_is_told_as_that() -> None:
+    def world(rank: int) -> str:
+        groups, watch = _connect(rank), current_watch()
+        assert watch is not None
+        watch.verdict = "No rank can go on."
+        for _ in range(2):
+            watch_ranks()
+        groups.control.barrier()
+        return watch.explain()
+
+    told = "An earlier run has shut the connections: start the processes anew. It ended like this: No rank can go on."
+    assert run_world(2, world, init_group=False) == [told] * 2
+
+
 def test_one_watch_for_a_default_group_and_none_of_it_left() -> None:
     def world(rank: int) -> list[int]:
         def threads() -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_zero import ZeroPrecision, ZeroStrategy
 from tests.helpers.training import make_trainer
-from tests.strategy.runs import Net, again, assert_same, batches, each_strategy, fit, made, zero
+from tests.helpers.world import run_world
+from tests.strategy.runs import Net, again, assert_same, batches, each_strategy, fit, made, quiet, zero
 
 
 def test_a_second_trainer_goes_on_with_the_same_module() -> None:
@@ -21,6 +25,31 @@ def test_a_second_trainer_goes_on_with_the_same_module() -> None:
         return {**made(module, fit(again(strategy), module)), "tested": tested}
 
     assert_same(each_strategy(play))
+
+
+def test_a_run_that_failed_everywhere_is_over() -> None:
+    """What the ranks told one another of their errors would have ended the next run as soon as one rank is slow."""
+
+    def train(deed: Callable[[Net], None]) -> Net:
+        module = Net()
+        module.on_train_batch_start = lambda *_: deed(module)  # type: ignore[method-assign]
+        fit(zero(3), module)
+        return module
+
+    def fail(module: Net) -> None:
+        raise ZeroDivisionError
+
+    def be_slow(module: Net) -> None:
+        if module.global_rank == 1 and module.global_step == 1:
+            time.sleep(5)
+
+    def run(rank: int) -> int:
+        with quiet():
+            with pytest.raises(ZeroDivisionError):
+                train(fail)
+            return train(be_slow).global_step
+
+    assert run_world(2, run) == [4, 4]
 
 
 def test_another_stage_takes_over_the_values() -> None:

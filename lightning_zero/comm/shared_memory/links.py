@@ -25,8 +25,8 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from lightning_zero.comm.control import ControlGroup
+from lightning_zero.comm.hosts import this_host
 from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
-from lightning_zero.comm.watch import this_host
 
 __all__ = ["LARGEST_PAYLOAD", "Connected", "Links", "Message", "connect"]
 
