@@ -160,6 +160,7 @@ class Collectives(ABC):
         self.asked: object = None  # how it was chosen
         self.rounds_weights = False  # where they may be rounded
         self.receives = False  # whether reductions arrive in memory of the wire's own, as large as the largest bucket
+        self.shares_slots = False  # whether others read what is gathered where it is completed: memory of ``allocate``
         self.keeping: int | None = None  # ranks, this one among them, that keep what they gather to compute with
         self.feeding: int | None = None  # ranks that what is rounded of a reduction is divided by, if that is fed back
         self.residuals: dict[str, Tensor] = {}
@@ -276,8 +277,7 @@ class Collectives(ABC):
         raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what collectives read, and what is given back between steps: 1-D, all zeros. Where it makes no
-        difference, it is ordinary memory."""
+        """Memory for what collectives read: 1-D, all zeros. Where it makes no difference, it is ordinary memory."""
         with untracked():
             return torch.zeros(numel, dtype=dtype, device=device)
 
@@ -405,7 +405,7 @@ class WrappedCollectives(Collectives):
         self.observers, self.device, self.across = inner.observers, inner.device, inner.across
         self.asked, self.rounds_weights, self.keeping = inner.asked, inner.rounds_weights, inner.keeping
         self.feeding, self.residuals = inner.feeding, inner.residuals
-        self.receives = inner.receives
+        self.receives, self.shares_slots = inner.receives, inner.shares_slots
 
     @property
     def buffers(self) -> Sequence[Tensor]:

@@ -65,7 +65,7 @@ class HierarchicalCollectives(NativeCollectives):
         self.keeping = self._within.world_size if keeps else None
         self.feeding = None if between.feeding is None else self._within.world_size
         self.residuals = between.residuals
-        self.receives = within.receives
+        self.receives, self.shares_slots = within.receives, within.shares_slots
         self._kept: dict[Hashable, tuple[int, Tensor]] = {}  # by name of the content, with its state
 
     @property

@@ -83,12 +83,16 @@ class UnitBuilder:
         if not self._plan.placement.shards_parameters:
             units = [self._replicated(unit) for unit in self._plan.units]
         else:
-            allocate = self._collectives.allocate
-            slots = [Slot(allocate(slot.nbytes, torch.uint8, self._device)) for slot in self._plan.slots]
+            slots = [self._slot(slot.nbytes) for slot in self._plan.slots]
             units = [self._sharded(unit, slots) for unit in self._plan.units]
         if self._plan.offload is not None:
             self._control.raise_together(self._failure, "put the first weights where they rest")
         return units
+
+    def _slot(self, nbytes: int) -> Slot:
+        if self._collectives.shares_slots:
+            return Slot(self._collectives.allocate(nbytes, torch.uint8, self._device))
+        return Slot.allocate(nbytes, self._device)
 
     def _take_room(self) -> None:
         """Memory for all masters and weights that do not rest on the device, before the ranks depend on each other."""

@@ -180,6 +180,7 @@ class HostCollectives(SharedMemoryCollectives):
     def __init__(self, groups: Groups, gathers: Transport, reductions: Transport) -> None:
         super().__init__(groups, gathers)
         self._reductions = SharedMemoryCollectives(groups, reductions)
+        self.shares_slots = True
 
     @property
     def buffers(self) -> Sequence[Tensor]:
