@@ -104,6 +104,13 @@ def ddp(task: Task, turns: Turns) -> None:
     loop(task, turns, model, make_optimizer(model.parameters()))
 
 
+def no_exchange(task: Task, turns: Turns) -> None:
+    """Each rank a model of its own, which is not DDP's training: the time that no way to share it can be below, but for
+    the part of the optimizer's step that the ranks then divide among them."""
+    model = task.model()
+    loop(task, turns, model, make_optimizer(model.parameters()))
+
+
 def zero_redundancy(task: Task, turns: Turns) -> None:
     """DDP with torch's own stage 1 optimizer."""
     model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
@@ -314,6 +321,7 @@ def _deepspeed(stage: int) -> Engine:
 
 ENGINES = {
     "ddp": Engine("DDP", 0, ddp, 17.0, 20.0),
+    "no-exchange": Engine("no exchange", 0, no_exchange, 13.0, 16.0),
     "lightning-ddp": Engine("DDP in a Trainer", 0, partial(lightning, strategy=trainer_ddp), 17.0, 20.0),
     "zero-redundancy": Engine("ZeroRedundancyOptimizer", 1, zero_redundancy, 13.0, 16.0),
     "deepspeed1": _deepspeed(1),

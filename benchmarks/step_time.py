@@ -23,6 +23,7 @@ What has no room beside DDP is measured alone, after the others, and compared wi
 Numbers are saved after every turn, so a run that is interrupted leaves what it has. Cases and engines of earlier runs
 stay in the JSON, with the command and the date they are from, until they are measured again.
 
+With "no exchange" each rank trains a model of its own: no other row can be far below that, whatever it does.
 DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed run in a plain loop. Lightning's strategies, ours among them, run in a
 Trainer and pay for it ("DDP in a Trainer" shows how much). What is not installed is left out by name.
 """
@@ -49,7 +50,7 @@ KEY = ("numel", "precision", "ranks", "batch", "malloc")
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 MAIN, WIRE = (4, 128), (1, 8)
 # Variants that answer a question of their own, in the table.
-NOT_DRAWN = ("zero1-gloo", "zero2-gloo", "zero3-gloo", "lightning-ddp", "lightning-fsdp2")
+NOT_DRAWN = ("zero1-gloo", "zero2-gloo", "zero3-gloo", "lightning-ddp", "lightning-fsdp2", "no-exchange")
 
 
 class Table:
