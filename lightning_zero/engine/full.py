@@ -212,7 +212,7 @@ def _wrong_shape(bindings: Sequence[Binding]) -> ValueError | None:
 
 def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
     """Make rank 0's values everyone's. Returns the units that were changed, the same list on every rank."""
-    flags = torch.zeros(len(shown), dtype=torch.uint8)
+    flags = torch.zeros(len(shown), dtype=torch.uint8, device="cpu")
     failure: OffloadError | None = None
     with untracked():
         if engine.collectives.rank == 0:
@@ -328,7 +328,7 @@ def _places(engine: ZeroEngine, wanted: set[nn.Parameter]) -> list[_Place]:
 
 def _whole_gradients(engine: ZeroEngine, places: Sequence[_Place], what: str) -> dict[nn.Parameter, Tensor | None]:
     """Whole gradients, layout by layout; ``None`` where no rank has one."""
-    flags = torch.tensor([place.shard.grad is not None for place in places], dtype=torch.uint8)
+    flags = torch.tensor([place.shard.grad is not None for place in places], dtype=torch.uint8, device="cpu")
     there = engine.control.any_of(flags).tolist()
     by_flat: dict[int, list[_Place]] = {}
     for place, had in zip(places, there, strict=True):

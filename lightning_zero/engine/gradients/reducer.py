@@ -304,7 +304,7 @@ class GradientReducer:
         if not doubtful:
             return used
         flags = [bucket.has_gradient(i) for bucket in doubtful for i in range(len(bucket.arrived))]
-        answer = iter(self._control.any_of(torch.tensor(flags, dtype=torch.uint8)).tolist())
+        answer = iter(self._control.any_of(torch.tensor(flags, dtype=torch.uint8, device="cpu")).tolist())
         for bucket in doubtful:
             used[bucket.index] = [bool(next(answer)) for _ in bucket.arrived]
         return used
