@@ -384,7 +384,7 @@ class Hops:
         """What takes tensors on the CPU through the hops, of the ``"gathers"`` or the ``"reductions"``."""
         if kind not in self._relays:
             pair = [hop.gather if kind == "gathers" else hop.reduce for hop in (self.within, self.between)]
-            self._relays[kind] = Relay(f"the {kind} {self._number}", pair, self._stop)
+            self._relays[kind] = Relay(f"the {kind} in two hops {self._number}", pair, self._stop)
         return self._relays[kind]
 
     def _stop(self) -> None:

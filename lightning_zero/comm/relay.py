@@ -20,13 +20,12 @@ import torch.distributed as dist
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.sockets import connections
-from lightning_zero.comm.watch import current_watch, passed_on
+from lightning_zero.comm.watch import LOOK_SECONDS, found_verdict, passed_on
 
 __all__ = ["Passage", "Relay"]
 
 _GRACE_SECONDS = 1.0  # for transfers under way, before their connections are shut
 _CUT_OFF_SECONDS = 3.0  # then, before a thread is left behind: gloo tells nobody of a message that was cut off
-_LOOK_SECONDS = 1.0  # in a wait, after which it looks whether there is a verdict
 
 
 class Relay:
@@ -127,9 +126,9 @@ class Passage:
 
     def wait(self) -> None:
         """Raises what made it fail, or why nobody can go on."""
-        while not self._under_way.acquire(timeout=_LOOK_SECONDS):  # it is this line that the watch knows
-            if (watch := current_watch()) is not None and watch.verdict:
-                raise RuntimeError(watch.verdict)
+        while not self._under_way.acquire(timeout=LOOK_SECONDS):  # it is this line that the watch knows
+            if verdict := found_verdict():
+                raise RuntimeError(verdict)
         self._under_way.release()
         if self._failure is not None:
             raise self._failure

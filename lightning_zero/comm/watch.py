@@ -40,13 +40,15 @@ from lightning_zero._torch import abort_group, default_store, entered_collective
 from lightning_zero.comm.hosts import is_gone, process_of
 from lightning_zero.comm.sockets import clients_of, connections
 
-__all__ = ["ANY_AGREEMENT", "Watch", "current_watch", "passed_on", "watch_ranks"]
+__all__ = ["ANY_AGREEMENT", "LOOK_SECONDS", "Watch", "current_watch", "found_verdict", "passed_on", "watch_ranks"]
 
 ANY_AGREEMENT = "the agreement with the other ranks"
 """What is waited for, where nobody knows more."""
 
 passed_on: dict[str, int] = {}
 """How many transfers of a kind this rank has left to threads that need all other ranks', by the kind's name."""
+LOOK_SECONDS = 1.0
+"""In a wait, after which it looks whether there is a verdict."""
 _TICK_SECONDS = 0.5
 _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
@@ -93,6 +95,11 @@ def watch_ranks() -> Watch | None:
 def current_watch() -> Watch | None:
     """What watches the ranks of this process, if anything does."""
     return _WATCH
+
+
+def found_verdict() -> str:
+    """Why nobody can go on; empty while somebody may."""
+    return "" if _WATCH is None else _WATCH.verdict
 
 
 class Watch:

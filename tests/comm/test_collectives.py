@@ -16,6 +16,7 @@ from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.hierarchical import HierarchicalCollectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
+from lightning_zero.comm.watch import passed_on
 from lightning_zero.errors import CommunicationError, DivergenceError
 from tests.helpers.probe import pairwise_sum
 from tests.helpers.world import run_world
@@ -333,6 +334,20 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_wait_for_it(k
 
     failures = run_world(2, run, expect_failure=True, timeout=40, grace=30)
     assert {rank: failure.type for rank, failure in failures.items()} == {1: "SIGKILL"}
+
+
+def test_what_goes_in_two_hops_is_counted_apart_from_what_goes_directly() -> None:
+    """By these counts the ranks judge who can go on."""
+
+    def run(rank: int) -> list[int]:
+        comm = wire("two hops")
+        bucket, shard = torch.ones(4 * SIZE), torch.empty(SIZE)
+        for _ in range(3):
+            comm.reduce_scatter(bucket, shard, "gradients of bucket 1").wait()
+            comm.all_to_all(torch.empty(4), torch.ones(4), [1] * 4, [1] * 4).wait()
+        return [passed_on[f"the reductions{way} {comm.groups.number}"] for way in ("", " in two hops")]
+
+    assert run_world(4, run) == [[3, 3]] * 4
 
 
 def test_one_rank_needs_no_wire() -> None:

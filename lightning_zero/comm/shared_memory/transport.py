@@ -35,11 +35,9 @@ from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
 from lightning_zero.comm.shared_memory.links import LARGEST_PAYLOAD, Links, Message
-from lightning_zero.comm.watch import current_watch
+from lightning_zero.comm.watch import LOOK_SECONDS, found_verdict
 
 __all__ = ["Channel", "Transfer", "Transport"]
-
-_LOOK_SECONDS = 1.0  # in a wait, after which it looks whether there is a verdict
 
 
 class Channel(IntEnum):
@@ -296,8 +294,7 @@ class Transport:
                 return False
             if stuck:
                 reason = reason or f"rank {min(stuck)} takes no part in it: it waits for this rank somewhere else"
-            if (watch := current_watch()) is not None and watch.verdict:
-                reason = watch.verdict
+            reason = found_verdict() or reason
             if self.over:
                 reason = reason or "the process group has ended"
             if left <= 0:
@@ -306,7 +303,7 @@ class Transport:
             if reason:
                 self._give_up()
                 raise RuntimeError(reason)
-            self.progress(min(left, _LOOK_SECONDS))
+            self.progress(min(left, LOOK_SECONDS))
         return True
 
     def _give_up(self) -> None:
