@@ -84,10 +84,10 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
         return _apart(groups, hops, streams, kinds, exchange if asked else _AS_IT_IS)
     hops = groups.split_by_host()
     problem = _without_shared_memory(groups)
-    if len(groups.hosts) == 1 and groups.transport is not None and not problem:
+    if len(groups.hosts) == 1 and groups.transports and not problem:
         from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 
-        return SharedMemoryCollectives(groups, groups.transport)
+        return SharedMemoryCollectives(groups, *groups.transports)
     several, reads = len(groups.hosts) > 1, hops is not None and not problem
     text = [f"they are on {len(groups.hosts)} hosts"] if several else []
     if hops is not None:
@@ -115,7 +115,7 @@ def _apart(
         if reads:
             from lightning_zero.comm.shared_memory.collectives import HostCollectives
 
-            within: Collectives = HostCollectives(hops.within, *hops.transports)
+            within: Collectives = HostCollectives(hops.within, *groups.transports)
         else:
             within = kinds.direct(hops.within, streams)
         return kinds.hierarchical(groups, hops, streams, within, outside(hops.between), exchange.secondary_shards)
@@ -134,7 +134,7 @@ def _without_shared_memory(groups: Groups) -> str:
             return f"{SWITCH}=0 on rank {rank}"
         if foreign:
             return f"rank {rank} does not run on Linux"
-    if not (groups.transport or groups.problem or (groups.hops is not None and groups.hops.transports)):
+    if not (groups.transports or groups.problem):
         from lightning_zero.comm.shared_memory.links import connect
         from lightning_zero.comm.shared_memory.transport import Transport
 
@@ -145,9 +145,7 @@ def _without_shared_memory(groups: Groups) -> str:
             groups.problem = connected
             return connected
         heap, peers, links = connected
-        transports = [Transport(heap, peers, messages, rank, timeout) for messages in links]
-        if groups.hops is not None:
-            groups.hops.transports = transports
-        else:
-            groups.transport, groups.control.shortcut = transports[0], transports[0].exchange
+        groups.transports += [Transport(heap, peers, messages, rank, timeout) for messages in links]
+        if groups.hops is None:
+            groups.control.shortcut = groups.transports[0].exchange
     return groups.problem

@@ -213,7 +213,9 @@ class Groups:
         self.hosts: list[list[int]] = []  # the ranks of each, once they have been asked
         self.hops: Hops | None = None  # within hosts and between them, once the ranks take these
         self._relays: dict[str, Relay] = {}
-        self.transport: Transport | None = None  # to each other's memory, once the ranks are connected
+        self.transports: list[Transport] = []
+        """To the memory of this host's other ranks, once they are connected; for gathers and for reductions, if these
+        take two hops."""
         self.problem = ""  # why they could not be connected
         self.told: list[str] = []  # what the log says about it
         self._owner = os.getpid()
@@ -332,9 +334,9 @@ class Groups:
         self.end_relays()
         self.across = self.hops = None
         self.abandoned.clear()
-        if self.transport is not None:
-            self.transport.close()
-            self.transport = self.control.shortcut = None
+        while self.transports:
+            self.transports.pop().close()
+        self.control.shortcut = None
         self.gather = self.reduce = self.control.process_group = self.checkpoint.process_group = None
         while groups:
             group = groups.pop()  # a group's threads end with the last reference to it
@@ -375,8 +377,7 @@ class Hops:
 
         self.within, self.between = hop(hosts, "within a host"), hop(places, "between hosts")
         self.members = next(ranks for ranks in hosts if rank in ranks)
-        self.transports: Sequence[Transport] = ()
-        """To the memory of this host's other ranks, for gathers and for reductions, once they are connected."""
+        self._transports = groups.transports
         self._number = groups.number
         self._relays: dict[str, Relay] = {}
 
@@ -388,7 +389,7 @@ class Hops:
         return self._relays[kind]
 
     def _stop(self) -> None:
-        for transport in self.transports:
+        for transport in self._transports:
             transport.over = True
 
     def end(self) -> list[dist.ProcessGroup | None]:
@@ -397,8 +398,6 @@ class Hops:
             relay.end()
         self.within.end_relays()
         self.between.end_relays()
-        for transport in self.transports:
-            transport.close()
         found = [group for hop in (self.within, self.between) for group in dict.fromkeys((hop.gather, hop.reduce))]
         for hop in (self.within, self.between):
             hop.gather = hop.reduce = None

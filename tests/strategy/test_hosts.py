@@ -78,7 +78,7 @@ def test_ranks_of_a_host_read_one_anothers_memory_or_use_gloo() -> None:
 
     def moved(net: Net) -> list[int]:
         groups = net.trainer.strategy.engine.collectives.groups  # type: ignore[attr-defined]
-        return [transport.moved for transport in groups.hops.transports]
+        return [transport.moved for transport in groups.transports]
 
     def run(rank: int) -> list[dict[str, Tensor]]:
         found, before = [], [0, 0]
