@@ -6,10 +6,10 @@
 
 The engines of ``step_time.py`` train a batch of eight tokens, so that activations weigh next to nothing, with
 ``AdamW(fused=True)``. Each of them runs twice, alone. In one run torch's allocator counts what it gives out and takes
-back; memory that ranks share is added as the kernel counts it at that moment, each page divided by those who map it. In
-the other it is the process that is looked at, a thousand times a second: what it has in memory, less what it had before
-the model was built. At rest is after a step and its ``zero_grad``, the peak is that of a step in the steady state.
-Numbers are saved after every engine; earlier runs' cases and engines stay in the JSON until they are measured again.
+back; memory that ranks share is added as the kernel counts it at that moment, in equal parts. In the other it is the
+process that is looked at, a thousand times a second: what it has in memory, less what it had before the model was
+built. At rest is after a step and its ``zero_grad``, the peak is that of a step in the steady state. Numbers are saved
+after every engine; earlier runs' cases and engines stay in the JSON until they are measured again.
 
 ``narrow`` has 100 thin layers, in ``giant`` and ``untied`` most parameters are those of embedding and head. With
 ``--gate`` the command fails if ``zero3`` takes more than FSDP2, at rest or at the peak, or ``zero2`` more at the peak
@@ -129,11 +129,14 @@ def anonymous(pid: int) -> int:
     return fields(f"/proc/{pid}/status")["RssAnon"]
 
 
-def shared(pid: int) -> int:
-    """Memory that it has in common with others, each page divided by those who map it."""
-    if not fields(f"/proc/{pid}/status")["RssShmem"]:
-        return 0
-    return fields(f"/proc/{pid}/smaps_rollup")["Pss_Shmem"]
+def shared(pids: Sequence[int]) -> int:
+    """Memory that processes have in common, in equal parts.
+
+    Each page is divided by those who map it, and all that they have so by the processes: of a page of 2 MiB another one
+    maps all as soon as it has read some of it, and which of them does so is chance.
+    """
+    sharing = [pid for pid in pids if fields(f"/proc/{pid}/status")["RssShmem"]]
+    return sum(fields(f"/proc/{pid}/smaps_rollup")["Pss_Shmem"] for pid in sharing) // len(pids)
 
 
 class Sampler(threading.Thread):
@@ -144,21 +147,21 @@ class Sampler(threading.Thread):
 
     Attributes:
         both: of each, the most that it had alone and in common together.
-        history: of each, times (ns), and what it had in common with others then.
+        history: times (ns), and what each had in common with the others then.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
         super().__init__(daemon=True)
         self._pids, self._over = pids, threading.Event()
         self.both = [0] * len(pids)
-        self.history: list[list[tuple[int, int]]] = [[] for _ in pids]
+        self.history: list[tuple[int, int]] = []
 
     def run(self) -> None:
         """Look again and again."""
         while not self._over.wait(0.001):
+            in_common = shared(self._pids)
+            self.history.append((time.time_ns(), in_common))
             for rank, pid in enumerate(self._pids):
-                in_common = shared(pid)
-                self.history[rank].append((time.time_ns(), in_common))
                 self.both[rank] = max(self.both[rank], in_common + anonymous(pid))
 
     def __enter__(self) -> Sampler:
@@ -182,7 +185,7 @@ def measure(engine: Engine, task: Task, ranks: int) -> dict[str, float]:
         world.turn(1)
         with Sampler(world.pids) as most:
             extras = [report.extra for report in world.turn(1)]
-        in_common = [shared(pid) for pid in world.pids]
+        in_common = shared(world.pids)
         alone = [anonymous(pid) for pid in world.pids]
     finally:
         world.close()
@@ -194,9 +197,9 @@ def measure(engine: Engine, task: Task, ranks: int) -> dict[str, float]:
     finally:
         world.close()
     found = {
-        "rest": max(count["rest"] + common for count, common in zip(counts, in_common, strict=True)),
-        "peak": max(most_together(count["totals"], seen) for count, seen in zip(counts, looks.history, strict=True)),
-        "process_rest": max(a + b - e["before"] for a, b, e in zip(alone, in_common, extras, strict=True)),
+        "rest": max(count["rest"] for count in counts) + in_common,
+        "peak": max(most_together(count["totals"], looks.history) for count in counts),
+        "process_rest": max(a - e["before"] for a, e in zip(alone, extras, strict=True)) + in_common,
         "process_peak": max(both - e["before"] for both, e in zip(most.both, extras, strict=True)),
     }
     for name in ("plan_rest", "plan_peak"):
