@@ -53,10 +53,11 @@ class Relay:
         self._lanes = [_Lane(f"lightning_zero: {name}, hop {hop}") for hop, _ in enumerate(groups, 1)]
 
     def carry(self, what: str, hops: Sequence[Callable[[], None]]) -> Passage:
-        """Run one after the other, each in the thread of its hop."""
+        """Run one after the other, each in the thread of its hop, which holds nothing of it when it has come through:
+        who waits may count who else has the memory."""
         passed_on[self.name] += 1
         passage = Passage(what, self.name, passed_on[self.name], self._members)
-        self._lanes[0].do(partial(self._take, passage, hops, 0))
+        self._lanes[0].do(partial(self._take, passage, list(hops), 0))
         return passage
 
     def end(self) -> None:
@@ -69,18 +70,19 @@ class Relay:
         connections.pop(self.name, None)
         passed_on.pop(self.name, None)
 
-    def _take(self, passage: Passage, hops: Sequence[Callable[[], None]], hop: int) -> None:
+    def _take(self, passage: Passage, left: list[Callable[[], None]], hop: int) -> None:
         try:
             if self._failure is not None:
                 raise self._failure
             with untracked():
-                hops[hop]()
+                left[0]()
+            del left[0]
         except BaseException as error:
             self._failure = error.with_traceback(None)
             passage.end(self._failure)
         else:
-            if hop + 1 < len(hops):
-                self._lanes[hop + 1].do(partial(self._take, passage, hops, hop + 1))
+            if left:
+                self._lanes[hop + 1].do(partial(self._take, passage, left, hop + 1))
             else:
                 passage.end()
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero._torch import storage_key, users_of
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Streams, choose_collectives
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.hierarchical import HierarchicalCollectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.relay import Passage
 from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 from lightning_zero.comm.watch import passed_on
 from lightning_zero.errors import CommunicationError, DivergenceError
@@ -334,6 +336,34 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_wait_for_it(k
 
     failures = run_world(2, run, expect_failure=True, timeout=40, grace=30)
     assert {rank: failure.type for rank, failure in failures.items()} == {1: "SIGKILL"}
+
+
+@pytest.mark.parametrize("name", ["gloo", "two hops"])
+def test_threads_hold_no_memory_of_what_they_have_taken_through(name: str) -> None:
+    """Who else has a weight's memory is counted after each gather."""
+
+    def run(rank: int) -> list[int]:
+        comm, found = wire(name), list[int]()
+        full, end = torch.zeros(ranks_of(name, 2) * SIZE), Passage.end
+        bucket = full.clone()
+        keys = [storage_key(full), storage_key(bucket)]
+        alone = [users_of(key) for key in keys]
+
+        def ended(passage: Passage, failure: BaseException | None = None) -> None:
+            if name != "two hops" or name in passage.kind:  # and not within one of the hops
+                found.extend(users_of(key) - before for key, before in zip(keys, alone, strict=True))
+            end(passage, failure)
+
+        Passage.end = ended  # type: ignore[method-assign]
+        try:
+            comm.all_gather(full, "parameters of unit 'x'").wait()
+            comm.reduce_scatter(bucket, torch.empty(SIZE), "gradients of bucket 1").wait()
+        finally:
+            Passage.end = end  # type: ignore[method-assign]
+        return found
+
+    for found in run_world(ranks_of(name, 2), run):
+        assert found == [0] * 4
 
 
 def test_what_goes_in_two_hops_is_counted_apart_from_what_goes_directly() -> None:
