@@ -78,7 +78,10 @@ class Wait(NamedTuple):
 
 
 def watch_ranks() -> Watch | None:
-    """Watch the ranks of the default group from this thread's process on, once per default group. Not collective."""
+    """Watch the ranks of the default group from this thread's process on, once per default group. Not collective.
+
+    A run of its own begins with ``Watch.begins_anew``, once on each rank: they all count runs.
+    """
     global _WATCH
     world = dist.group.WORLD
     if _WATCH is not None and _WATCH.group() is not world:
@@ -87,8 +90,6 @@ def watch_ranks() -> Watch | None:
     if _WATCH is None and world is not None and dist.get_world_size() > 1:
         with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):  # of a store that has no copies
             _WATCH = Watch(weakref.ref(world))
-    if _WATCH is not None:
-        _WATCH.begins_anew()
     return _WATCH
 
 
@@ -118,7 +119,8 @@ class Watch:
         self._store: Any = self._default.clone()  # a client of its own: the rank's may be waiting
         self._watched = threading.get_ident()
         self._failure = ""
-        self._runs = 0
+        self._runs, self._running = 0, False
+        self._failed_in = 0  # the run that the failure ended: perhaps one that others have begun, and this rank not yet
         self._number = next(_NUMBERS)  # the store may outlive the default group
         self._processes: list[list[Any]] = []  # of all ranks, once all have told
         self._over = threading.Event()
@@ -132,16 +134,23 @@ class Watch:
         """Tell the others of an error that ends this rank's run: it comes to no collective of that any more. Local."""
         text = str(error).splitlines() or [""]
         self._failure = f"{type(error).__name__}: {text[0]}"[:500]
+        self._failed_in = self._runs + (not self._running)
         self._tell_quietly()
 
     def begins_anew(self) -> None:
         """Take part in another run. Local."""
-        self._runs += 1
+        self._runs, self._running = self._runs + 1, True
+        with contextlib.suppress(RuntimeError):  # who has failed has not waited, and may not know of it yet
+            self._find_verdict()
         if self.verdict and not self.verdict.startswith(_EARLIER):
             self.verdict = f"{_EARLIER} {self.verdict}"
         if self._failure:
             self._failure = ""
             self._tell_quietly()
+
+    def run_ends(self) -> None:
+        """What fails from now on belongs to the next run. Local."""
+        self._running = False
 
     def explain(self) -> str:
         """What is known of why a collective did not complete, as lines; ``verdict`` if nobody could go on. Local."""
@@ -180,11 +189,10 @@ class Watch:
     def _tell(self, **state: Any) -> None:
         with self._lock:
             if self._failure:
-                state |= {"state": "over", "text": f"has failed with {self._failure}"}
+                state |= {"state": "over", "text": f"has failed with {self._failure}", "run": self._failed_in}
             state |= {
                 "entered": {_STORE: groups_made(), **entered_collectives(), **passed_on},
                 "process": process_of(os.getpid()),
-                "run": self._runs,
             }
             self._store.set(self._key(self._rank), json.dumps(state))
 

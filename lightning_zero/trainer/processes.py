@@ -180,7 +180,8 @@ class Processes:
                 _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
             connections[dist.group.WORLD.group_name] = opened  # type: ignore[union-attr]
             destroy_default_group_at_exit()  # Lightning does so for nccl only
-        watch_ranks()
+        if (watch := watch_ranks()) is not None:
+            watch.begins_anew()
         if dist.get_world_size() != self.num_ranks:
             raise RuntimeError(
                 f"The process group has {dist.get_world_size()} ranks, but devices={self.num_processes} and "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Compression
+from lightning_zero.comm.watch import current_watch
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
@@ -354,6 +355,8 @@ class ZeroStrategy(Batches):
         self._laid_out = False
         if self._session is not None:
             self._session.rest()
+        if (watch := current_watch()) is not None:
+            watch.run_ends()
 
     # -------------------------------------------------------------- checkpoints
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -50,6 +52,37 @@ def test_a_run_that_failed_everywhere_is_over() -> None:
             return train(be_slow).global_step
 
     assert run_world(2, run) == [4, 4]
+
+
+@pytest.mark.parametrize(("place", "fits"), [("configure_model", 0), ("configure_callbacks", 1)])
+def test_a_rank_that_fails_before_its_run_has_groups_is_not_waited_for(place: str, fits: int, tmp_path: Path) -> None:
+    """It stays alive. Its error counts for the run that the others are in, also if it has not come to that."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    def train(module: Net) -> None:
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = pl.Trainer(strategy=zero(3), accelerator="cpu", devices=2, max_steps=1, **options)  # makes the group
+        trainer.fit(module, batches(1))
+
+    def run(rank: int) -> str:
+        told, module = tmp_path / "told", Net()
+        with quiet():
+            for _ in range(fits):
+                train(Net())
+            if rank == 1:
+                setattr(module, place, fail)
+            with pytest.raises((ZeroDivisionError, RuntimeError)) as failure:
+                train(module)
+        if rank == 0:
+            told.touch()
+        while not told.exists():
+            time.sleep(0.1)
+        return str(failure.value)
+
+    told = run_world(2, run, timeout=30, init_group=False)[0]
+    assert "rank 1 has failed with ZeroDivisionError" in told
 
 
 def test_another_stage_takes_over_the_values() -> None:
