@@ -134,6 +134,17 @@ def test_a_system_without_huge_pages_is_not_asked_again(code: int, monkeypatch: 
     heap.close()
 
 
+def test_what_a_forked_process_allocates_takes_no_pages_of_its_rank() -> None:
+    heap = Heap(2, b"label")
+    blocks = os.fstat(heap.file).st_blocks
+    if os.fork() == 0:
+        heap.allocate(2 * HUGE, torch.uint8)
+        os._exit(0)
+    os.wait()
+    assert os.fstat(heap.file).st_blocks == blocks
+    heap.close()
+
+
 def test_memory_of_many_sizes_never_overlaps() -> None:
     heap, random = Heap(2, b"label"), Random(0)
     held: dict[int, Tensor] = {}

@@ -122,7 +122,7 @@ class Heap:
         if not self._forked:
             flags = mmap.MAP_PRIVATE | _FIXED_UNRESERVED
             _MMAP(self._memory.start, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self.file, 0)
-            self._forked = True
+            self._forked, self._collapses = True, False  # collapsing gives pages to the file, the rank's
 
     def _take(self, nbytes: int, alignment: int) -> int:
         self._collect()
