@@ -120,7 +120,6 @@ class Watch:
         self._watched = threading.get_ident()
         self._failure = ""
         self._runs, self._running = 0, False
-        self._failed_in = 0  # the run that the failure ended: perhaps one that others have begun, and this rank not yet
         self._number = next(_NUMBERS)  # the store may outlive the default group
         self._processes: list[list[Any]] = []  # of all ranks, once all have told
         self._over = threading.Event()
@@ -132,20 +131,21 @@ class Watch:
 
     def failed(self, error: BaseException) -> None:
         """Tell the others of an error that ends this rank's run: it comes to no collective of that any more. Local."""
+        if not self._running:  # others may have begun this run
+            self._runs, self._running = self._runs + 1, True
         text = str(error).splitlines() or [""]
         self._failure = f"{type(error).__name__}: {text[0]}"[:500]
-        self._failed_in = self._runs + (not self._running)
         self._tell_quietly()
 
     def begins_anew(self) -> None:
         """Take part in another run. Local."""
+        failed, self._failure = self._failure, ""
         self._runs, self._running = self._runs + 1, True
         with contextlib.suppress(RuntimeError):  # who has failed has not waited, and may not know of it yet
             self._find_verdict()
         if self.verdict and not self.verdict.startswith(_EARLIER):
             self.verdict = f"{_EARLIER} {self.verdict}"
-        if self._failure:
-            self._failure = ""
+        if failed:
             self._tell_quietly()
 
     def run_ends(self) -> None:
@@ -189,7 +189,7 @@ class Watch:
     def _tell(self, **state: Any) -> None:
         with self._lock:
             if self._failure:
-                state |= {"state": "over", "text": f"has failed with {self._failure}", "run": self._failed_in}
+                state |= {"state": "over", "text": f"has failed with {self._failure}", "run": self._runs}
             state |= {
                 "entered": {_STORE: groups_made(), **entered_collectives(), **passed_on},
                 "process": process_of(os.getpid()),

@@ -138,11 +138,13 @@ def test_a_slow_rank_is_waited_for() -> None:
     assert all(run_world(2, world, init_group=False))
 
 
-def test_who_failed_in_an_earlier_run_may_come_late_to_the_next() -> None:
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_failed_in_an_earlier_run_may_come_late_to_the_next(begun: bool) -> None:
     def world(rank: int) -> str:
         groups, watch = _connect(rank), current_watch()
         assert watch is not None
-        watch.begins_anew()
+        if begun:
+            watch.begins_anew()
         watch.failed(ValueError("boom"))
         watch.run_ends()
         groups.control.barrier()
