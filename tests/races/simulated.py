@@ -18,6 +18,7 @@ else lies on the device. Copies between both, which are asynchronous if they are
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import sys
 import weakref
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -115,9 +117,8 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        schema = func._schema
-        name = schema.name
-        if schema.returns and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        name, views, arguments = _schema(func)
+        if views:
             if name == "aten::lift_fresh" and storage_key(args[0]) not in self._known:
                 self._memory(args[0], on_host=True)
             return
@@ -129,9 +130,8 @@ class Recorder(TorchDispatchMode):
             return
         reads: list[Tensor] = []
         writes: list[Tensor] = []
-        for index, argument in enumerate(schema.arguments):
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
+        for index, (argument, written) in enumerate(arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument)
             (writes if written else reads).extend(_tensors(value))
         inputs = [memory for tensor in (*reads, *writes) if (memory := self._memory(tensor)) is not None]
         fresh = [tensor for tensor in _tensors(result) if storage_key(tensor) not in self._known]
@@ -420,7 +420,26 @@ def _line(frame: FrameType) -> str:
     return f"{text} ({before + 1})" if before else text
 
 
-def _tensors(value: Any) -> list[Tensor]:
+class _Schema(NamedTuple):
+    name: str
+    views: bool  # all that it gives back shows the memory of an argument
+    arguments: Sequence[tuple[str, bool]]  # names, and whether it writes to them
+
+
+@functools.cache
+def _schema(func: Any) -> _Schema:
+    schema = func._schema
+    views = schema.returns and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    names = (argument.name for argument in schema.arguments)
+    return _Schema(schema.name, bool(views), list(zip(names, written, strict=True)))
+
+
+def _tensors(value: Any) -> Sequence[Tensor]:
+    if type(value) is Tensor or type(value) is Parameter:  # the usual ones
+        return (value,)
+    if value is None or isinstance(value, (bool, int, float)):
+        return ()
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not isinstance(leaf, FileTensor)]
 
 

@@ -79,16 +79,18 @@ CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3, "steps": 7}
 
 
 @pytest.mark.parametrize(
-    ("options", "uneven", "environment"),
-    [({}, False, {}), (CLIPPED, False, TWO_HOSTS), (CLIPPED, True, {})],
+    ("options", "uneven", "half", "environment"),
+    [({}, False, 0, {}), (CLIPPED, False, 1, TWO_HOSTS), (CLIPPED, True, None, {})],
     ids=["plain", "accumulated and clipped, on two hosts", "accumulated and clipped, uneven"],
 )
-def test_no_bit_changes(options: dict[str, Any], uneven: bool, environment: dict[str, str], tmp_path: Path) -> None:
+def test_no_bit_changes(
+    options: dict[str, Any], uneven: bool, half: int | None, environment: dict[str, str], tmp_path: Path
+) -> None:
     """Neither of weights nor of norms; and they are DDP's but for rounding."""
     files = folder_of(tmp_path)
 
     def run(rank: int) -> list[Any]:
-        found = same_as_without(files, lambda: Net(uneven=uneven), **options)
+        found = same_as_without(files, lambda: Net(uneven=uneven), half=half, **options)
         expected = whole(fit(0, None, Net(uneven=uneven), **options))
         assert all(near(weights, expected) for weights, _ in found)
         return found
@@ -127,7 +129,9 @@ def test_steps_whose_gradients_overflow_are_skipped(tmp_path: Path) -> None:
     files = folder_of(tmp_path)
 
     def run(rank: int) -> list[Any]:
-        found = same_as_without(files, Overflows, lambda: ZeroPrecision("16-mixed", scaler=LossScaler(init_scale=64.0)))
+        found = same_as_without(
+            files, Overflows, lambda: ZeroPrecision("16-mixed", scaler=LossScaler(init_scale=64.0)), half=1
+        )
         for weights, norms in found:
             assert all(bool(value.isfinite().all()) for name, value in weights.items() if "norm" not in name)
             assert len([norm for norm in norms if norm < float("inf")]) == 3
@@ -175,7 +179,7 @@ def test_loaders_that_end_earlier(tmp_path: Path) -> None:
 
     def run(rank: int) -> None:
         expected = {stage: train(rank, stage, None) for stage in (1, 2, 3)}
-        for stage, offload in policies(files):
+        for stage, offload in policies(files, 1):
             assert same(train(rank, stage, offload), expected[stage]), f"stage {stage}, {offload}"
 
     run_world(4, run, timeout=120)
@@ -183,6 +187,8 @@ def test_loaders_that_end_earlier(tmp_path: Path) -> None:
 
 LAYOUTS: list[tuple[int, Any, bool]] = [(1, 2, True), (3, 2, True), (2, 2, False), (3, None, True), (3, None, False)]
 """Of a run: the stage, ``shard_within``, and whether it offloads."""
+GO_ON: dict[int, tuple[int, ...]] = {0: (0, 1, 2, 4), 1: (0, 1, 3), 2: (0,), 3: (1,), 4: (1,)}
+"""By layout that has saved, those that go on from that: out of groups that offload to every other, and in from each."""
 
 
 def test_checkpoints_go_in_and_out(tmp_path: Path) -> None:
@@ -218,13 +224,13 @@ def test_checkpoints_go_in_and_out(tmp_path: Path) -> None:
             saved = train(layout, 1)
             saved.trainer.save_checkpoint(path)
             left.append(exact(saved))
-        for before, path, weights in zip(LAYOUTS[:2], paths, left, strict=False):
-            unbroken = exact(train(before, 2))
-            for layout, other in zip(LAYOUTS, paths, strict=True):
-                assert near(exact(train(layout, 2, path, seed=5)), unbroken, 1e-4), layout
-                if layout != before:
-                    assert near(exact(train(before, 2, other, seed=6)), unbroken, 1e-4), layout
-            assert same(load(before, path), weights)
+        unbroken = [exact(train(layout, 2)) for layout in LAYOUTS[:2]]
+        for before, path in enumerate(paths):
+            for layout in GO_ON[before]:
+                found = exact(train(LAYOUTS[layout], 2, path, seed=5))
+                assert near(found, unbroken[before if before < 2 else layout], 1e-4), (before, layout)
+        for layout, path, weights in zip(LAYOUTS[:2], paths, left, strict=False):
+            assert same(load(layout, path), weights)
 
     def fewer(rank: int) -> list[dict[str, Tensor]]:
         """Two ranks, each with a half of the batches: other numbers, so only what was saved is compared."""
@@ -250,11 +256,11 @@ def test_rounded_gradients(tmp_path: Path) -> None:
             trainer = make_trainer(
                 ZeroStrategy(stage, shard_within=2, offload=offload, **settings), accumulate_grad_batches=2
             )
-            trainer.fit(module, DataLoader(range(6), batch_size=None))  # type: ignore[arg-type]
+            trainer.fit(module, DataLoader(range(4), batch_size=None))  # type: ignore[arg-type]
         return whole(module), dict(trainer.strategy.engine.collectives.residuals)  # type: ignore[attr-defined]
 
     def run(rank: int) -> None:
-        exact = whole(fit(2, 2, Net(), accumulate_grad_batches=2, steps=6))
+        exact = whole(fit(2, 2, Net(), accumulate_grad_batches=2))
         for half, feedback in enumerate((False, True)):
             expected = {stage: train(feedback, stage, None) for stage in (1, 2, 3)}
             for stage, offload in policies(files, half):
