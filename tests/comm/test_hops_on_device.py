@@ -55,7 +55,7 @@ def fit(stage: Any, simulated: bool, **options: Any) -> Found:
     named = {name: options.pop(name) for name in ZERO if name in options}
     strategy, net = ZeroStrategy(stage, units=["Sequential"], **named), Net()
     plugin = ZeroPrecision(options.pop("precision", "32-true"))
-    with quiet(), simulated_device() if simulated else nullcontext():
+    with quiet(), simulated_device(traced="offload" in named) if simulated else nullcontext():
         make_trainer(strategy, plugins=plugin, **options).fit(net, DataLoader(range(4), batch_size=None))  # type: ignore[arg-type]
         wire = strategy.engine.collectives
         return Found(whole(net), net.norms, wire, {name: row.clone() for name, row in sorted(wire.residuals.items())})
@@ -130,7 +130,7 @@ def test_nothing_takes_hops_that_nobody_asked_for(per_host: str) -> None:
 
 def test_pieces_and_broadcasts_find_their_ranks() -> None:
     def run(rank: int) -> None:
-        with simulated_device():
+        with simulated_device(traced=False):
             wire = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU, Exchange(secondary_shards=True))
             order = [0, 2, 1, 3]
             assert wire.rank == order.index(rank)
@@ -151,7 +151,7 @@ def test_pieces_and_broadcasts_find_their_ranks() -> None:
 def test_runs_resume_to_the_bit(tmp_path: Path) -> None:
     def run(rank: int) -> None:
         path = str(tmp_path / "half.ckpt")
-        with quiet(), simulated_device():
+        with quiet(), simulated_device(traced=False):
 
             def train(epochs: int, ckpt_path: str | None = None) -> tuple[Any, Net]:
                 strategy, net = ZeroStrategy(2, units=["Sequential"], compression=INT4), Net()

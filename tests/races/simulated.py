@@ -24,7 +24,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from linecache import getline
 from pathlib import Path
@@ -357,8 +357,12 @@ class SimulatedThread:
 
 
 @contextmanager
-def simulated_device(quick: bool = False) -> Iterator[Recorder]:
-    """Let the package take the memory that it computes with for a CUDA device's, in this process and thread."""
+def simulated_device(quick: bool = False, traced: bool = True) -> Iterator[Recorder]:
+    """Let the package take the memory that it computes with for a CUDA device's, in this process and thread.
+
+    ``traced``: whether operators are looked at, which takes as long as the rest. Else only what the package takes lies
+    on the host, and nothing that is computed from that: not for what offloads.
+    """
     recorder = Recorder(quick)
     allocate = host._allocate
     numbers: dict[int, int] = {}  # of host memory, by address
@@ -387,7 +391,7 @@ def simulated_device(quick: bool = False) -> Iterator[Recorder]:
         for module in (transfers, files):
             patch.setattr(module, "is_on_host", recorder.is_on_host)
         patch.setattr(transfers, "fill_from", recorder.fill_from)
-        with recorder:
+        with recorder if traced else nullcontext():
             yield recorder
         gc.collect()
         recorder._sweep(whole=True)
