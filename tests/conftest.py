@@ -43,6 +43,7 @@ import lightning.pytorch  # noqa: E402, F401  (imported here once, inherited by 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
+import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook  # noqa: E402  (by DDPStrategy)
 from lightning.fabric.utilities import registry  # noqa: E402
 
 import lightning_zero  # noqa: E402
@@ -82,6 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is there by now stays: neither this process nor a rank that it forks looks through it for garbage again."""
+    if not torch.accelerator.is_available():  # its backward would begin to use it
+        forking.fit_once()
     gc.collect()
     gc.freeze()
     if len(session.items) > 500:  # a few forks take less than it does
