@@ -174,7 +174,7 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
     elif program == "torchrun":
         (text,) = (block.text for block in BLOCKS if block.text.count("class Classifier"))
         (tmp_path / "train.py").write_text(text, encoding="utf-8")
-        # As torchrun understands it, and in two ranks as it starts them; tests/strategy/test_launch.py starts torchrun.
+        # As torchrun understands it, and in two ranks as it starts them; tests/chaos/test_chaos.py starts torchrun.
         understood = torch.distributed.run.parse_args(arguments)
         run_forked(
             [understood.training_script, *understood.training_script_args],

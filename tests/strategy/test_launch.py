@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -24,7 +22,6 @@ from lightning_zero import HostOffload, ZeroStrategy, full_parameters
 from tests.helpers import launched
 from tests.helpers.script import run_forked
 from tests.helpers.training import quiet
-from tests.helpers.waiting import until
 from tests.helpers.world import _reserved_port, rank_environment, run_world, subprocess_env
 
 SCRIPT = str(Path(launched.__file__))
@@ -34,53 +31,11 @@ ABORTED = ("terminate called", "Fatal Python error", "Aborted", "Timeout (")
 Reports = dict[str, list[dict[str, Any]]]
 
 
-class Program(NamedTuple):
-    arguments: Sequence[str]
-    variables: dict[str, str]
-
-
-@contextlib.contextmanager
-def running(programs: Sequence[Program], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Programs side by side; whatever is left of them at the end is killed, with its children."""
-    processes = []
-    try:
-        for index, program in enumerate(programs):
-            with open(folder / f"{index}.log", "wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *program.arguments],
-                        cwd=folder,
-                        env=subprocess_env(DEADLINE=str(DEADLINE - 30), PYTHONFAULTHANDLER="1", **program.variables),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()  # torchrun's workers have sessions of their own, it ends them itself
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(5)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def launch(ways: Sequence[str], *programs: Program) -> Reports:
-    """Run to the end; every process must leave in good order. Reports by way, in rank order."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        complete = [Program([*p.arguments, SCRIPT, name, *ways], p.variables) for p in programs]
-        with running(complete, folder) as processes:
-            until(lambda: all(process.poll() is not None for process in processes), DEADLINE)
-            codes = [process.poll() for process in processes]
-        output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.log")))
-        assert codes == [0] * len(programs), f"exit codes {codes}\n{output[-8000:]}"
-        assert not [word for word in ABORTED if word in output], output[-8000:]
-        return {way: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{way}.*.json"))] for way in ways}
+def forked(ways: Sequence[str], folder: Path, ranks: Sequence[dict[str, str]]) -> Reports:
+    """Reports by way, in rank order, of programs that somebody started with these variables."""
+    told = run_forked([SCRIPT, str(folder), *ways], cwd=folder, timeout=DEADLINE, ranks=ranks)
+    assert not [word for word in ABORTED for output in told if word in output], told
+    return {way: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{way}.*.json"))] for way in ways}
 
 
 def check_two_ranks(reports: Reports, ways: dict[str, int]) -> None:
@@ -103,10 +58,10 @@ def check_two_ranks(reports: Reports, ways: dict[str, int]) -> None:
 # Launchers
 
 
-def test_own_launcher_and_every_way_to_ask_for_a_strategy() -> None:
+def test_own_launcher_and_every_way_to_ask_for_a_strategy(tmp_path: Path) -> None:
     """One command, ``python script.py``: the first Trainer starts the second process, the others find it."""
     ways = {"zero1": 1, "zero2": 2, "zero3": 3, "instance": 2, "yaml-name": 3, "yaml-class": 2}
-    reports = launch(list(ways), Program([], {"DEVICES": "2", "NODES": "1"}))
+    reports = forked(list(ways), tmp_path, [{"DEVICES": "2", "NODES": "1", "DEADLINE": str(DEADLINE - 30)}])
     check_two_ranks(reports, ways)
     for rank, report in enumerate(reports["zero1"]):
         assert report["environment"] == "LightningEnvironment"
@@ -116,19 +71,14 @@ def test_own_launcher_and_every_way_to_ask_for_a_strategy() -> None:
         assert reports[way][0]["shard_numel"] != reports["zero2"][0]["shard_numel"], way
 
 
-def test_torchrun_on_one_node() -> None:
+def test_one_node(tmp_path: Path) -> None:
+    """What torchrun tells two processes of one; tests/chaos/test_chaos.py starts torchrun."""
     with _reserved_port() as port:
-        torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-        reports = launch(["zero3"], Program(torchrun, {"DEVICES": "2", "NODES": "1"}))
+        common = {"DEVICES": "2", "NODES": "1", "DEADLINE": str(DEADLINE - 30)}
+        reports = forked(["zero3"], tmp_path, [{**rank_environment(i, 2, port), **common} for i in (0, 1)])
     check_two_ranks(reports, {"zero3": 3})
     assert [r["environment"] for r in reports["zero3"]] == ["TorchElasticEnvironment"] * 2
     assert [(r["local_rank"], r["node_rank"]) for r in reports["zero3"]] == [(0, 0), (1, 0)]
-
-
-def forked(ways: Sequence[str], folder: Path, ranks: Sequence[dict[str, str]]) -> Reports:
-    """As ``launch``, of programs that somebody started with these variables."""
-    run_forked([SCRIPT, str(folder), *ways], cwd=folder, timeout=DEADLINE, ranks=ranks)
-    return {way: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{way}.*.json"))] for way in ways}
 
 
 def test_two_nodes(tmp_path: Path) -> None:

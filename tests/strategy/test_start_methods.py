@@ -217,7 +217,7 @@ def test_fabric_gives_back_what_the_function_returns(tmp_path: Path) -> None:
     port = free_port()
     printed = run_forked([str(script), str(port)], cwd=tmp_path, timeout=280).stdout
     assert "all is well" in printed
-    # What Lightning's command line tells torchrun, done by forked ranks; tests/strategy/test_launch.py starts torchrun.
+    # What Lightning's command line tells torchrun, done by forked ranks; tests/chaos/test_chaos.py starts torchrun.
     told, environment = json.loads(printed.partition("told ")[2].splitlines()[0])
     understood = torch.distributed.run.parse_args(told)
     variables = {name: value for name, value in environment.items() if name.startswith("LT_")}
