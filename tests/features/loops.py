@@ -268,7 +268,7 @@ def twice(make: Make, folder: Path) -> Any:
 
 
 def out_of_time(make: Make, folder: Path) -> Any:
-    module, trainer = Net(), make_trainer(make(), max_epochs=-1, max_time=timedelta(seconds=1), max_steps=100_000)
+    module, trainer = Net(), make_trainer(make(), max_epochs=-1, max_time=timedelta(seconds=0.2), max_steps=100_000)
     trainer.fit(module, batches(4))
     assert 0 < trainer.global_step < 100_000
     return trainer.should_stop

@@ -26,7 +26,6 @@ def test_holds(feature: Feature, ranks: int) -> None:
 
 # Those in which ranks meet in other ways than in a step; `python -m tests.features --hosts` plays all.
 ACROSS_HOSTS: list[tuple[str, dict[str, Any]]] = [
-    ("`EMAWeightAveraging`", {}),
     ("`EMAWeightAveraging`", {"shard_within": 2}),
     ("`StochasticWeightAveraging`", {}),
     ("resuming in mid-epoch, hooks, hyperparameters", {"checkpoint": CheckpointPolicy(async_save=True)}),

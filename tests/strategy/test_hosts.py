@@ -36,6 +36,7 @@ from tests.strategy.test_shard_within import Fails, Looks, Net, fit, same, whole
 pytestmark = pytest.mark.usefixtures("one_host")
 
 STAGES = (1, 2, 3)
+CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 CPU = torch.device("cpu")
 
 
@@ -55,11 +56,10 @@ def of_two_hosts(module: Net) -> bool:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}],
-    ids=["plain", "accumulated", "clipped"],
+    ("options", "uneven"),
+    [({}, False), ({"accumulate_grad_batches": 2}, True), (CLIPPED, False), (CLIPPED, True)],
+    ids=["plain", "accumulated, uneven", "clipped", "clipped, uneven"],
 )
-@pytest.mark.parametrize("uneven", [False, True])
 def test_numbers_are_those_of_one_host(options: dict[str, Any], uneven: bool) -> None:
     """Norms too. With ``uneven``, ranks of one host use a block that those of the other one do not."""
 

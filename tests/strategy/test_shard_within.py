@@ -33,6 +33,7 @@ from tests.helpers.world import WorldError, run_world
 
 WIDTH = 24
 STEPS = 4
+CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 
 
 class Net(pl.LightningModule):
@@ -103,11 +104,10 @@ def near(first: dict[str, Tensor], second: dict[str, Tensor], tolerance: float =
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}],
-    ids=["plain", "accumulated", "clipped"],
+    ("options", "uneven"),
+    [({}, False), ({}, True), ({"accumulate_grad_batches": 2}, True), (CLIPPED, False), (CLIPPED, True)],
+    ids=["plain", "uneven", "accumulated, uneven", "clipped", "clipped, uneven"],
 )
-@pytest.mark.parametrize("uneven", [False, True])
 def test_numbers_are_those_of_ddp(options: dict[str, Any], uneven: bool) -> None:
     """All ranks have one model, whatever their seeds; stages agree bit for bit, and with DDP but for rounding."""
 
