@@ -6,12 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.helpers.world import ROOT, subprocess_env
+from tests.helpers.script import ROOT, start_forked
+from tests.helpers.waiting import until
 
 __all__ = ["Orphans", "run_program"]
 
@@ -43,17 +42,19 @@ class Orphans:
 
 
 def run_program(arguments: Sequence[str], log: Path, seconds: float = 120) -> int:
-    """Run ``python *arguments`` to its end, whatever its children do. Returns its exit code."""
-    with open(log, "ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=ROOT, env=subprocess_env(), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=output, start_new_session=True,
-        )  # fmt: skip
-        try:
-            return process.wait(seconds)
-        finally:
-            process.kill()
-            process.wait()
+    """Run ``python *arguments`` to its end, whatever its children do. Returns its exit code.
+
+    It is forked, and need not import torch; what it starts itself is fresh.
+    """
+    pid, ended, status = start_forked(arguments, ROOT, [log, log]), 0, 0
+
+    def has_ended() -> bool:
+        nonlocal ended, status
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return ended == pid
+
+    assert until(has_ended, seconds), log.read_text()  # what is left is killed as an orphan
+    return os.waitstatus_to_exitcode(status)
 
 
 def _children() -> list[int]:

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.helpers.world import ROOT, free_port, rank_environment, subprocess_env
 
-__all__ = ["ROOT", "Finished", "run_forked", "run_script"]
+__all__ = ["ROOT", "Finished", "run_forked", "run_script", "start_forked"]
 
 
 class Finished(NamedTuple):
@@ -81,11 +81,7 @@ def run_forked(
             port = free_port()
             ranks = [rank_environment(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
         for variables in ranks:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12+: fork of a process with threads
-                pids.append(os.fork())
-            if pids[-1] == 0:
-                _be_a_program(arguments, cwd, outputs, variables)
+            pids.append(start_forked(arguments, cwd, outputs, variables))
         deadline = time.monotonic() + timeout
         try:
             while len(codes) < len(ranks) and not any(codes.values()) and time.monotonic() < deadline:
@@ -103,6 +99,18 @@ def run_forked(
         stdout, stderr = (path.read_text(errors="replace") for path in outputs)
     returncode = next(filter(None, codes.values()), 0)
     return _judge(arguments, stdout, stderr, None if in_time else timeout, returncode, code)
+
+
+def start_forked(
+    arguments: Sequence[str], cwd: Path, outputs: Sequence[Path], variables: Mapping[str, str] | None = None
+) -> int:
+    """Start one process as ``run_forked`` does, in a group of its own; ``outputs`` are of both streams."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12+: fork of a process with threads
+        pid = os.fork()
+    if pid == 0:
+        _be_a_program(arguments, cwd, outputs, variables or {})
+    return pid
 
 
 def _environment() -> dict[str, str]:
