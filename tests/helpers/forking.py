@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def fit_once() -> None:
 
     Each fork would find it out for itself, which is a quarter of what a world with a short fit takes.
     """
+    logging.disable()  # what Lightning advises
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
@@ -65,3 +67,4 @@ def fit_once() -> None:
         )  # fmt: skip
         data: Any = DataLoader(range(2))  # type: ignore[arg-type]
         trainer.fit(_Net(), data, data)
+    logging.disable(logging.NOTSET)

@@ -31,7 +31,7 @@ RUNGS = ("pure", "world", "script", "timing")
 # A function that uses one of these names needs the rung.
 _MARKS = {
     "world": {"run_world", "fork", "init_process_group", "multiprocessing"},
-    "script": {"run_script", "run_forked", "subprocess", "Popen"},
+    "script": {"run_script", "run_forked", "start_forked", "subprocess", "Popen"},
     "timing": {"monotonic", "perf_counter", "process_time", "thread_time"},
 }
 
