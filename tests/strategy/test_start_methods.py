@@ -11,12 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.run
 
 from lightning_zero import ZeroStrategy
-from tests.helpers.script import ROOT, run_forked
-from tests.helpers.world import free_port, rank_environment, subprocess_env
+from tests.helpers.script import ROOT, run_script
+from tests.helpers.world import free_port, subprocess_env
 
 PROGRAM = """
 import sys
@@ -99,14 +97,12 @@ if __name__ == "__main__":
 """
 
 FABRIC = """
-import json
 import os
 import sys
 from argparse import Namespace
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed.run
 from lightning.fabric import Fabric
 from lightning.fabric.cli import main
 from lightning.fabric.strategies import DDPStrategy
@@ -174,7 +170,6 @@ if __name__ == "__main__" and "LT_CLI_USED" in os.environ:
     if fabric.global_rank == 0:
         torch.save(found, "found")
 elif __name__ == "__main__":
-    sys.modules["__mp_main__"] = sys.modules["__main__"]  # as in an interpreter that has imported nothing before
     expected = launched(DDPStrategy(start_method="fork"), as_numbers, Net())
     for method, stage in ("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 3):
         strategy = ZeroFabricStrategy(stage, start_method=method)
@@ -194,13 +189,12 @@ elif __name__ == "__main__":
     refused("`.launch()` needs to be called with a function", fabric.launch)
     refused("The strategy is not set up in this process", fabric.setup, Net())
 
-    torch.save(expected, "expected")
-    torch.distributed.run.main = lambda arguments: print("told", json.dumps([arguments, dict(os.environ)]))
     os.environ["LT_STRATEGY"] = "zero3"  # what --strategy does, for names that Lightning's command line does not know
     main(Namespace(
         accelerator="cpu", strategy=None, devices="2", num_nodes=1, node_rank=0, main_address="127.0.0.1",
         main_port=int(sys.argv[1]), precision=None, script=__file__,
     ))
+    assert torch.load("found", weights_only=False) == expected
     print("all is well")
 """
 
@@ -208,23 +202,13 @@ elif __name__ == "__main__":
 def test_weights_and_metrics_come_back(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    assert "all is well" in run_forked([str(script), str(tmp_path)], cwd=tmp_path, timeout=280).stdout
+    assert "all is well" in run_script([str(script), str(tmp_path)], cwd=tmp_path, timeout=280).stdout
 
 
 def test_fabric_gives_back_what_the_function_returns(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FABRIC)
-    port = free_port()
-    printed = run_forked([str(script), str(port)], cwd=tmp_path, timeout=280).stdout
-    assert "all is well" in printed
-    # What Lightning's command line tells torchrun, done by forked ranks; tests/chaos/test_chaos.py starts torchrun.
-    told, environment = json.loads(printed.partition("told ")[2].splitlines()[0])
-    understood = torch.distributed.run.parse_args(told)
-    variables = {name: value for name, value in environment.items() if name.startswith("LT_")}
-    ranks = [{**rank_environment(rank, 2, port), **variables} for rank in range(int(understood.nproc_per_node))]
-    run_forked([understood.training_script, *understood.training_script_args], cwd=tmp_path, ranks=ranks)
-    found, expected = (torch.load(tmp_path / name, weights_only=False) for name in ("found", "expected"))
-    assert found == expected
+    assert "all is well" in run_script([str(script), str(free_port())], cwd=tmp_path, timeout=280).stdout
 
 
 def test_in_a_notebook(tmp_path: Path) -> None:
