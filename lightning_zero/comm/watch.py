@@ -47,8 +47,7 @@ ANY_AGREEMENT = "the agreement with the other ranks"
 
 passed_on: dict[str, int] = {}
 """How many transfers of a kind this rank has left to threads that need all other ranks', by the kind's name."""
-LOOK_SECONDS = 1.0
-"""In a wait, after which it looks whether there is a verdict."""
+LOOK_SECONDS = 1.0  # in a wait, after which it looks whether there is a verdict
 _TICK_SECONDS = 0.5
 _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
@@ -78,10 +77,7 @@ class Wait(NamedTuple):
 
 
 def watch_ranks() -> Watch | None:
-    """Watch the ranks of the default group from this thread's process on, once per default group. Not collective.
-
-    A run of its own begins with ``Watch.begins_anew``, once on each rank: they all count runs.
-    """
+    """Watch the ranks of the default group from this thread's process on, once per default group. Not collective."""
     global _WATCH
     world = dist.group.WORLD
     if _WATCH is not None and _WATCH.group() is not world:
@@ -133,12 +129,11 @@ class Watch:
         """Tell the others of an error that ends this rank's run: it comes to no collective of that any more. Local."""
         if not self._running:  # others may have begun this run
             self._runs, self._running = self._runs + 1, True
-        text = str(error).splitlines() or [""]
-        self._failure = f"{type(error).__name__}: {text[0]}"[:500]
+        self._failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:500]
         self._tell_quietly()
 
     def begins_anew(self) -> None:
-        """Take part in another run. Local."""
+        """Take part in another run, which each rank counts once. Local."""
         failed, self._failure = self._failure, ""
         self._runs, self._running = self._runs + 1, True
         with contextlib.suppress(RuntimeError):  # who has failed has not waited, and may not know of it yet
