@@ -79,6 +79,9 @@ class Heap:
         padded = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._taking:
             offset = self._take(padded, _HUGE_NBYTES if padded >= _HUGE_NBYTES else mmap.PAGESIZE)
+        if padded >= _HUGE_NBYTES:
+            with contextlib.suppress(OSError, AttributeError):  # only ever advice, which some systems wait for
+                self._memory.madvise(mmap.MADV_HUGEPAGE, offset, padded)
         self._collapse(offset, padded)
         owner = (ctypes.c_ubyte * nbytes).from_buffer(self._memory.bytes, offset)  # held by the tensor
         weakref.finalize(owner, self._give_back, offset, padded).atexit = False  # the end of the process does it
@@ -145,8 +148,6 @@ class Heap:
         begin, end = -(-offset // _HUGE_NBYTES) * _HUGE_NBYTES, (offset + nbytes) // _HUGE_NBYTES * _HUGE_NBYTES
         if begin >= end or not self._collapses:
             return
-        with contextlib.suppress(OSError, AttributeError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
         for place in range(begin, end, _HUGE_NBYTES):
             self._memory.bytes[place] = 0
         try:
