@@ -110,6 +110,11 @@ def test_copies_to_the_host_run_beside_computing() -> None:
     assert hidden > 0.7 * min(found["copy"], found["compute"]), found
 
 
+def test_the_program_about_overlap_runs_on_the_cpu() -> None:
+    (found,) = run_on("cpu", "overlap")
+    assert all(milliseconds > 0 for milliseconds in found.values())
+
+
 @needs_gpu
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
