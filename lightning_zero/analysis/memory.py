@@ -210,7 +210,7 @@ def expected_memory(
     fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
     # The owner of a whole parameter keeps a copy of it, with its state.
     whole = sum(nbytes for owner, nbytes in _owners(plan, stepped) if owner == rank) if optimizer.whole else 0
-    gradient_slots = _gradient_slots(plan) * training
+    slots, gradient_slots = sum(slot.nbytes for slot in plan.slots), _gradient_slots(plan) * training
     lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
     rest = Memory(
         parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in plan.layouts) if replicated else 0,
@@ -226,7 +226,7 @@ def expected_memory(
         return rest
     missing, raw = _backward_nbytes(plan, accelerator)
     last = replace(rest, gradient_slots=gradient_slots + _leaving_nbytes(plan) * accelerator)  # parameters have gone
-    backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=_slots(plan) + fetched)
+    backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=slots + fetched)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
@@ -334,19 +334,8 @@ def _parts(spec: ParameterSpec, layout: FlatLayout, held: bool, accelerator: boo
     return nbytes, 0 if held else nbytes, nbytes * (max(spec.parts, 1 + accelerator) - 1)  # of an embedding's only rows
 
 
-def _slots(plan: Plan) -> int:
-    """Bytes of slots for parameters in a step. A world of one computes with all units but the root in their shards."""
-    units = [unit for unit in plan.units if unit.index != plan.root and unit.layouts]
-    layouts = [layout for unit in units for layout in unit.layouts]
-    alone = plan.group_size == 1 and len(layouts) == len(units)
-    if alone and all(la.dtype == la.compute_dtype and not plan.rest_of(la).offloaded for la in layouts):
-        kept = {unit.slot for unit in plan.units if unit.index == plan.root}
-        return sum(slot.nbytes for slot in plan.slots if slot.index in kept)
-    return sum(slot.nbytes for slot in plan.slots)
-
-
 def _gradient_slots(plan: Plan) -> int:
-    """The same for gradients, which a world of one collects where they are to be."""
+    """Bytes of slots for gradients in a step. A world of one collects gradients where they are to be."""
     layouts = plan.trainable_layouts
     if plan.group_size == 1 and all(la.dtype == la.reduce_dtype and not plan.rest_of(la).offloaded for la in layouts):
         return 0

@@ -79,8 +79,7 @@ class Activations:
     def _find_standing(self) -> frozenset[int]:
         """Memory that stays whatever autograd saves of it: weights where they are computed with, and buffers."""
         tensors = [buffer for unit in self._engine.units if isinstance(unit, ReplicatedUnit) for buffer in unit.buffers]
-        sharded = [unit for unit in self._engine.units if isinstance(unit, ShardedUnit)]
-        tensors += [slot.buffer for unit in sharded for slot in (unit.home, unit.own) if slot is not None]
+        tensors += [unit.home.buffer for unit in self._engine.units if isinstance(unit, ShardedUnit)]
         module = self._engine.module
         tensors += [get_data(tensor) for tensor in (*module.parameters(), *module.buffers())]
         return frozenset(storage_key(tensor) for tensor in tensors if type(tensor) is Tensor)

@@ -236,6 +236,9 @@ def build_reducer(
     device = tiers.device
     tiers.transfers.reserve(STAGING_BUFFERS, *plan.staging_nbytes)
     rings = [Slot(collectives.allocate(slot.nbytes, torch.uint8, device)) for slot in plan.gradient_slots]
+    if collectives.world_size == 1:  # it collects where gradients are to be; what it needs after all it occupies
+        for slot in rings:
+            slot.vacate(collectives)
     collecting_apart = plan.collecting_apart()
     buckets: list[GradientBucket] = []
     slots: list[Slot | None] = []

@@ -24,6 +24,7 @@ __all__ = [
     "Piece",
     "Round",
     "deal_out",
+    "limit_bucket",
     "make_buckets",
     "make_pieces",
     "plan_rounds",
@@ -36,7 +37,23 @@ PIECE_NBYTES = 4 * 2**20
 ROUND_NBYTES = 64 * 2**20
 """Bytes that one all-to-all takes from, or gives to, one rank at most."""
 
+BUCKETS_OF_A_MODEL = 8
+"""How many buckets a model has at least, so that most are reduced beside the backward. Twice as many where gradients
+are sharded: two of them may be in memory beside the shards."""
+
+LEAST_BUCKET_NBYTES = 2**20
+"""Which a bucket may have even so: smaller ones take the time of their calls."""
+
 # ------------------------------------------------------------------------------------------------------------ gradients
+
+
+def limit_bucket(parameters: Sequence[ParameterSpec], nbytes: int, dtypes: DtypeRules, beside: bool) -> int:
+    """Bytes of the reduce dtype that a bucket of this model may have, at most ``nbytes``.
+
+    ``beside``: two of them may be in memory beside the shards of gradients.
+    """
+    whole = sum(spec.numel * dtypes.reduce(spec).itemsize for spec in parameters if spec.trainable)
+    return min(nbytes, max(LEAST_BUCKET_NBYTES, whole // (2 * BUCKETS_OF_A_MODEL if beside else BUCKETS_OF_A_MODEL)))
 
 
 def make_buckets(

@@ -102,6 +102,10 @@ class DtypeRules:
         """The dtype of the buffer that the module computes with."""
         return spec.dtype if spec.name in self.keep else _narrowed(spec.dtype, self.param_dtype)
 
+    def narrows(self, spec: ParameterSpec) -> bool:
+        """Whether the module computes with a copy of another dtype."""
+        return self.compute(spec) != spec.dtype
+
     def reduce(self, spec: ParameterSpec) -> torch.dtype:
         """The dtype of the gradient bucket; the compute dtype for a frozen parameter, which has none."""
         return _narrowed(spec.dtype, self.reduce_dtype) if spec.trainable else self.compute(spec)

@@ -23,6 +23,7 @@ from torch import nn
 from lightning_zero.config import (
     Offload,
     Placement,
+    Residence,
     Tier,
     check_whole,
     validate_bucket_mib,
@@ -31,7 +32,7 @@ from lightning_zero.config import (
     validate_units,
 )
 from lightning_zero.errors import some
-from lightning_zero.plan.buckets import BufferSpec, make_buckets, sent_buffers
+from lightning_zero.plan.buckets import BufferSpec, limit_bucket, make_buckets, sent_buffers
 from lightning_zero.plan.layout import (
     ALIGNMENT,
     PAGE_NBYTES,
@@ -56,13 +57,6 @@ are added to others, and weights that are cast."""
 
 CAST_NBYTES = 16 * 2**20
 """Bytes of weights that are cast at a time on their way to an accelerator."""
-
-BUCKETS_OF_A_MODEL = 8
-"""How many buckets a model has at least, so that most are reduced beside the backward. Twice as many where gradients
-are sharded: two of them may be in memory beside the shards."""
-
-LEAST_BUCKET_NBYTES = 2**20
-"""Which a bucket may have even so: smaller ones take the time of their calls."""
 
 AnyPlan = TypeVar("AnyPlan", bound="Plan")
 
@@ -324,7 +318,7 @@ class Plan:
 
         Args:
             module: the root; may be on the meta device.
-            placement: what is sharded; None: that of ``stage``.
+            placement: what is sharded; None: that of ``stage``. One rank alone may keep parameters whole all the same.
             stage: used only if ``placement`` is None.
             world_size: of all ranks.
             units: class names whose modules become units; None: found automatically. Checked in every stage.
@@ -341,17 +335,17 @@ class Plan:
         """
         check_whole("world_size", world_size, least=1, unit="ranks")
         bucket_nbytes = max(int(validate_bucket_mib(bucket_mib) * 2**20), 1)
-        chosen = placement if placement is not None else Placement.from_stage(stage)
         tree = ModuleTree(module)
         validate_prefetch(prefetch)
         refuse_modules(module, world_size)
         keep = tree.in_batch_norm() | names_inside(tree, full_precision)
         dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=keep)
-        if chosen.shards_parameters:
-            specs = find_units(tree, validate_units(units))
-        else:
-            find_named(tree, validate_units(units) or ())  # a name that nothing has is a mistake in every stage
-            specs = _buckets(tree, bucket_nbytes, dtypes, beside=chosen.shards_gradients)
+        chosen = placement if placement is not None else Placement.from_stage(stage)
+        alone = offload is None and (chosen.span or world_size) == 1
+        if alone and not any(dtypes.narrows(held.spec) for held in tree.parameters):
+            # Its shard is the whole, and what the module computes with: no slot, no gather, no hook around a unit.
+            chosen = replace(chosen, parameters=Residence.REPLICATED)
+        specs = _specs(tree, chosen, units, bucket_nbytes, dtypes)
         laid_out, slots, gradient_slots = _lay_out(specs, chosen, chosen.span or world_size, dtypes, prefetch)
         return cls(
             placement=chosen,
@@ -366,11 +360,16 @@ class Plan:
         )
 
 
-def _buckets(tree: ModuleTree, nbytes: int, dtypes: DtypeRules, beside: bool) -> tuple[UnitSpec, ...]:
-    """``beside``: two of them have memory beside the shards."""
-    whole = sum(h.spec.numel * dtypes.reduce(h.spec).itemsize for h in tree.parameters if h.spec.trainable)
-    nbytes = min(nbytes, max(LEAST_BUCKET_NBYTES, whole // (2 * BUCKETS_OF_A_MODEL if beside else BUCKETS_OF_A_MODEL)))
-    buckets = make_buckets([held.spec for held in tree.parameters], nbytes, dtypes)
+def _specs(
+    tree: ModuleTree, placement: Placement, units: Sequence[str] | None, bucket_nbytes: int, dtypes: DtypeRules
+) -> tuple[UnitSpec, ...]:
+    """Units of modules, or buckets where parameters are replicated."""
+    if placement.shards_parameters:
+        return find_units(tree, validate_units(units))
+    find_named(tree, validate_units(units) or ())  # a name that nothing has is a mistake in every stage
+    parameters = [held.spec for held in tree.parameters]
+    limit = limit_bucket(parameters, bucket_nbytes, dtypes, beside=placement.shards_gradients)
+    buckets = make_buckets(parameters, limit, dtypes)
     return tuple(UnitSpec(f"bucket {index}", bucket, 0, ()) for index, bucket in enumerate(buckets))
 
 

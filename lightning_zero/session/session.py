@@ -206,7 +206,7 @@ class ZeroSession:
     def begin(self, training: bool) -> None:
         """Send rank 0's buffers, and make what training needs ready. Collective: every rank, after ``shard``."""
         engine = self.engine
-        if engine.collectives.rounds_weights and not self.settings.placement.shards_parameters:
+        if engine.collectives.rounds_weights and not engine.plan.placement.shards_parameters:
             engine.masters_changed(range(len(engine.units)))  # what is computed with is rounded from the first batch on
         self._buffers = BufferBroadcast(engine, fitting=training, enabled=self.settings.broadcast_buffers)
         if training:
@@ -301,7 +301,7 @@ class ZeroSession:
                 engine.before_optimizer_step,
                 engine.after_optimizer_step,
                 engine.access.writes.note,
-                writable=writable and not self.settings.placement.shards_parameters,
+                writable=writable and not engine.plan.placement.shards_parameters,
                 offload=steps,
             )
         engine.listeners = [adapter.masters_changed for adapter in self._adapters.values()]

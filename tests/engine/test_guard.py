@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from lightning_zero import HostOffload
 from lightning_zero._torch import top_saved_tensor_hooks
 from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
@@ -32,7 +33,8 @@ class World:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
         self.values = [linear.weight.detach().clone() for linear in self.module]
-        plan = build_plan(self.module, stage=3, world_size=1, units=["Linear"], prefetch=0)
+        offload = HostOffload(optimizer=False, parameters=True)  # without it one rank would keep whole parameters
+        plan = build_plan(self.module, stage=3, world_size=1, units=["Linear"], prefetch=0, offload=offload)
         self.wire = LocalCollectives()
         built = UnitBuilder(
             self.module, plan, self.wire, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import build_plan
+from lightning_zero import HostOffload, build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
@@ -45,7 +45,8 @@ MOVES: dict[str, dict[UnitState, UnitState | None]] = {
 
 def unit_in(state: UnitState) -> ShardedUnit:
     module = nn.ModuleDict({"block": nn.Linear(4, 4)})
-    plan = build_plan(module, stage=3, world_size=1, units=["Linear"])
+    offload = HostOffload(optimizer=False, parameters=True)  # without it one rank would keep whole parameters
+    plan = build_plan(module, stage=3, world_size=1, units=["Linear"], offload=offload)
     builder = UnitBuilder(module, plan, WIRE, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None)
     unit = next(unit for unit in builder.build() if unit.name == "block")
     assert isinstance(unit, ShardedUnit)

@@ -130,9 +130,6 @@ SPARE = {
     _ARRIVES + "engine/units/sharded.py wait < engine/units/sharded.py release": (
         "a later gather on the same stream is waited for; but memory that is none of the slots is given up here"
     ),
-    "wait in engine/units/sharded.py launch: streams.wait(masters)": (
-        "a rank that is alone computes where it steps, unless the user steps on another stream"
-    ),
     _ARRIVES + "comm/hierarchical.py within": _HOPS,
     _ARRIVES + "comm/hierarchical.py between": _HOPS,
     _ARRIVES + "comm/native.py _followed": _HOPS,

@@ -241,6 +241,43 @@ def test_groups_by_ndim_are_what_the_model_says(stage: int) -> None:
     assert run_world(2, run, timeout=TIMEOUT) == [[], []]
 
 
+class Clipped(Module):
+    """Weights that user code clips between steps, where they are; each step on whole matrices and on slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if p.ndim < 2]
+        return [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(rest, lr=0.1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.02, 0.02)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_steps_on_what_user_code_has_written_between_steps(stage: int) -> None:
+    def run(rank: int) -> list[str]:
+        plain, module = Clipped(), Clipped()
+        with quiet():
+            make_trainer("auto").fit(plain, DataLoader(range(5), batch_size=None))
+        fit(module, stage, batches=5)
+        found = whole(module)
+        return [name for name, parameter in plain.named_parameters() if not torch.equal(found[name], parameter)]
+
+    assert run_world(1, run, timeout=TIMEOUT) == [[]]
+
+
 # ------------------------------------------------------------------------------------------------------------ precision
 
 

@@ -46,7 +46,7 @@ class SlotView(NamedTuple):
     unit: ShardedUnit
     version: int  # the weights it showed
     view: Tensor  # of ``slot``, without a graph. Its values are the unit's whenever that is there
-    slot: Slot  # the unit's home, or its own shard
+    slot: Slot  # the unit's home
     writes: int  # how often user code had written to the parameter; -1 where the view cannot tell
 
 
@@ -152,7 +152,7 @@ class SavedTensorGuard:
             if slot is None and outer and outer[-1] is None:
                 version = tensor._version
                 return (tensor, version) if version else tensor  # no tuple: less for the collector
-            if slot is not None and type(unit := slot.owner) is ShardedUnit and (slot is unit.home or slot is unit.own):
+            if slot is not None and type(unit := slot.owner) is ShardedUnit and slot is unit.home:
                 key = unit.index, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
                 view = slot.views.get(key)
                 view = slot.save(key, tensor) if view is None else view
@@ -177,7 +177,7 @@ class SavedTensorGuard:
         slot = self._slots.get(storage_key(tensor))
         if slot is not None and isinstance(slot.owner, ShardedUnit):
             unit = slot.owner
-            if slot is unit.home or slot is unit.own:
+            if slot is unit.home:
                 key = unit.index, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
                 view = slot.views[key] if key in slot.views else slot.save(key, tensor)
                 return _new(SlotView, (unit, unit.version, view, slot, tensor._version))

@@ -181,13 +181,9 @@ class UnitOrder:
     def set_apart(self, units: Sequence[int]) -> None:
         """Note that these units have slots of their own now. Between phases; the same call on every rank."""
         self.forget(units)
-        self.record_anew("")
+        self._recorded = {}
         for unit in units:
             self._slots[unit] = -2 - unit
-
-    def record_anew(self, beginning: str) -> None:
-        """Forget the orders of phases whose names begin so. The same call on every rank."""
-        self._recorded = {name: order for name, order in self._recorded.items() if not name.startswith(beginning)}
 
     def abandon(self) -> None:
         """Drop the phase after an error; recorded orders stay."""

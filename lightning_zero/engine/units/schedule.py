@@ -12,13 +12,6 @@ next. The system counts who holds a slot's memory, and what the engine and autog
 weights come there, memory that somebody else holds too is left to them, and the slot gets fresh memory. Once the
 weights have changed, what is left of the old ones is filled with NaN: nobody can make it show the new ones.
 
-[Note: a world of one]
-One rank's shard is the whole unit, so nothing has to be gathered: once an order is known, a unit computes in its shard
-as it lies there. An order is still recorded in a slot, because a shard cannot be filled with NaN. All units do so or
-none: what is left in a slot since then, such as a view that a user's own saved-tensor hooks kept, has to stay NaN. The
-root never leaves its slot: in a step no guard is around what uses it, so what autograd saved of it in a forward with a
-known order has to be valid in a backward without one, and the other way round.
-
 [Note: a unit that stays]
 User code may compute with a parameter while nothing of its unit runs (``F.linear(x, self.blocks[0].weight)``, or a
 penalty on it). Then the unit is gathered there and then, into a slot of its own, and stays until the phase ends. The
@@ -135,20 +128,13 @@ class UnitSchedule:
         self._left: list[tuple[WeakStorage, ShardedUnit]] = []  # the user's memory now, and whose weights it has
         self._looks = _LOOKS
         self._thread = 0  # which runs the phase
-        self._whole = self._in_their_shards() if collectives.world_size == 1 and fetcher is None else ()
-        slots = [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units]
-        for unit in self._whole:
-            slots[unit.index] = -2 - unit.index  # where an order is replayed nobody else computes there
-            if unit.own is not None:
-                self.guard.watch(unit.own)
-                self._permanent.add(unit.own.key)
         self._order = UnitOrder(
             agreement,
-            slots,
+            [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units],
             self._issue,
             self._resident,
             self._may_take,
-            0 if self._whole else plan.prefetch,  # nothing is sent
+            plan.prefetch,
             None if fetcher is None else lambda index: fetcher.ahead(self._at[index].sources),
         )
 
@@ -168,13 +154,6 @@ class UnitSchedule:
             return
         self._order.open(name, place)
         self.gathered, self._amid = False, amid
-        if self._whole and self._order.recording:
-            for unit in self._whole:
-                if not unit.pins:
-                    unit.release()
-            self._order.forget([unit.index for unit in self._whole])
-            if name.startswith("forward"):  # its backward has to find the slots filled again: that is all new, too
-                self._order.record_anew("backward")
         self._changed()
         self._thread = threading.get_ident()
         for unit in (*self._staying, *self._joined):
@@ -258,7 +237,7 @@ class UnitSchedule:
                     return
                 self._part(unit.home)
             unit.poison(self._streams)
-        elif unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
+        elif unit.storage is not None and unit.storage is not unit.home:
             if unit.storage.key not in self._permanent:  # the home of others by now, if it is
                 self._left.append((WeakStorage(unit.storage.buffer), unit))
             unit.release()
@@ -342,7 +321,7 @@ class UnitSchedule:
     def _set_apart(self, unit: ShardedUnit) -> None:
         """Give a unit a slot of its own."""
         slot = Slot.allocate(unit.home.buffer.numel(), unit.home.buffer.device)
-        unit.move(slot)
+        unit.rehouse(slot)
         self.guard.watch(slot)
         self._permanent.add(slot.key)
 
@@ -358,7 +337,6 @@ class UnitSchedule:
                 self._set_apart(unit)
         self._staying += joining
         self._joined = {unit: name for unit, name in self._joined.items() if unit not in self._staying}
-        self._whole = tuple(unit for unit in self._whole if unit not in self._staying)
         if joining:
             self._order.set_apart([unit.index for unit in joining])
             self.stayed()
@@ -371,15 +349,6 @@ class UnitSchedule:
                 stacklevel=2,
             )
         return bool(joining)
-
-    def _in_their_shards(self) -> tuple[ShardedUnit, ...]:
-        """See [Note: a world of one]. The root stays in its slot: what is saved of it is not guarded."""
-        units = tuple(unit for unit in self.sharded if unit is not self.root and unit.flats)
-        if not all(unit.fits_in_shard for unit in units):
-            return ()
-        for unit in units:
-            unit.stay_in_shard()
-        return units
 
     def _part(self, slot: Slot) -> None:
         """Leave a slot's memory to tensors of the user's. See [Note: memory that user code shares]."""
@@ -424,9 +393,9 @@ class UnitSchedule:
             self._version |= 1
         where = self._collectives, self._streams, self._masters, self._fetcher
         with self._spans.of(Phase.GATHER, unit.name, unit.nbytes) if self._spans.heard else _NOTHING:
-            failure = unit.launch(*where, not self._order.recording, None if self._amid and stays else self._version)
+            failure = unit.launch(*where, None if self._amid and stays else self._version)
         self._failure = self._failure or failure
-        if unit.storage is not None and unit.storage is not unit.home and unit.storage is not unit.own:
+        if unit.storage is not None and unit.storage is not unit.home:
             self.guard.watch(unit.storage)
 
     def _resident(self, index: int) -> bool:

@@ -21,7 +21,7 @@ from lightning_zero.errors import OffloadError, ParameterAccessError
 from lightning_zero.plan import FlatLayout, UnitPlan, pack
 from lightning_zero.shards.binding import Bound, hide, show
 from lightning_zero.shards.flat import FlatParameters
-from lightning_zero.storage.file_tensor import FileTensor, fill_from
+from lightning_zero.storage.file_tensor import fill_from
 from lightning_zero.storage.transfers import Fetcher
 
 __all__ = ["ShardedUnit", "Slot", "UnitState", "carve"]
@@ -118,7 +118,7 @@ class ShardedUnit(Unit):
         self.holders: list[tuple[dict[str, Any], str, str, nn.Parameter]] = []
         """Where each parameter is an attribute: the module's ``vars``, the name there, and the full one."""
         self.state = UnitState.SHARDED
-        self.storage: Slot | None = None  # where the full parameters are: home, own, or memory for this once
+        self.storage: Slot | None = None  # where the full parameters are: home, or memory for this once
         self.pins = 0
         self.kept = False
         """Whether it holds on to its storage until the phase ends, because user code wrote there."""
@@ -135,9 +135,6 @@ class ShardedUnit(Unit):
         self._views = self.home_views
         self.filled_at = -1  # version of the weights in storage
         self._scratch: Slot | None = None
-        self.own: Slot | None = None
-        """This rank's shard, where it is the whole unit and can be computed with as it lies."""
-        self._own_views: list[Bound] = []
 
     @property
     def memory(self) -> Sequence[Tensor]:
@@ -147,29 +144,6 @@ class ShardedUnit(Unit):
         if self.resident:
             self.wait()
             yield from ((parameter, view) for parameter, view, _ in self._views)
-
-    @property
-    def fits_in_shard(self) -> bool:
-        """Whether this rank's shard is what the slot would hold, and where autograd's views of both mean the same."""
-        if len(self.sources) != 1 or isinstance(self.sources[0], FileTensor) or self.flats[0].rest.offloaded:
-            return False
-        source, buffer = self.sources[0], self._home_buffers[0]
-        alike = (source.dtype, source.device, source.shape) == (buffer.dtype, buffer.device, buffer.shape)
-        return alike and bool(source.storage_offset() == buffer.storage_offset() and source.is_contiguous())
-
-    def stay_in_shard(self) -> None:
-        """Compute in the shard from now on where ``launch`` allows it. Only in a world of one, if ``fits_in_shard``.
-
-        It still needs its slot: see [Note: recording step].
-        """
-        with untracked():
-            self.own = Slot(self.sources[0].view(torch.uint8))
-        self._own_views = self._bindings([self.sources[0]])
-
-    def move(self, slot: Slot) -> None:
-        """Be gathered into another slot from now on, and never compute in the shard. Gives up what is there."""
-        self.own, self._own_views = None, []
-        self.rehouse(slot)
 
     def rehouse(self, slot: Slot) -> None:
         """Be gathered into another slot from now on. Gives up what is in the one before."""
@@ -203,7 +177,6 @@ class ShardedUnit(Unit):
         streams: Streams,
         masters: Event,
         fetcher: Fetcher | None,
-        in_place: bool = False,
         version: int | None = None,
     ) -> OffloadError | None:
         """Start gathering the full parameters, into the slot unless somebody still computes there.
@@ -213,7 +186,6 @@ class ShardedUnit(Unit):
             streams: where device work is ordered.
             masters: event after which the shards hold the current weights.
             fetcher: brings shards from where they rest; ``None``: all rest on the device.
-            in_place: compute in the shard if it is the whole unit, and gather nothing.
             version: of the shards; ``None`` if they may change before all ranks have gathered them.
 
         Returns why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
@@ -223,10 +195,6 @@ class ShardedUnit(Unit):
         home, pending = self.home, []
         if not self.pins and self.state is not UnitState.SHARDED:
             self.release()
-        if in_place and self.own is not None and not self.pins:
-            streams.wait(masters)
-            self._fill(self.own, self._own_views, [])
-            return None
         self.rounded = collectives.rounds_weights
         if not self.pins and not home.pins:
             if home.owner is not None:
@@ -329,8 +297,6 @@ class ShardedUnit(Unit):
         if self.storage is None:
             return
         self.storage.pins -= 1
-        if self.storage is self.own:
-            return
         with untracked():
             for flat, buffer in zip(self.flats, self._carve(self.storage), strict=True):
                 if flat.layout.compute_dtype == flat.layout.dtype:
@@ -355,7 +321,7 @@ class ShardedUnit(Unit):
 
     def poison(self, streams: Streams) -> None:
         """Fill the memory with NaN and give it up, so that whoever kept a stale view computes NaN, not nonsense."""
-        if self.state is not UnitState.UNSHARDED or self.pins or self.storage is None or self.storage is self.own:
+        if self.state is not UnitState.UNSHARDED or self.pins or self.storage is None:
             return
         with untracked():
             for flat, buffer in zip(self.flats, self._carve(self.storage), strict=True):
