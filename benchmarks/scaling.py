@@ -190,18 +190,15 @@ def by_units(counts: list[int], rounds: int, steps: int) -> list[dict[str, Any]]
                     losses[name] += report.losses
                     if turn:
                         seconds[name].append(statistics.median(report.seconds))
-                        cpu[name].append(statistics.median(report.cpu))
+                        cpu[name].append(min(report.cpu))
         finally:
             for world in worlds.values():
                 world.close()
         for name, engine in WAYS.items():
             base = "trainer-ddp" if name.startswith("trainer") else "ddp"
-            ratio, cpu_ratio = (
-                statistics.median(a / b for a, b in zip(taken[name], taken[base], strict=True))
-                for taken in (seconds, cpu)
-            )
+            ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
             row = {"way": name, "label": engine.label, "ours": engine.ours, "units": units, "ratio": ratio}
-            row["cpu"] = cpu_ratio
+            row["cpu"] = min(cpu[name]) / min(cpu[base])
             found.append({**row, "seconds": statistics.median(seconds[name]), "same": losses[name] == losses["ddp"]})
     return found
 
@@ -238,7 +235,8 @@ def show_units(rows: list[dict[str, Any]]) -> None:
         print(f"{engine.label:22}{line}{1e6 * slope:12.0f}{same}")
     print("in a Trainer: to DDP in a Trainer")
     most = [row for row in rows if row["units"] == counts[-1]]
-    print("CPU time, to DDP's: " + ", ".join(f"{WAYS[row['way']].label} {row['cpu']:.2f}x" for row in most))
+    ratios = ", ".join(f"{WAYS[row['way']].label} {row['cpu']:.2f}x" for row in most)
+    print(f"CPU time of the quickest step, to DDP's: {ratios}")
 
 
 def plot(case: dict[str, Any], folder: Path) -> None:
