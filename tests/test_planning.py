@@ -65,7 +65,7 @@ def test_plan_says_what_leaves_a_machine(model: str, capsys: pytest.CaptureFixtu
         (["--trainer.devices=4", "--trainer.num_nodes=3", "--trainer.strategy=zero1"], 1, 12),
         (["--trainer.devices=[0,1,5]"], 3, 3),
         (["--trainer.devices=4", "--world_size=5"], 3, 5),
-        (["--trainer.strategy=zero1", "--stage=3", "--world_size=1"], 3, 1),
+        (["--trainer.strategy=zero1", "--stage=3", "--world_size=2"], 3, 2),
         (["--trainer.strategy=ddp", "--stage=2", "--world_size=2"], 2, 2),
         ([f"--config={ROOT / 'configs' / 'zero1.yaml'}"], 1, 2),
         ([f"--config={ROOT / 'configs' / 'zero2.yaml'}"], 2, 2),
