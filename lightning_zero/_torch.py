@@ -162,6 +162,17 @@ ZERO_GRADS = tuple(id(inspect.unwrap(f).__code__) for f in (Optimizer.zero_grad,
 """Ids of the code of torch's ``zero_grad``, which have a local variable ``set_to_none``."""
 
 
+_FLATTEN = torch.nn.RNNBase.flatten_parameters.__code__
+
+
+def moves_weights(frame: FrameType) -> bool:
+    """Whether recurrent layers ask in ``frame`` if they can move their weights into one block of memory, for cuDNN.
+
+    Before Python 3.12 a comprehension, in which they do so, has a frame of its own.
+    """
+    return any(asking is not None and asking.f_code is _FLATTEN for asking in (frame, frame.f_back))
+
+
 def device_of_mode(mode: Any) -> torch.device | None:
     """The device that a function mode makes tensors on, if it is what ``with torch.device`` enters."""
     return mode.device if isinstance(mode, DeviceContext) else None

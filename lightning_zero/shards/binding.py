@@ -35,8 +35,17 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import ZERO_GRADS, describes_tensors, make_subclass, no_subclasses, storage_key, untracked
+from lightning_zero._torch import (
+    ZERO_GRADS,
+    describes_tensors,
+    make_subclass,
+    moves_weights,
+    no_subclasses,
+    storage_key,
+    untracked,
+)
 from lightning_zero.shards.functions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
+from lightning_zero.shards.handed_out import HandedOut
 
 __all__ = [
     "Binding",
@@ -250,6 +259,10 @@ class _Shown:
             hooks[binding.last_hook] = hooks.pop(binding.last_hook)
         return handle
 
+    def data_ptr(self: Any) -> int:
+        """As every parameter's. Recurrent layers do not move weights of one address, which the engine could not see."""
+        return 0 if moves_weights(sys._getframe(1)) else Tensor.data_ptr(self)
+
     def detach(self: Any) -> Tensor:
         """As every parameter's. ``nn.Parameter(parameter)`` wants one of its own class, which it then makes its own."""
         detached = Tensor.detach(self)
@@ -300,8 +313,8 @@ def absent_kind(base: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _subclass(base: type[nn.Parameter], own: type) -> type[nn.Parameter]:
-    meta: Any = type(base)
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__slots__": (), "_base": base}
+    meta: Any = type(base)
     kind: type[nn.Parameter] = meta(base.__name__, (own, base), namespace)
     return kind
 
@@ -401,28 +414,6 @@ def _bring(bindings: Sequence[Binding], together: bool = False) -> bool:
 def _same_memory(value: Tensor, data: Tensor) -> bool:
     alike = value.shape == data.shape and value.dtype == data.dtype and storage_key(value) == storage_key(data)
     return alike and (value.storage_offset(), value.stride()) == (data.storage_offset(), data.stride())
-
-
-class HandedOut:
-    """Aliases of one parameter's memory, as long as anybody holds them."""
-
-    def __init__(self) -> None:
-        self.known: list[ref[Tensor]] = []
-
-    def note(self, alias: Tensor) -> Tensor:
-        """Remember a tensor. Returns it."""
-        self.known = [*(known for known in self.known if known() is not None), ref(alias)]
-        return alias
-
-    def part(self) -> None:
-        """Let them keep the values that are there now: the memory is about to get others."""
-        known, self.known = self.known, []
-        with untracked():
-            for alias in [found for weak in known if (found := weak()) is not None]:
-                if (let_go := getattr(alias, "let_go", None)) is not None:  # a tensor of which this rank has a slice
-                    let_go()
-                else:
-                    alias.data = alias.clone()
 
 
 class Owner(Protocol):

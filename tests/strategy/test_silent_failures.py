@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroPrecision, ZeroStrategy, full_parameters, grad_norm
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.shards.binding import original_kind
+from lightning_zero.shards.binding import original_kind, set_data
 from tests.helpers.cases import WIDTH, Block, Stack
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
@@ -28,7 +28,7 @@ def fit(module: pl.LightningModule, stage: int, *, batches: int = 3, precision: 
     plugin = ZeroPrecision(precision) if isinstance(precision, str) else precision
     with quiet():
         trainer = make_trainer(
-            ZeroStrategy(stage=stage, units=["Block"], precision_plugin=plugin, **strategy)  # type: ignore[arg-type]
+            ZeroStrategy(stage=stage, precision_plugin=plugin, **{"units": ["Block"], **strategy})  # type: ignore[arg-type]
         )
         trainer.fit(module, DataLoader(range(batches), batch_size=None))
     return trainer
@@ -490,3 +490,58 @@ def test_the_user_sees_the_model_that_was_written(stage: int, precision: str) ->
         assert list(module.state_dict(keep_vars=True)) == fixed
 
     run_world(2, run, timeout=TIMEOUT)
+
+
+# --------------------------------------------------------------------------------------------- weights that torch moves
+
+
+class Recurrent(Module):
+    """As people write it who once met the warning that asks for ``flatten_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.model.flatten_parameters()
+        loss = self.model(self.inputs(batch_idx)[:, None].expand(-1, 4, -1))[0].square().mean()
+        self.seen.append(loss.detach())
+        return loss
+
+
+def let_cudnn_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: ``module.to()`` and ``flatten_parameters()`` make the weights of a recurrent layer parts of one."""
+
+    def moved(weights: list[Tensor], *layout: Any) -> Tensor:
+        whole = torch.cat([weight.flatten() for weight in weights])
+        for weight, part in zip(weights, whole.split([weight.numel() for weight in weights]), strict=True):
+            set_data(weight, part.view_as(weight))  # and no counter of versions tells of it
+        return whole
+
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: 0)
+    monkeypatch.setattr(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", moved)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_recurrent_layers_move_are_trained(
+    stage: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        module = Recurrent()
+        with monkeypatch.context() as patch:
+            let_cudnn_move_weights(patch)
+            before = [weight.data_ptr() for weight in module.model.parameters()]
+            module.model.flatten_parameters()
+            assert [weight.data_ptr() for weight in module.model.parameters()] != before
+            fit(module, stage, units=["LSTM"])
+        there = Recurrent()
+        fit(there, stage, units=["LSTM"])
+        return [*module.seen, *whole(module).values()], [*there.seen, *whole(there).values()]
+
+    for moved, expected in run_world(world_size, run, timeout=TIMEOUT):
+        assert all(map(torch.equal, moved, expected))
