@@ -7,6 +7,7 @@ compute and beside the wire, and what a rank of eight holds, can so be measured 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -192,6 +193,7 @@ class DeepSpeed(Way):
     """
 
     def __init__(self, task: Task, world_size: int, *, stage: int) -> None:
+        os.environ.setdefault("LOCAL_RANK", "0")  # which its launcher would set
         import deepspeed  # takes seconds, and logs
 
         model = task.model()

@@ -17,7 +17,7 @@ import torch
 from tests.helpers.world import ROOT, subprocess_env
 
 SCRIPT = """
-import json, sys, tempfile, torch, lightning.pytorch as pl
+import gc, json, sys, tempfile, torch, lightning.pytorch as pl
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
@@ -79,6 +79,7 @@ for stage in (1, 2, 3):
         if offload is not None and offload.parameters and stage < 3:
             continue
         for activations in (None, ActivationPolicy(checkpointing="units", offload=True)):
+            gc.collect()
             base = torch.cuda.memory_allocated()
             net, seen = Net(), Profiled()
             strategy = ZeroStrategy(stage, units=["Sequential"], offload=offload, activations=activations)
