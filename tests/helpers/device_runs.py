@@ -36,6 +36,7 @@ from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.storage.host import HostMemory, host_memory
 from lightning_zero.storage.transfers import Copy, Transfers
+from tests.helpers.device_models import beside_ddp
 from tests.helpers.script import run_forked
 from tests.helpers.world import ROOT, free_port, rank_environment, subprocess_env
 
@@ -464,7 +465,19 @@ def short(device: str) -> dict[str, float]:
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
     program.__name__: program
-    for program in (losses, peaks, two_ranks, codes, kernels, compiled, across_hosts, overlap, locked, short)
+    for program in (
+        losses,
+        beside_ddp,
+        peaks,
+        two_ranks,
+        codes,
+        kernels,
+        compiled,
+        across_hosts,
+        overlap,
+        locked,
+        short,
+    )
 }
 
 if __name__ == "__main__":

@@ -39,6 +39,23 @@ def test_the_same_program_runs_on_the_cpu(precision: str) -> None:
     check_losses("cpu", precision)
 
 
+def check_models(device: str, precision: str, world_size: int) -> None:
+    for differ in run_on(device, "beside_ddp", precision, world_size=world_size):
+        assert len(differ) == 21
+        assert not any(differ.values()), {case: names for case, names in differ.items() if names}
+
+
+@needs_gpu
+@pytest.mark.parametrize(("precision", "world_size"), [("32-true", 1), ("bf16-true", 1), ("32-true", 2)])
+def test_models_train_there_as_under_ddp(precision: str, world_size: int) -> None:
+    check_models("cuda", precision, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_these_models_train_on_the_cpu_as_under_ddp(world_size: int) -> None:
+    check_models("cpu", "32-true", world_size)
+
+
 def check_two_ranks(device: str) -> None:
     for found in run_on(device, "two_ranks", world_size=2):
         for stage in "123":
