@@ -348,14 +348,17 @@ class Fetcher:
         if sum(padded_nbytes(source.numel() * source.dtype.itemsize) for source in wanted) > nbytes:
             return None
         buffer = next((buffer for buffer in self._buffers if not buffer.places), None)
-        if buffer is None and len(self._buffers) < self._count:
+        # Of one that was used the device may still have to take something: the next copy waits for that, in a new one not.
+        if (buffer is None or self._streams.beside) and len(self._buffers) < self._count:
             if isinstance(wanted[0], FileTensor):
                 memory = self._memory.allocate(nbytes, torch.uint8)
             else:
                 with untracked():
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             buffer = _Buffer(memory)
-            self._buffers.append(buffer)
+        elif buffer is not None:
+            self._buffers.remove(buffer)
         if buffer is not None:
+            self._buffers.append(buffer)  # the first one is the one whose last use is longest ago
             buffer.job = None
         return buffer

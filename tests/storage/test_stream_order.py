@@ -147,21 +147,27 @@ def test_host_memory_that_is_fetched_is_not_written_meanwhile(streams: Any) -> N
     assert event.waited_for
 
 
-def test_a_buffer_is_fetched_into_only_behind_its_last_use(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_buffer_is_fetched_into_only_behind_its_last_use(
+    count: int, streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of two buffers into the one whose last use is longer ago."""
     fetcher = Fetcher(CUDA, streams, HostMemory(CPU, None))
-    fetcher.reserve(1, 4096)
+    fetcher.reserve(count, 4096)
     monkeypatch.setattr(fetcher, "_device", CPU)  # where the buffers come from
     monkeypatch.setattr(fetcher, "_is_far", lambda source: True)
-    first, second = torch.ones(16), torch.full((16,), 2.0)
-    fetcher.ahead([first])
-    with streams.gathering(SimulatedEvent(set())):
-        destination = torch.zeros(16)
-        fetcher.fetch(first, destination)
-        streams.issue("copy out of the buffer")
-        fetcher._buffers[0].event = streams.mark()
-    assert destination.tolist() == [1.0] * 16
-    fetcher.ahead([second])
-    assert "copy out of the buffer" in streams.behind["transfer"]
+    sources = [torch.full((16,), float(unit)) for unit in range(5)]
+    for unit, source in enumerate(sources):
+        fetcher.ahead([source])
+        assert len(fetcher._buffers) == min(unit + 1, count)
+        used = [f"use of {earlier}" for earlier in range(unit)]
+        assert streams.behind["transfer"] == set(used[: len(used) + 1 - count])
+        with streams.gathering(SimulatedEvent(set())):
+            destination = torch.zeros(16)
+            fetcher.fetch(source, destination)
+            streams.behind["gather"] = {f"use of {unit}"}  # of no other: units may be used in another order
+            fetcher._buffers[-1].event = streams.mark()
+        assert destination.tolist() == [float(unit)] * 16
     fetcher.close()
 
 
