@@ -32,7 +32,7 @@ class PairwiseSum:
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """Memory that is kept: of each dtype a chunk for every time that the ranks can be halved, and none for two."""
+        """Memory that is kept: of each dtype the largest chunk for each time that ranks can be halved, none for two."""
         return tuple(self._scratch.values())
 
     def into(self, result: Tensor, pieces: Sequence[Tensor], divisor: int, spare: bool = False) -> None:
@@ -60,8 +60,7 @@ class PairwiseSum:
 
     def _chunk(self, dtype: torch.dtype, level: int, numel: int) -> Tensor:
         scratch = self._scratch.get((dtype, level))
-        if scratch is None:
+        if scratch is None or scratch.numel() < numel:
             with torch.inference_mode(False):
-                scratch = torch.empty(_CHUNK_NBYTES // dtype.itemsize, dtype=dtype)
-            self._scratch[dtype, level] = scratch
+                scratch = self._scratch[dtype, level] = torch.empty(numel, dtype=dtype)
         return scratch.narrow(0, 0, numel)

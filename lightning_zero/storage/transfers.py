@@ -348,7 +348,7 @@ class Fetcher:
         if sum(padded_nbytes(source.numel() * source.dtype.itemsize) for source in wanted) > nbytes:
             return None
         buffer = next((buffer for buffer in self._buffers if not buffer.places), None)
-        # Of one that was used the device may still have to take something: the next copy waits for that, in a new one not.
+        # The device may still have to take something from one that was used: the next copy into that waits for it.
         if (buffer is None or self._streams.beside) and len(self._buffers) < self._count:
             if isinstance(wanted[0], FileTensor):
                 memory = self._memory.allocate(nbytes, torch.uint8)

@@ -24,6 +24,12 @@ def test_sums_in_place_are_those_apart(dtype: torch.dtype, numel: int) -> None:
         PairwiseSum().into(apart, pieces, world_size)
         assert torch.equal(apart, expected)
         sums = PairwiseSum()
+        for part in (numel // 2, numel):
+            sums.into(apart[:part], [piece[:part] for piece in pieces], world_size)
+            assert torch.equal(apart[:part], expected[:part])
+        kept = world_size.bit_length() - 1 if world_size > 2 else 0
+        assert [buffer.nbytes for buffer in sums.buffers] == [min(numel * dtype.itemsize, 2**19)] * kept
+        sums = PairwiseSum()
         sums.into(apart.zero_(), [piece.clone() for piece in pieces], world_size, spare=True)
         assert torch.equal(apart, expected)
         assert not sums.buffers
