@@ -313,8 +313,8 @@ def absent_kind(base: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _subclass(base: type[nn.Parameter], own: type) -> type[nn.Parameter]:
-    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__slots__": (), "_base": base}
     meta: Any = type(base)
+    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__slots__": (), "_base": base}
     kind: type[nn.Parameter] = meta(base.__name__, (own, base), namespace)
     return kind
 

@@ -38,7 +38,7 @@ from lightning_zero.storage.host import HostMemory, host_memory
 from lightning_zero.storage.transfers import Copy, Transfers
 from tests.helpers.device_models import beside_ddp
 from tests.helpers.script import run_forked
-from tests.helpers.world import ROOT, free_port, rank_environment, subprocess_env
+from tests.helpers.world import ROOT, die_with_parent, free_port, rank_environment, subprocess_env
 
 __all__ = ["Staged", "needs_gpu", "run_on"]
 
@@ -70,8 +70,9 @@ def run_on(device: str, name: str, *arguments: str, world_size: int = 1, before:
     port, ranks = free_port(), []
     for rank in range(world_size):
         place = rank_environment(rank, world_size, port) if world_size > 1 else {}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=subprocess_env(**place), **pipes))
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        options |= {"env": subprocess_env(**place), "preexec_fn": die_with_parent}
+        ranks.append(subprocess.Popen(command, cwd=ROOT, **options))
     try:
         ended = [rank.communicate(timeout=240) for rank in ranks]
     finally:

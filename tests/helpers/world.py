@@ -39,7 +39,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 
-__all__ = ["Failure", "WorldError", "free_port", "rank_environment", "run_world", "subprocess_env"]
+__all__ = ["Failure", "WorldError", "die_with_parent", "free_port", "rank_environment", "run_world", "subprocess_env"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -312,7 +312,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _prepare(rank: int, setting: _Setting) -> None:
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.update(rank_environment(rank, setting.world_size, setting.port))
     os.environ.update(_LOOPBACK)
@@ -333,7 +333,7 @@ def _prepare(rank: int, setting: _Setting) -> None:
         )
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Linux: have the kernel kill this process when pytest is killed, so that nothing is left behind even then."""
     if sys.platform == "linux":
         import ctypes

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.world import ROOT, subprocess_env
+from tests.helpers.world import ROOT, die_with_parent, subprocess_env
 
 SCRIPT = """
 import gc, json, sys, tempfile, torch, lightning.pytorch as pl
@@ -114,9 +113,8 @@ def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     command = [sys.executable, "-c", SCRIPT, request.param]
-    run = subprocess.run(
-        command, cwd=Path(ROOT), env=subprocess_env(), capture_output=True, text=True, timeout=280, check=False
-    )
+    options: dict[str, Any] = {"env": subprocess_env(), "preexec_fn": die_with_parent, "timeout": 280, "check": False}
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
     assert run.returncode == 0, run.stderr[-4000:]
     found: dict[str, Any] = json.loads(run.stdout.rpartition("FOUND")[2])
     return found
