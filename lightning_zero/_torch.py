@@ -165,12 +165,16 @@ ZERO_GRADS = tuple(id(inspect.unwrap(f).__code__) for f in (Optimizer.zero_grad,
 _FLATTEN = torch.nn.RNNBase.flatten_parameters.__code__
 
 
-def moves_weights(frame: FrameType) -> bool:
-    """Whether recurrent layers ask in ``frame`` if they can move their weights into one block of memory, for cuDNN.
+def weights_to_move(frame: FrameType | None) -> list[Any] | None:
+    """The weights of a recurrent layer that asks in ``frame`` if it can move them into one block of memory, for cuDNN.
 
-    Before Python 3.12 a comprehension, in which they do so, has a frame of its own.
+    Before Python 3.12 a comprehension, in which it does so, has a frame of its own; Dynamo's code is a copy of torch's.
     """
-    return any(asking is not None and asking.f_code is _FLATTEN for asking in (frame, frame.f_back))
+    for asking in (frame, None if frame is None else frame.f_back):
+        code = None if asking is None else asking.f_code
+        if code and "flatten_parameters" in code.co_name and code.co_filename == _FLATTEN.co_filename:
+            return list(getattr(asking.f_locals.get("self"), "_flat_weights", ()))  # type: ignore[union-attr]
+    return None
 
 
 def device_of_mode(mode: Any) -> torch.device | None:

@@ -370,7 +370,7 @@ class LoaderPolicy:
 def validate_bucket_mib(bucket_mib: float) -> float:
     """The size of a bucket in MiB is a positive, finite number."""
     if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, (int, float)) or not 0 < bucket_mib < float("inf"):
-        raise ValueError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}. The default is 200.")
+        raise ValueError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}. The default is 100.")
     return float(bucket_mib)
 
 

@@ -306,7 +306,7 @@ class Plan:
         stage: int = 3,
         world_size: int,
         units: Sequence[str] | None = None,
-        bucket_mib: float = 200.0,
+        bucket_mib: float = 100.0,
         prefetch: int = 1,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,

@@ -38,7 +38,7 @@ class SessionSettings:
     shard_within: ShardWithin = None
     compression: Compression | None = None
     secondary_shards: bool = False
-    bucket_mib: float = 200.0
+    bucket_mib: float = 100.0
     prefetch: int | None = None
     offload: Offload | None = None
     activations: ActivationPolicy | None = None

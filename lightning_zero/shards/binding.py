@@ -39,10 +39,10 @@ from lightning_zero._torch import (
     ZERO_GRADS,
     describes_tensors,
     make_subclass,
-    moves_weights,
     no_subclasses,
     storage_key,
     untracked,
+    weights_to_move,
 )
 from lightning_zero.shards.functions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
 from lightning_zero.shards.handed_out import HandedOut
@@ -260,8 +260,11 @@ class _Shown:
         return handle
 
     def data_ptr(self: Any) -> int:
-        """As every parameter's. Recurrent layers do not move weights of one address, which the engine could not see."""
-        return 0 if moves_weights(sys._getframe(1)) else Tensor.data_ptr(self)
+        """As every parameter's. Recurrent layers do not move weights if two have one address; we could not see it."""
+        kind: Any = super()
+        if (weights := weights_to_move(sys._getframe().f_back)) is None:
+            return int(kind.data_ptr())
+        return next((weight.data_ptr() for weight in weights if not isinstance(weight, _Shown)), 0)
 
     def detach(self: Any) -> Tensor:
         """As every parameter's. ``nn.Parameter(parameter)`` wants one of its own class, which it then makes its own."""

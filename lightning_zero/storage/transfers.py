@@ -359,6 +359,6 @@ class Fetcher:
         elif buffer is not None:
             self._buffers.remove(buffer)
         if buffer is not None:
-            self._buffers.append(buffer)  # the first one is the one whose last use is longest ago
+            self._buffers.append(buffer)  # by turns: the first one was filled longest ago
             buffer.job = None
         return buffer

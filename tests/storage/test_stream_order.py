@@ -160,13 +160,14 @@ def test_a_buffer_is_fetched_into_only_behind_its_last_use(
     for unit, source in enumerate(sources):
         fetcher.ahead([source])
         assert len(fetcher._buffers) == min(unit + 1, count)
+        (buffer,) = (buffer for buffer in fetcher._buffers if buffer.places)
         used = [f"use of {earlier}" for earlier in range(unit)]
         assert streams.behind["transfer"] == set(used[: len(used) + 1 - count])
         with streams.gathering(SimulatedEvent(set())):
             destination = torch.zeros(16)
             fetcher.fetch(source, destination)
             streams.behind["gather"] = {f"use of {unit}"}  # of no other: units may be used in another order
-            fetcher._buffers[-1].event = streams.mark()
+            buffer.event = streams.mark()
         assert destination.tolist() == [float(unit)] * 16
     fetcher.close()
 

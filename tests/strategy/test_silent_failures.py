@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -498,9 +500,14 @@ def test_the_user_sees_the_model_that_was_written(stage: int, precision: str) ->
 class Recurrent(Module):
     """As people write it who once met the warning that asks for ``flatten_parameters``."""
 
-    def __init__(self) -> None:
+    def __init__(self, computed: bool) -> None:
         super().__init__()
-        self.model = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.model: Any = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        if computed:  # of one weight, and the other one is the engine's
+            self.model = nn.RNN(WIDTH, WIDTH, bias=False, batch_first=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                nn.utils.weight_norm(self.model, "weight_hh_l0")
         self.seen: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -519,7 +526,8 @@ def let_cudnn_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:
             set_data(weight, part.view_as(weight))  # and no counter of versions tells of it
         return whole
 
-    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    asking = nn.RNNBase.flatten_parameters.__code__
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: sys._getframe(1).f_code is asking))
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
     monkeypatch.setattr(torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: 0)
     monkeypatch.setattr(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
@@ -528,19 +536,21 @@ def let_cudnn_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("computed", [False, True])
 def test_weights_that_recurrent_layers_move_are_trained(
-    stage: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+    computed: bool, stage: int, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        module = Recurrent()
+        module = Recurrent(computed)
         with monkeypatch.context() as patch:
             let_cudnn_move_weights(patch)
-            before = [weight.data_ptr() for weight in module.model.parameters()]
-            module.model.flatten_parameters()
-            assert [weight.data_ptr() for weight in module.model.parameters()] != before
-            fit(module, stage, units=["LSTM"])
-        there = Recurrent()
-        fit(there, stage, units=["LSTM"])
+            if not computed:  # else what is computed shares memory with a weight then, which is warned of
+                before = [weight.data_ptr() for weight in module.model.parameters()]
+                module.model.flatten_parameters()
+                assert [weight.data_ptr() for weight in module.model.parameters()] != before
+            fit(module, stage, units=[type(module.model).__name__])
+        there = Recurrent(computed)
+        fit(there, stage, units=[type(there.model).__name__])
         return [*module.seen, *whole(module).values()], [*there.seen, *whole(there).values()]
 
     for moved, expected in run_world(world_size, run, timeout=TIMEOUT):
