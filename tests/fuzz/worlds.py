@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import shutil
+import signal
 import tempfile
 import time
 import warnings
@@ -135,10 +136,13 @@ def _stacks(folder: Path, job: Job) -> str:
 def _work(rank: int, jobs: Sequence[Job], folder: Path) -> None:
     """Play jobs until one breaks the world; the next one goes on from there."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, also where a thread keeps Python's lock
     for number, job in enumerate(jobs):
         with open(_path(folder, job, rank, "stacks"), "w") as stacks:
-            faulthandler.dump_traceback_later(DEADLINE, exit=True, file=stacks)
+            faulthandler.dump_traceback_later(DEADLINE, file=stacks)
+            signal.setitimer(signal.ITIMER_REAL, DEADLINE + 1.0)  # later: where one has left, another stands elsewhere
             record = play(job.program, job.stage, rank, _shared(folder, job))
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
             faulthandler.cancel_dump_traceback_later()
         torch.save(record, _path(folder, job, rank, "part"))
         _path(folder, job, rank, "part").rename(_path(folder, job, rank, "record"))

@@ -331,6 +331,10 @@ def _prepare(rank: int, setting: _Setting) -> None:
             world_size=setting.world_size,
             timeout=timedelta(seconds=2 * setting.timeout),  # the world's deadline comes first and says more
         )
+        # Where a function ends at once, its rank would end while another still connects to it.
+        (setting.directory / f"{rank}.joined").touch()
+        while len(list(setting.directory.glob("*.joined"))) < setting.world_size:
+            time.sleep(0.001)
 
 
 def die_with_parent() -> None:
