@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 import warnings
 from functools import partial
@@ -35,7 +34,8 @@ from tests.helpers.cases import Block, Stack, case
 from tests.helpers.device_runs import needs_gpu
 from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit
-from tests.helpers.world import ROOT, run_world, subprocess_env
+from tests.helpers.script import ROOT, run_script
+from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
 
@@ -441,12 +441,8 @@ print("FOUND" + json.dumps(notes.steps))
 
 @needs_gpu
 def test_on_a_gpu_times_are_read_later_and_bytes_are_the_allocator_s() -> None:
-    command = [sys.executable, "-c", SCRIPT]
-    run = subprocess.run(
-        command, cwd=ROOT, env=subprocess_env(), capture_output=True, text=True, timeout=240, check=False
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = {int(step): metrics for step, metrics in json.loads(run.stdout.rpartition("FOUND")[2]).items()}
+    ended = run_script(["-c", SCRIPT], cwd=ROOT, timeout=240)
+    found = {int(step): metrics for step, metrics in json.loads(ended.stdout.rpartition("FOUND")[2]).items()}
     for step in (2, 3, 5):
         metrics = found[step]
         assert metrics["zero/time/total"] > 0

@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from tests.helpers.world import ROOT, free_port, rank_environment, subprocess_env
+from tests.helpers.world import ROOT, die_with_parent, free_port, rank_environment, subprocess_env
 
 __all__ = ["ROOT", "Finished", "run_forked", "run_script", "start_forked"]
 
@@ -36,7 +36,7 @@ def run_script(arguments: Sequence[str], *, cwd: Path, timeout: float = 120.0, c
     """Run ``python *arguments`` in ``cwd`` with the repository importable; fail unless it exits with ``code``.
 
     The program and the processes that it launches are one process group, killed as one at the deadline or when the
-    program has ended, so that no rank outlives its test.
+    program has ended, so that no rank outlives its test; the program itself also ends with pytest.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -47,6 +47,7 @@ def run_script(arguments: Sequence[str], *, cwd: Path, timeout: float = 120.0, c
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=die_with_parent,
     )
     in_time = True
     try:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
 from lightning_zero.analysis import format_nbytes
 from tests.helpers.device_runs import needs_gpu, run_on
-from tests.helpers.world import ROOT, die_with_parent, subprocess_env
+from tests.helpers.script import ROOT, run_script
 
 STAGES = ("zero1", "zero2", "zero3")
 # 16 bits round where the engine casts weights, autocast does so at each operation.
@@ -186,8 +183,5 @@ print("DONE")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_host_never_waits_for_the_device_inside_a_step(precision: str) -> None:
     """With clipping by norm, and without a loss scale, which asks the device for a number once a step."""
-    command = [sys.executable, "-c", NO_WAITING, precision]
-    options: dict[str, Any] = {"env": subprocess_env(), "preexec_fn": die_with_parent, "timeout": 240, "check": False}
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "DONE" in run.stdout
+    ended = run_script(["-c", NO_WAITING, precision], cwd=ROOT, timeout=240)
+    assert "DONE" in ended.stdout

@@ -6,14 +6,12 @@ Skipped without a GPU. Forked worlds cannot be used here: see ``test_cuda.py``.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.world import ROOT, die_with_parent, subprocess_env
+from tests.helpers.script import ROOT, run_script
 
 SCRIPT = """
 import gc, json, sys, tempfile, torch, lightning.pytorch as pl
@@ -112,11 +110,8 @@ pytestmark = pytest.mark.gpu
 def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    command = [sys.executable, "-c", SCRIPT, request.param]
-    options: dict[str, Any] = {"env": subprocess_env(), "preexec_fn": die_with_parent, "timeout": 280, "check": False}
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
-    assert run.returncode == 0, run.stderr[-4000:]
-    found: dict[str, Any] = json.loads(run.stdout.rpartition("FOUND")[2])
+    ended = run_script(["-c", SCRIPT, request.param], cwd=ROOT, timeout=280)
+    found: dict[str, Any] = json.loads(ended.stdout.rpartition("FOUND")[2])
     return found
 
 
