@@ -289,6 +289,7 @@ def _child(rank: int, setting: _Setting, function: Callable[..., Any], args: Seq
                 _prepare(rank, setting)
                 result = function(rank, *args)
                 if dist.is_initialized():
+                    _meet(rank, setting, "returned", 1.0)
                     dist.destroy_process_group()
                 _keep(_detached(result), setting.directory / f"{rank}.result")
                 code = 0
@@ -331,10 +332,15 @@ def _prepare(rank: int, setting: _Setting) -> None:
             world_size=setting.world_size,
             timeout=timedelta(seconds=2 * setting.timeout),  # the world's deadline comes first and says more
         )
-        # Where a function ends at once, its rank would end while another still connects to it.
-        (setting.directory / f"{rank}.joined").touch()
-        while len(list(setting.directory.glob("*.joined"))) < setting.world_size:
-            time.sleep(0.001)
+        _meet(rank, setting, "joined", setting.timeout)
+
+
+def _meet(rank: int, setting: _Setting, place: str, seconds: float) -> None:
+    """Wait for the other ranks: torch raises where one is gone to which another still connects."""
+    (setting.directory / f"{rank}.{place}").touch()
+    deadline = time.monotonic() + seconds
+    while len(list(setting.directory.glob(f"*.{place}"))) < setting.world_size and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def die_with_parent() -> None:
