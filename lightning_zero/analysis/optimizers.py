@@ -78,7 +78,8 @@ class OptimizerCost:
         """What is known about an optimizer; a cost stays as it is.
 
         A class that is not torch's, nor derived from one, counts as one that needs whole parameters and keeps two
-        tensors for each, as most of them do. One with a ``step`` of its own needs whole parameters, too.
+        tensors for each, as most of them do. One with a ``step`` of its own, or an ``_init_group``, needs whole
+        parameters, too.
 
         Args:
             optimizer: an instance, whose largest param group's options count; a class; or the name of one of torch's.
@@ -118,9 +119,14 @@ def _of_torch(cls: type) -> tuple[str | None, bool]:
     base: Any = next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), None)
     if base is None or base.__name__ not in _COSTS:
         return None, False
-    own = [derived for derived in cls.__mro__[: cls.__mro__.index(base)] if "step" in vars(derived)]
+    derived = [vars(each) for each in cls.__mro__[: cls.__mro__.index(base)]]
     # Without what torch puts around a class's step when the first optimizer of it is made, also where it inherits it.
-    return base.__name__, any(unwrap(vars(derived)["step"]) is not unwrap(base.step) for derived in own)
+    return base.__name__, any(
+        unwrap(own[name]) is not unwrap(getattr(base, name))
+        for own in derived
+        for name in ("step", "_init_group")  # the latter sees, and may change, all that is about to be stepped on
+        if name in own
+    )
 
 
 _Options = Mapping[str, Any]

@@ -1,11 +1,11 @@
 """Which optimizers step on slices, which need whole parameters, and which cannot be sharded.
 
 [Note: optimizers that relate parameters to one another]
-An optimizer with a ``step`` of its own gets whole parameters, each at one rank. That is right as long as it treats each
-parameter on its own. One that takes a norm over all of them, counts them, goes by their places, or draws random
-numbers would train something else on every rank, and nobody would see it. So before the first step a copy of it steps
-on small tensors in place of the parameters: once with all of them, and once as each of two ranks would see them. What
-it does only after more steps than a few is not found.
+An optimizer with a ``step`` of its own, or an ``_init_group``, gets whole parameters, each at one rank. That is right
+as long as it treats each parameter on its own. One that takes a norm over all of them, counts them, goes by their
+places, or draws random numbers would train something else on every rank, and nobody would see it. So before the first
+step a copy of it steps on small tensors in place of the parameters: once with all of them, and once as each of two
+ranks would see them. What it does only after more steps than a few is not found.
 """
 
 from __future__ import annotations

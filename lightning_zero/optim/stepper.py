@@ -195,9 +195,6 @@ class SegmentStepper:
         self._step = SegmentStep(optimizer)
         self._range_numel = range_numel
         self._plans: dict[int, _Plan] = {}
-        # Whether it takes all parameters of a group alike, as torch's own do.
-        init_group: Any = getattr(type(optimizer), "_init_group", None)
-        self.puts_together = init_group is not None and init_group.__module__.startswith("torch.optim.")
 
     def run(self, members: Sequence[Member], unit: int = 0) -> list[nn.Parameter]:
         """Step on those of ``members`` with a gradient, and return what was stepped on. The same object means the same
@@ -255,7 +252,7 @@ class SegmentStepper:
     def _may_join(self, member: Member) -> bool:
         """See [Note: what rounding depends on]."""
         group, parameter = self._optimizer.param_groups[member.group], member.parameter
-        if not self.puts_together or group.get("capturable") or group.get("differentiable"):
+        if group.get("capturable") or group.get("differentiable"):
             return False
         if not member.numel or parameter.dtype not in _EXACT or parameter.device.type != "cpu":
             return False

@@ -182,6 +182,17 @@ class Sharpness(torch.optim.SGD):
         return loss
 
 
+class Centred(torch.optim.SGD):
+    """Takes the mean of each row off gradients of matrices, where torch collects what it is about to step on."""
+
+    def _init_group(self, group: Any, params: Any, grads: Any, *lists: Any) -> Any:
+        found = super()._init_group(group, params, grads, *lists)
+        for gradient in grads:
+            if gradient.dim() > 1:
+                gradient.sub_(gradient.mean(dim=1, keepdim=True))
+        return found
+
+
 class Penalty(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = self.data(batch_idx)
@@ -320,6 +331,10 @@ FEATURES = {
         Feature(
             name="an optimizer with a closure, as SAM",
             play=fitting(3, net=optimizing(lambda module: Sharpness(module.parameters(), lr=0.1, momentum=0.9))),
+        ),
+        Feature(
+            name="an optimizer derived from torch's that changes gradients in its step",
+            play=fitting(3, net=optimizing(lambda module: Centred(module.parameters(), lr=0.1, momentum=0.9))),
         ),
         Feature(
             name="`fused` and `foreach`",

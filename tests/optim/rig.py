@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +43,23 @@ def gradient_of(parameter: nn.Parameter, index: int, step: int, always: bool) ->
         return None
     generator = torch.Generator().manual_seed(1000 * step + index)
     return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def looking(patch: pytest.MonkeyPatch, optimizer: Optimizer, look: Callable[[dict[str, Any]], None]) -> Any:
+    """The optimizer; ``look`` is called with each of its groups before it, and no copy of it, steps on them.
+
+    Not by a class of its own: one that changes what torch steps on is given whole parameters.
+    """
+    original: Any = type(optimizer)._init_group  # type: ignore[attr-defined]
+
+    def look_first(self: Any, group: dict[str, Any], *lists: Any) -> Any:
+        if self is optimizer:
+            look(group)
+        return original(self, group, *lists)
+
+    look_first.__module__ = original.__module__
+    patch.setattr(type(optimizer), "_init_group", look_first)
+    return optimizer
 
 
 class Watched(FlatParameters):

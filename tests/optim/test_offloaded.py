@@ -20,7 +20,7 @@ from lightning_zero.optim.rules import check_offloadable
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.tiers import NvmeStore
 from tests.helpers.world import run_world
-from tests.optim.rig import SMALLEST, Rig, Whole
+from tests.optim.rig import SMALLEST, Rig, Whole, looking
 from tests.optim.test_optimizers import ELEMENTWISE, FUSED
 from tests.storage.stores import Disk, fail
 
@@ -98,6 +98,7 @@ def rig_of(store_of: StoreOf) -> Callable[..., Rig]:
     return make
 
 
+Counting = Callable[[list[nn.Parameter]], Any]
 RigOf = Callable[..., Rig]
 
 
@@ -167,21 +168,19 @@ def test_state_that_comes_later(tier: Tier, rig_of: RigOf) -> None:
     assert whole.unlike(rig) == []
 
 
-class Replacing(torch.optim.Adam):
-    """Puts new tensors in the place of its state in every step, and new memory behind its parameters."""
+def test_state_that_is_replaced_instead_of_updated(rig_of: RigOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors in the place of its state in every step, and new memory behind its parameters."""
 
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.data = parameter.data.clone()
-                state = self.state[parameter]
-                state.update({key: value.clone() for key, value in state.items()})
-        return super()._init_group(group, *lists)
-
-
-def test_state_that_is_replaced_instead_of_updated(rig_of: RigOf) -> None:
     def make(parameters: list[nn.Parameter]) -> Optimizer:
-        return Replacing(two_groups(parameters), lr=0.01)
+        def replace(group: dict[str, Any]) -> None:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data.clone()
+                    state = optimizer.state[parameter]
+                    state.update({key: value.clone() for key, value in state.items()})
+
+        optimizer: Optimizer = looking(monkeypatch, torch.optim.Adam(two_groups(parameters), lr=0.01), replace)
+        return optimizer
 
     whole, rig = Whole(make), rig_of(make, Tier.DISK)
     for step in range(3):
@@ -267,7 +266,7 @@ def test_state_in_files_that_changes_places(rig_of: RigOf) -> None:
         rig.step(4)
 
 
-def test_parameters_of_16_bit_are_cut_for_one_thread_only() -> None:
+def test_parameters_of_16_bit_are_cut_for_one_thread_only(counting: Counting) -> None:
     """Torch's kernels round otherwise where what a thread gets ends. In a process that forks no others."""
 
     def run(rank: int) -> list[int]:
@@ -362,31 +361,28 @@ def test_gradients_and_groups_are_as_before_a_step(tier: Tier, rig_of: RigOf) ->
         assert gradient is None or torch.equal(shard.grad, gradient)
 
 
-class Counting(torch.optim.Adam):
-    """Notes how many threads it is run with, and raises when told to."""
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """It notes how many threads it is run with and the elements of a parameter, and raises when told to."""
 
-    threads: set[int]
-    fail_in: float
-    most = 0  # elements of a parameter
+    def make(parameters: list[nn.Parameter]) -> Any:
+        def count(group: dict[str, Any]) -> None:
+            if any(p.grad is not None for p in group["params"]):
+                optimizer.threads.add(torch.get_num_threads())
+                optimizer.most = max(optimizer.most, *(p.numel() for p in group["params"]), 0)
+                optimizer.fail_in -= 1
+                if optimizer.fail_in == 0:
+                    raise ArithmeticError("made to fail")
 
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        if any(p.grad is not None for p in group["params"]):
-            self.threads.add(torch.get_num_threads())
-            self.most = max(self.most, *(p.numel() for p in group["params"]), 0)
-            self.fail_in -= 1
-            if self.fail_in == 0:
-                raise ArithmeticError("made to fail")
-        return super()._init_group(group, *lists)
+        optimizer = looking(monkeypatch, torch.optim.Adam(two_groups(parameters), lr=0.01), count)
+        optimizer.threads, optimizer.fail_in, optimizer.most = set(), float("inf"), 0
+        return optimizer
 
-
-def counting(parameters: list[nn.Parameter]) -> Optimizer:
-    optimizer = Counting(two_groups(parameters), lr=0.01)
-    optimizer.threads, optimizer.fail_in = set(), float("inf")
-    return optimizer
+    return make
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_threads_of_the_step(tier: Tier, tmp_path: Path) -> None:
+def test_threads_of_the_step(tier: Tier, tmp_path: Path, counting: Counting) -> None:
     """In a process of its own: one that has computed with several threads cannot fork others any more."""
 
     def run(rank: int) -> list[int]:
@@ -412,7 +408,9 @@ def test_threads_of_the_step(tier: Tier, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("fail_in", [1, 3, 5])
-def test_an_optimizer_that_raises_publishes_all_units_and_agrees(tier: Tier, fail_in: int, rig_of: RigOf) -> None:
+def test_an_optimizer_that_raises_publishes_all_units_and_agrees(
+    tier: Tier, fail_in: int, rig_of: RigOf, counting: Counting
+) -> None:
     """So that no other rank waits for this one; and nothing temporary is left."""
     rig = rig_of(counting, tier)
     rig.step(0)

@@ -193,16 +193,6 @@ def test_who_leaves_a_segment_keeps_no_more_than_its_own_state_alive() -> None:
     assert sum(held.values()) == sum(value.nbytes for value in values)
 
 
-def test_an_optimizer_that_chooses_among_parameters_gets_them_one_by_one() -> None:
-    class Choosing(torch.optim.AdamW):
-        def _init_group(self, group: Any, *args: Any) -> Any:  # type: ignore[override]
-            return super()._init_group({**group, "params": [p for p in group["params"] if p.numel() > 8]}, *args)
-
-    pair = Pair(Choosing, {})
-    assert pair.step() == 0
-    pair.check()
-
-
 def test_options_of_the_group_that_change_count() -> None:
     pair = Pair(torch.optim.AdamW, {"lr": 0.1})
     for lr in (0.1, 0.01, 0.5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.helpers.cases import Block, case
 from tests.helpers.probe import Probe, fit, masters
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
+from tests.optim.rig import looking
 from tests.optim.test_optimizers import ELEMENTWISE, MATRICES, Odd, SaveAfter, two_groups
 from tests.strategy.runs import Net, batches, quiet, values_of, zero
 
@@ -308,32 +310,28 @@ def test_several_optimizers_by_hand(tmp_path: Path) -> None:
     none_of(run_world(2, run))
 
 
-class Failing(torch.optim.SGD):
-    """Fails on one rank: in the middle of its second step if it has one unit, of its first if it has several."""
-
-    rank = -1
-    calls = 0
-
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        self.calls += any(p.grad is not None for p in group["params"])
-        if self.rank == 1 and self.calls == 3:
-            raise ArithmeticError("made to fail")
-        return super()._init_group(group, *lists)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_step_that_fails_on_one_rank_raises_on_all(world_size: int, tmp_path: Path) -> None:
-    """None hangs, and the processes can train again."""
+def test_a_step_that_fails_on_one_rank_raises_on_all(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of its second step if it has one unit, of its first if it has several.
+
+    None hangs, and the processes can train again.
+    """
 
     def run(rank: int) -> list[tuple[str, int]]:
         found = []
         for stage in (1, 3):
             for policy in policies(stage, tmp_path).values():
 
-                def failing(module: nn.Module) -> Optimizer:
-                    optimizer = Failing(two_groups(module), lr=0.05, momentum=0.9)
-                    optimizer.rank = rank
-                    return optimizer
+                def failing(module: nn.Module) -> Any:
+                    calls = itertools.count(1)
+
+                    def fail(group: dict[str, Any]) -> None:
+                        if any(p.grad is not None for p in group["params"]) and next(calls) == 3 and rank == 1:
+                            raise ArithmeticError("made to fail")
+
+                    return looking(monkeypatch, torch.optim.SGD(two_groups(module), lr=0.05, momentum=0.9), fail)
 
                 probe = Probe(WIDE, failing)
                 with pytest.raises(OffloadError) as caught:
