@@ -47,7 +47,7 @@ __all__ = [
     "prune_whole",
     "refuse_other_strategies",
     "refuse_synced_norms",
-    "running_trainer",
+    "runs",
     "warn_of_uploads",
     "watch_names",
     "without_modules",
@@ -184,8 +184,8 @@ def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
 
     Its gradients would go to the shards, and its optimizer would find none.
     """
-    trainer = running_trainer(module)
-    if trainer is not None and not isinstance(trainer.strategy, kind):
+    trainer: Trainer | None = getattr(module, "_trainer", None)
+    if trainer is not None and runs(trainer) and not isinstance(trainer.strategy, kind):
         raise ParameterAccessError(
             f"{type(module).__name__} was trained with {kind.__name__}, and its gradients still go to what that has "
             f"laid out: {type(trainer.strategy).__name__} would train nothing. Give its Trainer an ordinary copy, made "
@@ -252,10 +252,9 @@ def without_modules(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def running_trainer(module: nn.Module) -> Trainer | None:
-    """Who trains or evaluates the module at this moment."""
-    trainer: Trainer | None = getattr(module, "_trainer", None)
-    return trainer if trainer is not None and trainer.state.status == TrainerStatus.RUNNING else None
+def runs(trainer: Trainer | None) -> bool:
+    """Whether a Trainer trains or evaluates its module at this moment."""
+    return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
 
 def begin_epoch(trainer: Trainer) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
+from weakref import ref
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -48,7 +49,7 @@ from lightning_zero.trainer.callbacks import (
     prune_whole,
     refuse_other_strategies,
     refuse_synced_norms,
-    running_trainer,
+    runs,
     warn_of_uploads,
     watch_names,
     without_modules,
@@ -236,9 +237,7 @@ class ZeroStrategy(Batches):
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self._module)
             refuse_synced_norms(self._module, self.root_device)
-        self._begin_session().shard(
-            self._module, self.precision_plugin, self._recorder.record, lambda m: bool(running_trainer(m))
-        )
+        self._begin_session().shard(self._module, self.precision_plugin, self._recorder.record)
         self._recorder = InitRecorder()
         self._wire()
         self.session.relaying = self._relaying
@@ -254,6 +253,8 @@ class ZeroStrategy(Batches):
 
     def _wire(self) -> None:
         self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
+        trainer = ref(self._module.trainer)
+        self.engine.access.is_running = lambda: runs(trainer())
         note_optimizers(self.engine, self.session.adapters)
 
     @contextmanager

@@ -149,7 +149,14 @@ def _part_of_a_part_moved(net: Net) -> Net:
     return other
 
 
-@pytest.mark.parametrize("change", [_replaced, _replaced_by_another_shape, _moved, _part_of_a_part_moved])
+def _taught(net: Net) -> Net:
+    """Lightning tells a module that is a part of another one that the other's Trainer is its own."""
+    other = Net()
+    other.teacher = net.requires_grad_(False)
+    return other
+
+
+@pytest.mark.parametrize("change", [_replaced, _replaced_by_another_shape, _moved, _part_of_a_part_moved, _taught])
 def test_layers_of_a_trained_model_go_on_in_another(change: Callable[[Net], Net]) -> None:
     def play(strategy: Callable[[], Any]) -> Any:
         first = Net()
