@@ -36,7 +36,7 @@ from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.gradients.parts import TiedLayer
 from lightning_zero.engine.gradients.reducer import GradientReducer, report_width
 from lightning_zero.engine.hooks import ForwardCall, hook_outputs, tied
-from lightning_zero.engine.units.guard import check_weights, refuse_graph_of_gradients
+from lightning_zero.engine.units.guard import check_weights, explain_failure, refuse_graph_of_gradients
 from lightning_zero.engine.units.schedule import UnitSchedule
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
@@ -123,7 +123,6 @@ class Passes:
             self.access.writes,
             self.masters_were_written,
         )
-        self.stay = self._schedule.stay
         self._sharded = self._schedule.sharded
         self._replicated = [u for u in self.units if isinstance(u, ReplicatedUnit) and not u.always_bound]
         self.weights = PublishedWeights(self._replicated, collectives, self.spans, self.access.writes, module)
@@ -133,6 +132,7 @@ class Passes:
         self.in_backward = False  # a backward runs
         self._explicit = False
         self._replaced = (0, "")  # what got other values last, and after how many forwards
+        self._stayed = (0, "")  # what had to stay whole for the first time last, likewise
         self._active: list[ShardedUnit] = []
         self._calls: list[ForwardCall] = []
         self._tied: list[TiedLayer] = []  # while training
@@ -257,17 +257,18 @@ class Passes:
             yield
         except BaseException as error:
             self.abandon()
-            forwards, what = self._replaced
-            if forwards == self.forwards and isinstance(error, RuntimeError) and "inplace operation" in str(error):
-                raise ParameterAccessError(
-                    f"{what}: other values were written between a forward and its backward, which needs those of the "
-                    "forward. Write to parameters before the forward, or after the backward (`on_after_backward`)."
-                ) from error
+            known = [what if forwards == self.forwards else "" for forwards, what in (self._replaced, self._stayed)]
+            explain_failure(error, *known)
             raise
         finally:
             self._explicit = False
         self.end_backward()
         self._refuse_thawed()
+
+    def stay(self, unit: ShardedUnit, parameter: str) -> None:
+        """Make a unit whole though no module of it runs: see ``UnitSchedule.stay``."""
+        self._schedule.stay(unit, parameter)
+        self._stayed = self.forwards, parameter
 
     def begin_backward(self) -> None:
         """Note that a backward runs. Called by whatever is seen of it first."""

@@ -316,3 +316,19 @@ def test_in_a_call_of_the_model_outside_of_steps() -> None:
     for expected, found in run_world(2, run):
         assert len(found) == 3
         assert all(map(torch.equal, found, expected))
+
+
+def test_a_checkpoint_of_a_method_of_a_unit_says_what_to_call() -> None:
+    """Its first use inside of one, from then on as under DDP: torch sees other tensors saved the second time."""
+
+    def method(block: Block, x: Tensor) -> Tensor:
+        return checkpoint(block.forward, x, use_reentrant=False)
+
+    def run(rank: int) -> None:
+        with quiet():
+            trainer = make_trainer(ZeroStrategy(units=["Block"]), num_sanity_val_steps=0)
+            loaders = [DataLoader(range(2), batch_size=None) for _ in range(2)]
+            with pytest.raises(ParameterAccessError, match=r"'blocks.0.norm.weight' .* `checkpoint\(module, x, "):
+                trainer.fit(Net(nothing, method), *loaders)
+
+    run_world(2, run)

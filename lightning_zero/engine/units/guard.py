@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_zero._torch import (
     Pack,
@@ -33,8 +34,9 @@ from lightning_zero._torch import (
 )
 from lightning_zero.activations.offload import check_version
 from lightning_zero.engine.units.sharded import ShardedUnit, Slot
+from lightning_zero.errors import ParameterAccessError
 
-__all__ = ["SavedTensorGuard", "SlotView", "check_weights", "refuse_graph_of_gradients"]
+__all__ = ["SavedTensorGuard", "SlotView", "check_weights", "explain_failure", "refuse_graph_of_gradients"]
 
 _new = tuple.__new__
 _makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with create_graph
@@ -70,6 +72,25 @@ def refuse_graph_of_gradients() -> None:
         "backward(create_graph=True) is not supported: gradients are sent as they arrive, without a graph. Take them "
         "with torch.autograd.grad(loss, inputs, create_graph=True), which works."
     )
+
+
+def explain_failure(error: BaseException, replaced: str, stayed: str) -> None:
+    """Raise ``ParameterAccessError`` where it is known why a backward has failed.
+
+    ``replaced``: what was written to since its forward. ``stayed``: a parameter that was used in that forward, for the
+    first time, while no module of its unit ran.
+    """
+    if replaced and isinstance(error, RuntimeError) and "inplace operation" in str(error):
+        raise ParameterAccessError(
+            f"{replaced}: other values were written between a forward and its backward, which needs those of the "
+            "forward. Write to parameters before the forward, or after the backward (`on_after_backward`)."
+        ) from error
+    if stayed and isinstance(error, CheckpointError):
+        raise ParameterAccessError(
+            f"'{stayed}' was used inside of a function that is checkpointed, for the first time while no module of its "
+            "unit ran, so that computing the function again saves other tensors than before. Have the checkpoint call "
+            "the module that owns it, `checkpoint(module, x, use_reentrant=False)`, and not a method or a part of it."
+        ) from error
 
 
 class SavedTensorGuard:
