@@ -176,7 +176,8 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
         key: for example ``exp_avg``.
 
     Returns:
-        A tensor of the parameter's shape, or the scalar state; freshly allocated.
+        A tensor of the parameter's shape, or the scalar state; freshly allocated. Of several optimizers with such
+        state for it, the first one's.
 
     Raises:
         ValueError: if the parameter is in no optimizer or has no such state (yet).
@@ -186,6 +187,7 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
     engine, flat, position = _locate(module, name)
     spec = flat.shards[position].spec
     engine.agree(f"full_optimizer_state('{spec.name}', '{key}')")
+    known: list[str] | None = None
     for optimizer in filter(None, [weak() for weak in _OPTIMIZERS.get(engine, [])]):
         if all(entry.shard.spec.name != spec.name for entry in optimizer.entries):
             continue
@@ -195,9 +197,10 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
         if key in state.values:
             value = state.values[key]
             return value.clone() if isinstance(value, Tensor) else value
-        known = ", ".join([*state.slices, *state.values]) or "nothing yet"
-        raise ValueError(f"'{name}' has no optimizer state '{key}'; there is: {known}.")
-    raise ValueError(f"'{name}' is in no optimizer of this run.")
+        known = [*(known or ()), *state.slices, *state.values]
+    if known is None:
+        raise ValueError(f"'{name}' is in no optimizer of this run.")
+    raise ValueError(f"'{name}' has no optimizer state '{key}'; there is: {', '.join(known) or 'nothing yet'}.")
 
 
 def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:

@@ -188,6 +188,37 @@ def test_full_optimizer_state(optimizer: str) -> None:
             assert torch.equal(ours, theirs)
 
 
+def test_full_optimizer_state_of_a_parameter_in_two_optimizers() -> None:
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.found: list[str] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+            self.found = [str(full_optimizer_state(self, "model.head.weight", key).shape) for key in KEYS]
+            with pytest.raises(ValueError, match=r"there is: momentum_buffer, .*exp_avg"):
+                full_optimizer_state(self, "model.head.weight", "nothing")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def world(rank: int) -> list[str]:
+        module = Two()
+        with quiet():
+            make_trainer(zero(3)).fit(module, batches(2), batches(1))
+        return [*module.found, str(module.model.head.weight.shape)]
+
+    KEYS = ("momentum_buffer", "exp_avg")
+    for found in run_world(2, world):
+        assert len(found) == 3
+        assert len(set(found)) == 1
+
+
 def test_full_parameters_are_all_whatever_a_method_of_the_module_s_shows() -> None:
     class Adapted(Net):
         """As for an optimizer of the adapters alone."""

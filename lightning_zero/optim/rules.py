@@ -48,7 +48,7 @@ def optimizer_rule(optimizer: Optimizer) -> str:
     for an optimizer neither way can serve.
     """
     cls = type(optimizer)
-    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+    if not isinstance(vars(optimizer).get("_optimizer_step_pre_hooks"), OrderedDict):
         raise UnsupportedOptimizerError(
             f"{cls.__name__} cannot be sharded: it has no step hooks, because its __init__ does not call "
             "`super().__init__(params, defaults)`. Have it do so; a wrapper can pass the param_groups of what it wraps."

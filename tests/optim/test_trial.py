@@ -267,10 +267,12 @@ def test_parameters_on_their_own_are_trained_as_under_ddp(name: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_without_hooks_it_is_refused() -> None:
+@pytest.mark.parametrize("hooks", [{}, {"_optimizer_step_pre_hooks": {}}])  # torch's are ordered
+def test_without_hooks_it_is_refused(hooks: dict[str, Any]) -> None:
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer) -> None:
             self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
+            vars(self).update(hooks)
 
     def run(rank: int) -> str:
         with pytest.raises(UnsupportedOptimizerError) as caught:
