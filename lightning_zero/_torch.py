@@ -427,11 +427,15 @@ _HOOKED_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     """``step`` of the optimizer's class without the wrapper that runs step hooks, bound to it."""
-    step: Any = type(optimizer).step
+    bound: Callable[[], Any] = without_hooks(type(optimizer).step).__get__(optimizer)
+    return bound
+
+
+def without_hooks(step: Any) -> Any:
+    """A class's ``step`` without that wrapper."""
     while getattr(step, "__code__", None) is _HOOKED_CODE:
         step = step.__wrapped__
-    bound: Callable[[], Any] = step.__get__(optimizer)
-    return bound
+    return step
 
 
 def put_hooks_innermost(optimizer: Optimizer, before: int, after: int) -> None:

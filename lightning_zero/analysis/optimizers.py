@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import unwrap
 from itertools import pairwise
 from typing import Any
 
 from torch.optim import Optimizer
+
+from lightning_zero._torch import without_hooks
 
 __all__ = ["ADAM", "SEGMENT_NUMEL", "SMALL_NUMEL", "OptimizerCost"]
 
@@ -94,7 +95,10 @@ class OptimizerCost:
             groups = optimizer.param_groups
             largest = max(groups, key=lambda group: sum(p.numel() for p in group["params"]), default={})
             options = {**largest, **options}
+            changed = "_init_group" in vars(optimizer)
             optimizer = type(optimizer)
+        else:
+            changed = False
         if isinstance(optimizer, type):
             name = optimizer.__name__
             known, own_step = _of_torch(optimizer)
@@ -110,7 +114,7 @@ class OptimizerCost:
         way = next((way for way in ("fused", "foreach") if options.get(way)), None)
         if way is None and options.get("foreach") is False:
             way = "loop"
-        whole = own_step or known is None or known in _WHOLE
+        whole = changed or own_step or known is None or known in _WHOLE
         return cls(name=name, state=state, loop=loop, kept=kept, foreach=foreach, way=way, whole=whole)
 
 
@@ -121,12 +125,10 @@ def _of_torch(cls: type) -> tuple[str | None, bool]:
         return None, False
     derived = [vars(each) for each in cls.__mro__[: cls.__mro__.index(base)]]
     # Without what torch puts around a class's step when the first optimizer of it is made, also where it inherits it.
-    return base.__name__, any(
-        unwrap(own[name]) is not unwrap(getattr(base, name))
-        for own in derived
-        for name in ("step", "_init_group")  # the latter sees, and may change, all that is about to be stepped on
-        if name in own
-    )
+    own_step = any(without_hooks(own["step"]) is not without_hooks(base.step) for own in derived if "step" in own)
+    # An `_init_group` sees, and may change, all that is about to be stepped on.
+    init_group = base._init_group
+    return base.__name__, own_step or any(own.get("_init_group", init_group) is not init_group for own in derived)
 
 
 _Options = Mapping[str, Any]

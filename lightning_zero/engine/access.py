@@ -61,8 +61,6 @@ class ParameterAccess:
         """Tells whether an optimizer step is what called; ``None`` while there is none."""
         self.check_trainer: Callable[[nn.Module], object] = lambda module: None
         """Raises if somebody else trains the module now."""
-        self.is_running: Callable[[], bool] = lambda: False
-        """Tells whether the Trainer that the engine was made or taken over for runs."""
         self.gradients = UserGradients(self.writes, self._engine)
         self._edited: dict[Unit, str] = {}  # absent, and written to in slices: of which parameter, at last
         self._assigned: dict[Binding, None] = {}  # in the order of their first assignment

@@ -129,6 +129,7 @@ class ZeroSession:
         module: nn.Module,
         dtypes: Dtypes | None = None,
         record: InitRecord | None = None,
+        is_running: Callable[[nn.Module], bool] = lambda module: False,
         cast: bool = True,
     ) -> None:
         """Lay the module out over the ranks, with rank 0's values, or with the weights that the settings name.
@@ -137,6 +138,7 @@ class ZeroSession:
             module: the root. Its parameters are this session's from now on.
             dtypes: the precision of the run.
             record: how parameters on the meta device are to be initialised.
+            is_running: whether somebody trains a module at this moment.
             cast: whether the module gets the precision's dtypes; else it has had them, and what is new keeps its own.
 
         Raises:
@@ -145,7 +147,7 @@ class ZeroSession:
         Collective: every rank.
         """
         self._dtypes = dtypes = dtypes or _OwnDtypes()
-        existing, torn = _own_engine(module), False
+        existing, torn = _own_engine(module, is_running), False
         convert = dtypes.convert_module if cast else lambda module: module
         if existing is not None:
             had = (existing.device, existing.plan.offload, existing.collectives.asked)
@@ -388,7 +390,7 @@ class ZeroSession:
         return OptimizerState(self.engine, self.adapter(optimizer))
 
 
-def _own_engine(module: nn.Module) -> ZeroEngine | None:
+def _own_engine(module: nn.Module, is_running: Callable[[nn.Module], bool]) -> ZeroEngine | None:
     """The engine of an earlier fit of ``module`` itself. Those end that its parts bring along from other modules.
 
     A part is an encoder that was pretrained in another module, say. Collective: every rank.
@@ -398,7 +400,7 @@ def _own_engine(module: nn.Module) -> ZeroEngine | None:
         other = engine_of(child)
         if other is None or other is own:
             continue
-        if other.access.is_running():
+        if is_running(other.module):
             raise ParameterAccessError(
                 f"'{name}' is a part of {type(other.module).__name__}, which another Trainer runs at this moment with "
                 "sharded parameters. Put a copy there, made on every rank: `with lightning_zero.full_parameters"

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -38,16 +39,17 @@ from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import checksum
 
 __all__ = [
+    "TRAINERS",
     "Replaced",
     "UnmarkedModule",
     "begin_epoch",
     "compare_by_value",
     "gather_for_graphs",
     "hold_schedulers",
+    "is_running",
     "prune_whole",
     "refuse_other_strategies",
     "refuse_synced_norms",
-    "runs",
     "warn_of_uploads",
     "watch_names",
     "without_modules",
@@ -185,7 +187,7 @@ def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
     Its gradients would go to the shards, and its optimizer would find none.
     """
     trainer: Trainer | None = getattr(module, "_trainer", None)
-    if trainer is not None and runs(trainer) and not isinstance(trainer.strategy, kind):
+    if trainer is not None and _runs(trainer) and not isinstance(trainer.strategy, kind):
         raise ParameterAccessError(
             f"{type(module).__name__} was trained with {kind.__name__}, and its gradients still go to what that has "
             f"laid out: {type(trainer.strategy).__name__} would train nothing. Give its Trainer an ordinary copy, made "
@@ -252,9 +254,17 @@ def without_modules(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def runs(trainer: Trainer | None) -> bool:
-    """Whether a Trainer trains or evaluates its module at this moment."""
-    return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+TRAINERS: WeakSet[Trainer] = WeakSet()
+"""Those that have run a module with one of these strategies. Its own ``trainer`` may be that of one around it."""
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether one of them trains or evaluates the module at this moment."""
+    return any(_runs(trainer) and trainer.lightning_module is module for trainer in TRAINERS)
+
+
+def _runs(trainer: Trainer) -> bool:
+    return trainer.state.status == TrainerStatus.RUNNING
 
 
 def begin_epoch(trainer: Trainer) -> None:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
-from weakref import ref
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -40,16 +39,17 @@ from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.averaging import Averages, as_shards, copy_whole
 from lightning_zero.trainer.callbacks import (
+    TRAINERS,
     Replaced,
     UnmarkedModule,
     begin_epoch,
     compare_by_value,
     gather_for_graphs,
     hold_schedulers,
+    is_running,
     prune_whole,
     refuse_other_strategies,
     refuse_synced_norms,
-    runs,
     warn_of_uploads,
     watch_names,
     without_modules,
@@ -230,6 +230,7 @@ class ZeroStrategy(Batches):
         self._laid_out = True
         if self.accelerator is None:
             raise RuntimeError("The Trainer has not connected an accelerator to the strategy yet.")
+        TRAINERS.add(trainer)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -237,7 +238,7 @@ class ZeroStrategy(Batches):
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self._module)
             refuse_synced_norms(self._module, self.root_device)
-        self._begin_session().shard(self._module, self.precision_plugin, self._recorder.record)
+        self._begin_session().shard(self._module, self.precision_plugin, self._recorder.record, is_running)
         self._recorder = InitRecorder()
         self._wire()
         self.session.relaying = self._relaying
@@ -253,8 +254,6 @@ class ZeroStrategy(Batches):
 
     def _wire(self) -> None:
         self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
-        trainer = ref(self._module.trainer)
-        self.engine.access.is_running = lambda: runs(trainer())
         note_optimizers(self.engine, self.session.adapters)
 
     @contextmanager

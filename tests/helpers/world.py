@@ -337,7 +337,7 @@ def _prepare(rank: int, setting: _Setting) -> None:
 
 def _meet(rank: int, setting: _Setting, place: str, seconds: float) -> None:
     """Wait for the other ranks: torch raises where one is gone to which another still connects."""
-    (setting.directory / f"{rank}.{place}").touch()
+    (setting.directory / f"{rank}.{place}").mkdir()  # a test may have taken `open` away
     deadline = time.monotonic() + seconds
     while len(list(setting.directory.glob(f"*.{place}"))) < setting.world_size and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -57,7 +57,6 @@ def looking(patch: pytest.MonkeyPatch, optimizer: Optimizer, look: Callable[[dic
             look(group)
         return original(self, group, *lists)
 
-    look_first.__module__ = original.__module__
     patch.setattr(type(optimizer), "_init_group", look_first)
     return optimizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -90,12 +91,15 @@ def test_a_derived_class_is_elementwise_unless_its_step_is_its_own(base: Any) ->
         return base._init_group(self, *arguments)
 
     inherited = {"step": Optimizer.profile_hook_step(base.step), "_init_group": base._init_group}
-    own = [{"step": Guarding.step}, {"_init_group": init_group}]
+    copied = [functools.wraps(found)(lambda *arguments: None) for found in (base.step, base._init_group)]
+    own = [{"step": Guarding.step}, {"_init_group": init_group}, {"step": copied[0]}, {"_init_group": copied[1]}]
     cases = (({}, "elementwise"), (inherited, "elementwise"), *((members, "whole") for members in own))
     for members, rule in cases:
-        optimizer = made(type("Derived", (base,), members))
+        optimizer: Any = made(type("Derived", (base,), members))
         assert optimizer_rule(optimizer) == rule
         assert OptimizerCost.of(optimizer).whole == (rule == "whole")
+        optimizer._init_group = init_group
+        assert OptimizerCost.of(optimizer).whole
 
 
 def test_source_that_cannot_be_read_is_no_reason() -> None:

@@ -225,7 +225,6 @@ def test_what_is_put_together_is_bounded(apart: bool, monkeypatch: pytest.Monkey
         return original(self, group, *lists)
 
     original = torch.optim.SGD._init_group
-    init_group.__module__ = original.__module__
     pair = Pair(Seeing, {"lr": 0.1}, sizes=(SMALL_NUMEL,) * 40, apart=apart)
     monkeypatch.setattr(torch.optim.SGD, "_init_group", init_group)
     assert pair.step() == 40

@@ -201,6 +201,35 @@ def test_a_part_of_what_is_being_trained_is_named(stage: int) -> None:
         torch.testing.assert_close(copied, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_teacher_that_is_being_trained_is_named_whoever_has_run_it_since(stage: int) -> None:
+    class Student(Net):
+        def __init__(self, teacher: Net) -> None:
+            super().__init__()
+            self.teacher = teacher
+
+        validation_step = Net.training_step
+
+    class Looking(Net):
+        def on_train_epoch_end(self) -> None:
+            loader = DataLoader(range(1), batch_size=None)
+            with quiet():
+                make_trainer(ZeroStrategy(stage=stage)).predict(self, loader)
+                with pytest.raises(ParameterAccessError, match="'teacher' is a part of Looking, which another Trainer"):
+                    make_trainer(ZeroStrategy(stage=stage)).validate(Student(self), loader)
+
+        predict_step = Net.training_step
+
+    def run(rank: int) -> None:
+        net, trainer = Looking(), make_trainer(ZeroStrategy(stage=stage))
+        loader = DataLoader(range(1), batch_size=None)
+        with quiet():
+            trainer.fit(net, loader)
+            trainer.validate(Student(net), loader)  # the same one, which runs another
+
+    run_world(2, run, timeout=60)
+
+
 def test_pruning_that_goes_back_to_the_beginning_is_warned_of() -> None:
     def run(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         results = []
