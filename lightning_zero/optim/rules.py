@@ -60,7 +60,7 @@ def optimizer_rule(optimizer: Optimizer) -> str:
         )
     if needs_closure(optimizer):
         return "replicated"
-    return "whole" if OptimizerCost.of(cls).whole else "elementwise"
+    return "whole" if OptimizerCost.of(optimizer).whole else "elementwise"
 
 
 def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, device: torch.device) -> None:

@@ -99,7 +99,7 @@ def test_a_derived_class_is_elementwise_unless_its_step_is_its_own(base: Any) ->
         assert optimizer_rule(optimizer) == rule
         assert OptimizerCost.of(optimizer).whole == (rule == "whole")
         optimizer._init_group = init_group
-        assert OptimizerCost.of(optimizer).whole
+        assert optimizer_rule(optimizer) == "whole"
 
 
 def test_source_that_cannot_be_read_is_no_reason() -> None:
