@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_zero.analysis.optimizers import SEGMENT_NUMEL, SMALL_NUMEL
 from lightning_zero.optim.segments import Member
 from lightning_zero.optim.stepper import SegmentStepper
+from tests.optim.rig import looking
 
 SIZES = (1, 3, 7, 16, 17, 31, 64, 100, 5, SMALL_NUMEL, SMALL_NUMEL + 1, 33, 12)
 LARGE = (64, 4096, 128, 100, 7, 64, 640, 65536, 192)
@@ -217,16 +218,8 @@ def test_what_is_put_together_is_bounded(apart: bool, monkeypatch: pytest.Monkey
     """In each step of the optimizer; nothing of it is kept beside the state."""
     seen: list[int] = []
 
-    class Seeing(torch.optim.SGD):
-        pass
-
-    def init_group(self: Any, group: Any, *lists: Any) -> Any:
-        seen.extend(parameter.numel() for parameter in group["params"])
-        return original(self, group, *lists)
-
-    original = torch.optim.SGD._init_group
-    pair = Pair(Seeing, {"lr": 0.1}, sizes=(SMALL_NUMEL,) * 40, apart=apart)
-    monkeypatch.setattr(torch.optim.SGD, "_init_group", init_group)
+    pair = Pair(torch.optim.SGD, {"lr": 0.1}, sizes=(SMALL_NUMEL,) * 40, apart=apart)
+    looking(monkeypatch, pair.optimizers[1], lambda group: seen.extend(p.numel() for p in group["params"]))
     assert pair.step() == 40
     pair.check()
     assert sorted(seen)[-3:] == [SEGMENT_NUMEL // 2, SEGMENT_NUMEL, SEGMENT_NUMEL]  # 40 * 4096 = 2.5 * 65536
