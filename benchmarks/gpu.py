@@ -28,7 +28,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -214,40 +213,39 @@ def prepare(task: Task, found: Found) -> Runner:
 def compare(
     task: Task, mode: str, world_size: int, ways: Sequence[str], rounds: int, steps: int, peak: float | None
 ) -> list[Found]:
-    """One table: all ways in one fake world."""
+    """One table: all ways in the fake world that is open."""
     torch._dynamo.reset()
     lines = []
     runners = {}
     if world_size > 1:  # DeepSpeed refuses a group that is not there
         ways = [way for way in ways if not way.startswith("deepspeed")]
-    with fake_world(world_size):
-        for line in (Found(mode, world_size, way) for way in ways):
-            print(f"{mode}, world {world_size}: {line.way} is set up", file=sys.stderr, flush=True)
-            try:
-                runners[line.way] = prepare(task, line)
-                lines.append(line)
-            except Exception as error:
-                if line.way == "plain":
-                    raise
-                print(f"{line.way} is left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                traceback.print_exc()
-                FAILED.append(f"{line.way} ({mode}, world {world_size})")
-        for _ in range(rounds):
-            turn = {line.way: runners[line.way].steps(steps) for line in lines}
-            for line in lines:
-                line.seconds.append(turn[line.way])
-                line.ratios.append(turn[line.way] / turn["plain"])
-        plain = list(runners["plain"].losses)
+    for line in (Found(mode, world_size, way) for way in ways):
+        print(f"{mode}, world {world_size}: {line.way} is set up", file=sys.stderr, flush=True)
+        try:
+            runners[line.way] = prepare(task, line)
+            lines.append(line)
+        except Exception as error:
+            if line.way == "plain":
+                raise
+            print(f"{line.way} is left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            traceback.print_exc()
+            FAILED.append(f"{line.way} ({mode}, world {world_size})")
+    for _ in range(rounds):
+        turn = {line.way: runners[line.way].steps(steps) for line in lines}
         for line in lines:
-            if world_size == 1:
-                pairs = zip(runners[line.way].losses, plain, strict=True)
-                line.loss_difference = max(abs(loss - other) / abs(other) for loss, other in pairs)
-            sequences, length = task.tokens
-            line.tokens_per_second = sequences * length / statistics.median(line.seconds)
-            line.mfu = line.tokens_per_second * flops(task.width, task.layers, length) / peak if peak else None
-            line.kernels, line.moves, line.move_seconds = kernels_of(runners[line.way], task.device)
-        runners.clear()
-        gc.collect()
+            line.seconds.append(turn[line.way])
+            line.ratios.append(turn[line.way] / turn["plain"])
+    plain = list(runners["plain"].losses)
+    for line in lines:
+        if world_size == 1:
+            pairs = zip(runners[line.way].losses, plain, strict=True)
+            line.loss_difference = max(abs(loss - other) / abs(other) for loss, other in pairs)
+        sequences, length = task.tokens
+        line.tokens_per_second = sequences * length / statistics.median(line.seconds)
+        line.mfu = line.tokens_per_second * flops(task.width, task.layers, length) / peak if peak else None
+        line.kernels, line.moves, line.move_seconds = kernels_of(runners[line.way], task.device)
+    runners.clear()
+    gc.collect()
     return lines
 
 
@@ -301,8 +299,9 @@ def plot(lines: Sequence[Found], title: str, path: Path) -> None:
     ways = list(dict.fromkeys(line.way for line in lines if line.way != "plain"))
     ratios = {(line.mode, line.world_size, line.way): statistics.median(line.ratios) for line in lines}
     for number, way in enumerate(ways):
-        places = [place + 0.8 * number / len(ways) for place in range(len(groups))]
-        axes.bar(places, [ratios[(*group, way)] for group in groups], 0.75 / len(ways), label=rows()[way].label)
+        bars = {place: ratios[(*group, way)] for place, group in enumerate(groups) if (*group, way) in ratios}
+        places = [place + 0.8 * number / len(ways) for place in bars]
+        axes.bar(places, list(bars.values()), 0.75 / len(ways), label=rows()[way].label)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks([place + 0.3 for place in range(len(groups))], [f"{mode}, world {size}" for mode, size in groups])
     axes.set_ylabel("seconds of a step, to plain PyTorch")
@@ -379,11 +378,14 @@ def main() -> None:
     saved: dict[str, Any] = {"machine": about, "settings": settings, "rows": []}
     deadline = begin + 60 * options.stop_after
     found: list[Found] = []
-    for label, model in models.items():
-        for lines in measure(options, label, model, {"place": device, "peak": peak, "name": name}, deadline):
-            found += lines
-            saved["rows"] += [{"model": label, **asdict(line)} for line in lines]
-            (options.output / "gpu.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    for world_size in options.worlds:
+        with fake_world(world_size):  # one for all models: DeepSpeed keeps its groups
+            for label, model in models.items():
+                place = {"place": device, "peak": peak, "name": name}
+                for lines in measure(options, label, model, world_size, place, deadline):
+                    found += lines
+                    saved["rows"] += [{"model": label, **asdict(line)} for line in lines]
+                    (options.output / "gpu.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
     if len(models) == 1 and found:
         plot(found, f"{options.precision}, {name}", options.output / "gpu.svg")
     if FAILED:
@@ -391,13 +393,13 @@ def main() -> None:
 
 
 def measure(
-    options: argparse.Namespace, label: str, model: Preset, about: dict[str, Any], deadline: float
+    options: argparse.Namespace, label: str, model: Preset, world_size: int, about: dict[str, Any], deadline: float
 ) -> Iterator[list[Found]]:
-    """The tables of one model, each printed as soon as it is measured, if it can be expected to end in time."""
+    """The tables of a model in one world, each printed as soon as it is measured, if it can end in time."""
     ways = ["plain", *(way for way in options.ways if way != "plain")]
     device, peak, longest = about["place"], about["peak"], 0.0
     print(f"\n{numel_of(model.width, model.layers) / 1e6:.1f}M parameters, {options.precision}, {about['name']}")
-    for mode, world_size in product(options.modes, options.worlds):
+    for mode in options.modes:
         begin = time.monotonic()
         if begin + longest > deadline:
             what = " ".join(filter(None, (label, mode)))

@@ -80,7 +80,8 @@ def run_on(device: str, name: str, *arguments: str, world_size: int = 1, before:
             rank.kill()
     for rank, (printed, error) in zip(ranks, ended, strict=True):
         assert rank.returncode == 0, printed[-2000:] + error[-4000:]
-    return [json.loads(printed.rpartition("FOUND")[2]) for printed, _ in ended]
+    # A program before it may print behind it.
+    return [json.loads(printed.rpartition("FOUND")[2].splitlines()[0]) for printed, _ in ended]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
