@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
 from lightning_zero._torch import check_and_unscale, foreach_mul, foreach_norm
-from lightning_zero.comm import Totals
+from lightning_zero.comm import ControlGroup, Totals
 
 __all__ = ["LossScaler", "clip_by_norm", "clip_by_value", "gradient_norm"]
 
@@ -104,9 +106,25 @@ def clip_by_value(gradients: Sequence[Tensor], clip_value: float) -> None:
         gradient.detach().clamp_(min=-clip_value, max=clip_value)
 
 
-class LossScaler:
-    """Multiplies the loss so that small fp16 gradients survive, and skips steps whose gradients overflowed, by the rule
-    of ``torch.amp.GradScaler``: the scale grows after ``growth_interval`` good steps in a row."""
+_TORCHS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, getattr(torch.cpu.amp, "GradScaler"))  # noqa: B009
+
+
+class HasGradients(Protocol):
+    """What the loss scale asks of an optimizer: see ``ShardedOptimizer``."""
+
+    optimizer: Optimizer
+
+    def gradients(self) -> list[Tensor]: ...
+
+
+class LossScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` where every rank holds a slice of each gradient: with its rule, methods and state.
+
+    ``unscale_`` and ``step`` look at the gradients of all ranks: collective. The scale stays on the host, so that to
+    read it waits for no device. Before ``attach`` it is torch's in all it does.
+    """
+
+    _adapter: Callable[[Optimizer], HasGradients] | None = None
 
     def __init__(
         self,
@@ -120,28 +138,72 @@ class LossScaler:
                 "A loss scale needs init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= "
                 f"1, got {init_scale}, {growth_factor}, {backoff_factor}, {growth_interval}."
             )
-        self.value = float(init_scale)  # of the next backward
-        self._in_use = self.value  # of the last one: another optimizer's step in between must not change it
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self._good_steps = 0
+        super().__init__("cpu", float(init_scale), growth_factor, backoff_factor, growth_interval)
+        self._begin()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss to run backward on."""
-        self._in_use = self.value
-        return loss * self.value
+    @classmethod
+    def of(cls, scaler: torch.amp.GradScaler) -> LossScaler:
+        """A ``GradScaler``, which becomes a ``LossScaler``: the same object, because user code may read it.
+
+        Raises:
+            ValueError: for a subclass that the user wrote, whose methods would not be called.
+        """
+        if isinstance(scaler, LossScaler):
+            return scaler
+        if type(scaler) not in _TORCHS:
+            raise ValueError(
+                f"{type(scaler).__name__} is a GradScaler of its own, whose methods look at whole gradients; a rank "
+                "holds slices. Pass `torch.amp.GradScaler(...)`, or derive it from "
+                "`lightning_zero.optim.gradients.LossScaler` and override `update`."
+            )
+        state, ours = scaler.__getstate__(), cast(LossScaler, scaler)
+        ours.__class__ = cls
+        ours.__setstate__(state)
+        return ours
+
+    def attach(self, adapter: Callable[[Optimizer], HasGradients], totals: Totals) -> None:
+        """Connect to a run, where ``adapter`` finds the sharded view of an optimizer."""
+        self._adapter, self._totals = adapter, totals
+
+    def detach(self) -> None:
+        """Be torch's again: the run is over."""
+        self._adapter, self._totals = None, ControlGroup(None)
+
+    def _begin(self) -> None:
+        if self.is_enabled():  # otherwise torch's has no scale
+            self._scale, self._growth_tracker = None, None
+            self._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        self._in_use = self.get_scale()  # of the last backward: another optimizer's step must not change it
+        self.detach()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {key: value for key, value in state.items() if key not in ("_adapter", "_totals")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken."""
+        super().load_state_dict(state_dict)
+        self._in_use = self.get_scale()
+
+    def scale(self, outputs: Any) -> Any:
+        """The loss, or losses, to run backward on."""
+        self._in_use = self.get_scale()
+        return super().scale(outputs)
 
     def unscale(self, gradients: Sequence[Tensor], totals: Totals) -> bool:
         """Undo the scale in this rank's gradient slices. Returns whether any gradient of any rank is not finite then;
         the same on every rank.
 
-        On an accelerator the host waits for it, once for all ranks, as ``torch.amp.GradScaler`` does: whether the step
-        is taken is decided by the host, with the optimizer's and the scheduler's counters, and so is the next scale.
+        On an accelerator the host waits for it, once for all ranks, as torch's does in ``step``: whether the step is
+        taken is decided by the host, with the optimizer's and the scheduler's counters, and so is the next scale.
 
         Collective: every rank.
         """
-        factor = 1.0 / self._in_use
+        factor = 1.0 / self._in_use if self._in_use else float("inf")
         found = torch.zeros(1, dtype=torch.float64, device=totals.device)
         for group in _alike(gradients):
             flag = group[0].new_zeros((), dtype=torch.float32)
@@ -156,31 +218,63 @@ class LossScaler:
             found += flag.to(found)
         return bool(totals.total(found))
 
-    def update(self, overflow: bool) -> None:
-        """Note how a step went."""
-        if overflow:
-            self.value *= self.backoff_factor
-            self._good_steps = 0
-            return
-        self._good_steps += 1
-        if self._good_steps == self.growth_interval:
-            self.value *= self.growth_factor
-            self._good_steps = 0
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Undo the scale in the gradients of one optimizer, once before its step. Collective: every rank."""
+        super().unscale_(self._raw(optimizer))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The scale, in the keys of ``torch.amp.GradScaler``."""
-        return {
-            "scale": self.value,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "_growth_tracker": self._good_steps,
-        }
+    def unscale_once(self, optimizer: Optimizer) -> None:
+        """``unscale_``, unless that was done since the optimizer's last step. Collective: every rank."""
+        if self._per_step(optimizer)["stage"] is OptState.READY:
+            self.unscale_(optimizer)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken."""
-        self.value = self._in_use = float(state["scale"])
-        self.growth_factor = float(state["growth_factor"])
-        self.backoff_factor = float(state["backoff_factor"])
-        self.growth_interval = int(state["growth_interval"])
-        self._good_steps = int(state["_growth_tracker"])
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """``unscale_`` if that was not done, and the optimizer's step if no gradient has overflowed.
+
+        Collective: every rank.
+        """
+        if self._adapter is None or not self.is_enabled():
+            return super().step(optimizer, *args, **kwargs)
+        # Not torch's: it leaves the unscaling to fused optimizers, which step on some of the slices at a time.
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        if self._per_step(optimizer)["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        self.unscale_once(optimizer)
+        state = self._per_step(optimizer)
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Note how the steps since the last call went, by torch's rule; or set the scale."""
+        super().update(None if new_scale is None else float(new_scale))
+
+    def stepped(self, optimizer: Optimizer) -> bool:
+        """``update`` for this optimizer alone: others may wait for their steps. Returns whether it was skipped."""
+        if not self.is_enabled():
+            return False
+        skipped = any(bool(found) for found in self._per_step(optimizer)["found_inf_per_device"].values())
+        others, key = self._per_optimizer_states, id(self._raw(optimizer))
+        self._per_optimizer_states = type(others)(others.default_factory, {key: others.pop(key)})  # type: ignore
+        self.update()
+        self._per_optimizer_states.update(others)
+        return skipped
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Note that a step raised: the gradients of the next one are scaled."""
+        if self.is_enabled():
+            self._per_optimizer_states.pop(id(self._raw(optimizer)), None)
+
+    def _per_step(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._per_optimizer_states[id(self._raw(optimizer))]
+
+    def _raw(self, optimizer: Optimizer) -> Optimizer:
+        """Without Lightning's wrapper: what was done to one was done to the other."""
+        return optimizer if self._adapter is None else self._adapter(optimizer).optimizer
+
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        """What torch's methods unscale and check by."""
+        if self._adapter is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        overflow = self.unscale(self._adapter(optimizer).gradients(), self._totals)
+        return {found_inf.device: torch.full_like(found_inf, float(overflow))}

@@ -152,7 +152,6 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         self._recorder, self._in_backward = InitRecorder(), False
         self._module: _ShardedModule | None = None
         self._optimizers: list[Optimizer] = []
-        self._overflows: dict[int, bool] = {}  # by optimizer, in the running step: its gradients are unscaled
 
     def __repr__(self) -> str:
         """What Lightning shows where it takes a strategy of another kind."""
@@ -275,15 +274,6 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""
         return self.session.accumulating() if enabled else nullcontext()
 
-    def _unscale(self, optimizer: Optimizer) -> bool:
-        """Undo the loss scale, once in a step. Returns whether gradients of any rank have overflowed. Collective."""
-        if self.precision.scaler is None:
-            return False
-        if id(optimizer) not in self._overflows:
-            gradients = self.adapter(optimizer).gradients()
-            self._overflows[id(optimizer)] = self.precision.scaler.unscale(gradients, self.session.engine.totals)
-        return self._overflows[id(optimizer)]
-
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One optimizer step. The closure runs before, but where the optimizer needs it. Collective: every rank."""
         adapter, scaler = self.adapter(optimizer), self.precision.scaler
@@ -293,17 +283,16 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             return adapter.step(closure, **kwargs)
         with torch.enable_grad():
             result = None if closure is None else closure()
-        overflow = self._unscale(optimizer)
-        self._overflows.pop(id(optimizer), None)
+        try:
+            with naming_closures(optimizer):
+                optimizer.step(**kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
+        except BaseException:  # torch calls no hook then, and the user may catch it
+            if scaler is not None:
+                scaler.forget(optimizer)
+            adapter.abandon()
+            raise
         if scaler is not None:
-            scaler.update(overflow)
-        if not overflow:
-            try:
-                with naming_closures(optimizer):
-                    optimizer.step(**kwargs)
-            except BaseException:  # torch calls no hook then, and the user may catch it
-                adapter.abandon()
-                raise
+            scaler.stepped(optimizer)
         return result
 
     def clip_gradients_norm(
@@ -318,7 +307,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
 
         Returns their norm before. ``RuntimeError`` on every rank if it is not finite, with ``error_if_nonfinite``.
         """
-        self._unscale(optimizer)
+        self.precision.unscale_gradients(optimizer)
         gradients = self.adapter(optimizer).gradients()
         norm = gradient_norm(gradients, self.session.engine.totals, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -331,7 +320,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clamp every element of the gradients of one optimizer. Collective: every rank."""
-        self._unscale(optimizer)
+        self.precision.unscale_gradients(optimizer)
         clip_by_value(self.adapter(optimizer).gradients(), float(clip_val))
 
     # -------------------------------------------------------------- checkpoints

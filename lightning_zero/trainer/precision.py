@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.fabric.plugins import precision as fabric
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
+from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import precision as pytorch
@@ -45,6 +46,11 @@ _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KINDS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
+_SCALES = (
+    "MixedPrecision",
+    "FSDPPrecision",
+    "native_amp_scaling_state",
+)  # where Lightning's plugins save the loss scale
 _TWO_DTYPES = re.compile(  # torch's messages
     "same dtype|expected scalar type|mixed dtype|Low precision dtypes not|not implemented for '(BFloat16|Half)'"
 )
@@ -66,7 +72,7 @@ class ZeroPrecision(Precision):
             16 bit.
         reduce_dtype: dtype gradients are averaged in under mixed precision. ``float32`` is exact; a 16-bit dtype halves
             the bytes on the wire and in gradient memory.
-        scaler: loss scale for ``16-mixed``; ``None`` for the default one.
+        scaler: a ``torch.amp.GradScaler`` for ``16-mixed``; ``None`` for the default one.
         buffers: under ``bf16-true`` and ``16-true``. ``cast``: all of the module is in 16 bit, as Lightning makes it.
             ``keep``: buffers, batch norm layers and metrics keep ``float32``. That is more exact where a buffer holds
             what 16 bits cannot (rotary frequencies, running statistics), and differs from DDP's numbers.
@@ -85,7 +91,7 @@ class ZeroPrecision(Precision):
         self,
         precision: PrecisionName = "32-true",
         reduce_dtype: DtypeName | None = None,
-        scaler: LossScaler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         buffers: BuffersName = "cast",
         full_precision: Sequence[str] = (),
     ) -> None:
@@ -114,8 +120,10 @@ class ZeroPrecision(Precision):
         self.precision = precision
         self.full_precision: Sequence[str] = tuple(full_precision)
         self.buffers = buffers
-        self.scaler = scaler or (LossScaler() if precision == "16-mixed" else None)
-        self.scales_loss = self.scaler is not None
+        self.scaler: LossScaler | None = None
+        if precision == "16-mixed":
+            self.scaler = LossScaler() if scaler is None else LossScaler.of(scaler)
+        self.scales_loss = self.scaler is not None and self.scaler.is_enabled()
         self._reduce_dtype = reduce_dtype
         self._device_type = "cpu"
         self._totals: Totals = ControlGroup(None)
@@ -132,11 +140,7 @@ class ZeroPrecision(Precision):
         if isinstance(plugin, ZeroPrecision):
             return plugin
         if any(type(plugin) is getattr(module, kind) for module in (fabric, pytorch) for kind in _KINDS):
-            given = getattr(plugin, "scaler", None)
-            if given is None:
-                return cls(plugin.precision)  # type: ignore[arg-type]
-            factors = given.get_growth_factor(), given.get_backoff_factor()
-            return cls("16-mixed", scaler=LossScaler(given._init_scale, *factors, given.get_growth_interval()))
+            return cls(plugin.precision, scaler=getattr(plugin, "scaler", None))  # type: ignore[arg-type]
         if type(plugin).__module__.startswith("pytorch_lightning."):  # its Trainer gives a strategy this first
             raise ValueError(
                 "This Trainer is of the package `pytorch_lightning`, of which it gave ZeroStrategy a "
@@ -174,6 +178,13 @@ class ZeroPrecision(Precision):
         self._totals = totals
         self._adapter = adapter
         self._on_skip = on_skip
+        if self.scaler is not None:
+            self.scaler.attach(adapter, totals)
+
+    def teardown(self) -> None:
+        """Leave the loss scale, which user code may hold, to a run of another strategy."""
+        if self.scaler is not None:
+            self.scaler.detach()
 
     # ------------------------------------------------------------------- dtypes
 
@@ -269,21 +280,20 @@ class ZeroPrecision(Precision):
             return replicated.step(partial(self._wrap_closure, model, optimizer, closure), **kwargs)
         result = closure()
         nothing = result is None and model.automatic_optimization
-        overflow = False
-        if self.scaler is not None and not nothing:
-            overflow = self.scaler.unscale(self._sharded(optimizer).gradients(), self._totals)
-        self._after_closure(model, optimizer)
-        if not overflow:
-            try:
-                with naming_closures(optimizer):
-                    optimizer.step(**kwargs)
-            except BaseException:  # torch calls no hook then, and the user may catch it
-                self._sharded(optimizer).abandon()
-                raise
-        elif self._on_skip is not None:
+        scaler = None if nothing else self.scaler
+        try:
+            if scaler is not None:
+                scaler.unscale_once(optimizer)
+            self._after_closure(model, optimizer)
+            with naming_closures(optimizer):
+                optimizer.step(**kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
+        except BaseException:  # torch calls no hook then, and the user may catch it
+            if scaler is not None:
+                scaler.forget(optimizer)
+            self._sharded(optimizer).abandon()
+            raise
+        if scaler is not None and scaler.stepped(optimizer) and self._on_skip is not None:
             self._on_skip(optimizer)
-        if self.scaler is not None and not nothing:
-            self.scaler.update(overflow)
         return result
 
     def clip_gradients(
@@ -301,6 +311,11 @@ class ZeroPrecision(Precision):
         else:
             clip_by_norm(gradients, float(clip_val), gradient_norm(gradients, self._totals))
 
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Undo the loss scale in the gradients of one optimizer, once before its step. Collective: every rank."""
+        if self.scaler is not None:
+            self.scaler.unscale_once(optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         """The loss scale."""
         return {} if self.scaler is None else self.scaler.state_dict()
@@ -309,6 +324,15 @@ class ZeroPrecision(Precision):
         """Continue with a saved loss scale."""
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the loss scale where Lightning's own plugin looks for it: a run may go on under another strategy."""
+        if (state := checkpoint.pop(type(self).__qualname__, None)) is not None:
+            checkpoint[_SCALES[0]] = state
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue with the loss scale of a run under any strategy."""
+        self.load_state_dict(next((checkpoint[name] for name in _SCALES if name in checkpoint), {}))
 
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         if self._adapter is None:
@@ -328,5 +352,7 @@ def _no_fast_path() -> Iterator[None]:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that ``configure_optimizers`` returned, without Lightning's wrapper."""
+    """The optimizer that the user made, without Lightning's or Fabric's wrapper."""
+    if isinstance(optimizer, _FabricOptimizer):
+        return optimizer.optimizer
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -336,8 +336,9 @@ def test_one_wait_tells_of_an_overflow(scale: float) -> None:
             return numbers
 
     gradients = [*on_device(), torch.empty(3, dtype=torch.complex64, device=META)]
+    scaler = LossScaler(init_scale=scale)
     with HostWaits() as host:
-        assert LossScaler(init_scale=scale).unscale(gradients, Wire(Streams(META))) is False
+        assert scaler.unscale(gradients, Wire(Streams(META))) is False
     assert host.waits == 1
     assert host.started[-2:] == ["total", "aten._local_scalar_dense"]
     assert len([name for name in host.started if name not in ("aten.detach", "aten.view_as_real")]) < 30

@@ -10,9 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.optim.gradients import LossScaler
 from tests.helpers.cases import WIDTH, Block
 from tests.helpers.world import run_world
 from tests.strategy.runs import Net, assert_same, each_strategy, fit, made, quiet, zero
@@ -137,14 +135,3 @@ def test_a_write_to_whole_parameters_is_kept_by_whole_matrix_optimizers() -> Non
         return made(module, fit(strategy, module))
 
     assert_same(each_strategy(play), names=["stage 1", "stage 2"])
-
-
-def test_another_optimizers_overflow_leaves_the_scale_of_these_gradients_alone() -> None:
-    scaler = LossScaler(init_scale=8.0, growth_interval=1)
-    alone = ControlGroup(None)
-    loss = torch.ones(())
-    first: list[Tensor] = [scaler.scale(loss) * torch.tensor([float("inf")])]
-    second: list[Tensor] = [scaler.scale(loss) * torch.ones(3)]
-    scaler.update(scaler.unscale(first, alone))  # overflows: the next backward is scaled by 4
-    scaler.update(scaler.unscale(second, alone))
-    assert torch.equal(second[0], torch.ones(3))

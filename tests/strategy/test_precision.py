@@ -402,7 +402,7 @@ class Scale(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.scales.append(trainer.precision_plugin.scaler.value)
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())
         self.masters.append(masters(module))
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -524,6 +524,67 @@ def test_a_grad_scaler_s_settings_are_taken_over() -> None:
         "growth_interval": 7,
         "_growth_tracker": 0,
     }
+
+
+class ReadsTheScaler(Net):
+    """Logs all of the loss scaler, also from the object that was given, and now and then makes a step with it."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, raw: bool) -> None:
+        unit: Any = type("Block", (nn.Sequential,), {})  # without a norm, which autocast has in float32
+        super().__init__(lambda: nn.Sequential(unit(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH)))
+        self.scaler, self.seen, self.automatic_optimization = scaler, [], False
+        self.raw = raw
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = self.data(batch_idx)
+        loss = (self(x) * y).mean().half()  # times 65536 it is no float16
+        self.losses.append(loss.detach().clone())
+        scaler = self.trainer.precision_plugin.scaler
+        assert scaler is self.scaler is self.trainer.scaler
+        assert isinstance(scaler, torch.amp.GradScaler)
+        optimizer: Any = self.optimizers(use_pl_optimizer=not self.raw)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if self.raw:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        self.seen += [self.scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()]
+        self.seen += [scaler.get_growth_interval(), scaler.is_enabled(), scaler.state_dict()]
+        if batch_idx == 3:
+            scaler.set_growth_interval(1)
+
+
+def test_the_scaler_is_torch_s_and_goes_on_under_another_strategy(tmp_path: Path) -> None:
+    """With DDP's numbers where a user steps with it, and in checkpoints where DDP looks for it."""
+
+    def run(strategy: Strategy, raw: bool, path: Path | None, out: Path) -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)  # the first steps overflow
+        net, plugins = ReadsTheScaler(scaler, raw), MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        trainer = runs.make_trainer(strategy, plugins=plugins, max_epochs=2 if path else 1)
+        trainer.fit(net, runs.batches(30), ckpt_path=path)
+        trainer.save_checkpoint(out, storage_options={"format": "consolidated"} if "stage" in out.name else None)
+        return {"seen": net.seen, **runs.made(net, trainer)}
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        found, name = {}, runs.name_of(strategy)
+        for raw in (True, False):
+            found[f"{raw}"] = run(strategy, raw, None, tmp_path / f"{name}-{raw}.ckpt")
+            strategy = runs.again(strategy)
+            resumed = run(strategy, raw, tmp_path / f"ddp-{raw}.ckpt", tmp_path / f"{name}-resumed.ckpt")
+            strategy = runs.again(strategy)
+            found[f"{raw}, resumed"] = resumed
+        return found
+
+    results = runs.each_strategy(play)
+    runs.assert_same(results)
+    assert results[0]["ddp"]["True"]["seen"][0] == 2.0**39
+    for raw in (True, False):
+        ours, theirs = (torch.load(tmp_path / f"{n}-{raw}.ckpt", weights_only=False) for n in ("stage 3", "ddp"))
+        assert ours["MixedPrecision"] == theirs["MixedPrecision"]
+        assert "ZeroPrecision" not in ours
 
 
 class OwnMixedPrecision(MixedPrecision):
