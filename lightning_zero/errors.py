@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterable
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ParameterAccessError",
     "UnsupportedOptimizerError",
     "ZeroError",
+    "add_note",
     "point_to_page",
     "shortened",
     "some",
@@ -47,6 +49,14 @@ def point_to_page(error: BaseException, kind: type[ZeroError]) -> None:
     """Have an error's traceback end with the address of what the page of messages says about a class of errors."""
     if sys.version_info >= (3, 11):
         error.add_note(_see(kind))
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Have a traceback of an error end with a text; where no traceback is shown, or has notes, it is a warning."""
+    if sys.version_info >= (3, 11) and not isinstance(error, KeyboardInterrupt):
+        error.add_note(text)
+    else:
+        warnings.warn(text, stacklevel=2)
 
 
 def with_notes(error: BaseException) -> str:

@@ -57,7 +57,7 @@ from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.hosts import find_hosts, places_by_host
 from lightning_zero.comm.relay import Relay
 from lightning_zero.comm.sockets import connections
-from lightning_zero.comm.watch import watch_ranks
+from lightning_zero.comm.watch import LOOK_SECONDS, current_watch, watch_ranks
 from lightning_zero.config import ShardWithin
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ __all__ = [
 COMMUNICATORS = "LIGHTNING_ZERO_COMMUNICATORS"
 """Environment variable: ``1`` or ``2`` on a device, for all stages; two if any rank asks for two."""
 
-_SHORTEST_WAIT = timedelta(milliseconds=1)
+_SHORTEST_WAIT = 0.001  # seconds
 _NUMBERS = itertools.count()  # alike on all ranks, because groups are created together
 
 
@@ -298,7 +298,7 @@ class Groups:
 
         Returns:
             The notes of the ranks that came within so many seconds, by rank; this rank's own among them. If they are
-            not complete, this rank counts as not here for those who look later.
+            not complete, this rank counts as not here for those who look later. Sooner, if the others cannot come.
         """
         self._meetings[occasion] += 1
         key = f"lightning_zero/{self.number}/{occasion}/{self._meetings[occasion]}"
@@ -308,12 +308,17 @@ class Groups:
             return notes
         store, deadline = default_store(), time.monotonic() + seconds
         with suppress(RuntimeError):  # the process that serves the store is gone
+            watch = current_watch()
+            none_comes = None if watch is None else watch.meet()
             store.set(f"{key}/{rank}", note)
-            for other in range(world_size):
-                left = max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT)
-                with suppress(RuntimeError):  # not there
-                    store.wait([f"{key}/{other}"], left)
-                    notes[other] = store.get(f"{key}/{other}").decode()
+            while len(notes) < world_size:
+                left = deadline - time.monotonic()
+                absent = {other: f"{key}/{other}" for other in range(world_size) if other not in notes}
+                with suppress(RuntimeError):  # not all are there
+                    store.wait([*absent.values()], timedelta(seconds=min(max(left, _SHORTEST_WAIT), LOOK_SECONDS)))
+                notes |= {other: store.get(at).decode() for other, at in absent.items() if store.check([at])}
+                if left <= 0 or (none_comes is not None and none_comes(notes)):
+                    break
             if len(notes) < world_size:
                 store.delete_key(f"{key}/{rank}")  # who comes later must not take this rank for one that waits
         return notes

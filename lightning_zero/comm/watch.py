@@ -29,7 +29,7 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -160,6 +160,23 @@ class Watch:
             time.sleep(0.0 if ended else 0.05)
         return "".join(f"Rank {rank} {text}.\n" for rank, text in sorted(ended.items())[:4])
 
+    def meet(self) -> Callable[[Collection[int]], bool]:
+        """Say where this rank is before it waits for others without a collective. Local.
+
+        Returns what tells, given the ranks that have come, whether none of the others can: they have ended, or wait in
+        collectives for those that have come. To be asked now and then; it takes seconds to be sure.
+        """
+        looks = _Looks()
+        self._tell_quietly()
+
+        def none_comes(here: Collection[int]) -> bool:
+            states = self._states()
+            for rank in here if states else ():
+                states[rank]["state"] = "over"  # it comes to no collective before the others have come here
+            return looks.stuck(states)
+
+        return none_comes
+
     def end(self) -> None:
         """End the thread, while the interpreter still runs. May be called again.
 
@@ -217,7 +234,7 @@ class Watch:
     def _look(self) -> None:
         wait: Wait | None = None
         since, beats, number = 0.0, 0, 0
-        first_look: tuple[Any, ...] | None = None
+        looks = _Looks()
         while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
             if not self._processes:
                 self._states()
@@ -225,7 +242,7 @@ class Watch:
             if now is None or wait is None or now.key != wait.key:
                 if beats:
                     self._tell(state="runs")
-                wait, since, beats, first_look = now, time.monotonic(), 0, None
+                wait, since, beats, looks = now, time.monotonic(), 0, _Looks()
                 continue
             if time.monotonic() - since < _LONG_SECONDS:
                 continue
@@ -233,7 +250,7 @@ class Watch:
             told = {**wait._asdict(), "text": f"has waited for {time.monotonic() - since:.0f} s {wait.text}"}
             self._tell(state="waits", number=number, beats=beats, **told)
             if not self.verdict:
-                first_look = self._judge(first_look)
+                self._judge(looks)
             if self.verdict:
                 self._break(wait)
 
@@ -250,27 +267,20 @@ class Watch:
                 )
                 self._break(wait)
 
-    def _judge(self, before: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-        """Look at all ranks. Returns what this look found, for the next one."""
+    def _judge(self, looks: _Looks) -> None:
+        """Look at all ranks, and find a verdict if nobody can go on."""
         if self._find_verdict():
-            return None
+            return
         for rank in range(self._rank):  # the first that has not failed judges
             if [state["state"] for state in self._states(rank)] != ["over"]:
-                return None
+                return
         states = self._states()
-        if not _stuck(states):
-            return None
-        waits = tuple((state["state"], state.get("number")) for state in states)
-        beats = tuple(state.get("beats", 0) for state in states)
-        if before is None or before[0] != waits:
-            return waits, beats
-        if any(b - a < 2 for a, b, state in zip(before[1], beats, states, strict=True) if state["state"] == "waits"):
-            return before
+        if not looks.stuck(states):
+            return
         lines = "\n".join(f"  rank {rank} {state['text']}" for rank, state in enumerate(states))
         self.verdict = f"No rank can go on, because they wait for one another in different places:\n{lines}\n{_ADVICE}"
         self._store.set(self._key(0, "verdict"), self.verdict)
         self._over.wait(2 * _TICK_SECONDS)  # the process with the store does not end before the others have looked
-        return None
 
     def _find_verdict(self) -> bool:
         key = self._key(0, "verdict")
@@ -290,6 +300,27 @@ class Watch:
         if wait.group:
             connections.shut(wait.group)
             abort_group(wait.group)
+
+
+class _Looks:
+    """Looks at all ranks, one after the other: whether nobody can go on in two of them. See [Note: when nobody can go
+    on]."""
+
+    def __init__(self) -> None:
+        self._first: tuple[Any, ...] = ()
+        self._beats: tuple[int, ...] = ()
+
+    def stuck(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Take a look; whether no rank will ever go on."""
+        waits = tuple((state["state"], state.get("number")) for state in states) if _stuck(states) else ()
+        beats = tuple(state.get("beats", 0) for state in states)
+        if not waits or waits != self._first:
+            self._first, self._beats = waits, beats
+            return False
+        return all(
+            now - before >= 2 or state["state"] != "waits"
+            for before, now, state in zip(self._beats, beats, states, strict=True)
+        )
 
 
 def _stuck(states: Sequence[Mapping[str, Any]]) -> bool:

@@ -55,6 +55,8 @@ class Checkpoints:
         self._removing = False  # whether something was to be deleted in this run
         self._underway: str | None = None  # what was saved last in the background, in this run
         self._handled: BaseException | None = None
+        self._unattended: BaseException | None = None  # what the other ranks did not come to save for
+        self._missing: list[int] = []
 
     def begin(self, training: bool) -> None:
         """Begin a run, which lasts until ``finish``. Only in training are saves in the background: it goes on."""
@@ -217,7 +219,7 @@ class Checkpoints:
         handling an exception.
         """
         self._training = False
-        self._underway = None
+        self._underway = self._unattended = None
         together = not self._in_trouble()
         self._saver.close(collective=together)
         if together and self._removing:
@@ -232,14 +234,16 @@ class Checkpoints:
 
     def _attend(self, what: str, place: str) -> None:
         """Make sure that all ranks are here, while an exception is being handled: ``CheckpointError``."""
-        notes = self._groups.rendezvous("save", place, _ATTENDANCE_SECONDS)
-        missing = sorted(set(range(self._control.world_size)) - set(notes))
-        if missing:
+        handled = sys.exc_info()[1]
+        if handled is not self._unattended:  # another callback may have tried to save for the same
+            notes = self._groups.rendezvous("save", place, _ATTENDANCE_SECONDS)
+            self._missing = sorted(set(range(self._control.world_size)) - set(notes))
+        if self._missing:
+            self._unattended = handled
             raise CheckpointError(
-                f"Rank {self._control.rank} could not {what}, which it was asked to after a "
-                f"{type(sys.exc_info()[1]).__name__}: the other ranks did not come within {_ATTENDANCE_SECONDS:.0f} "
-                f"seconds (missing: {some(missing)}). Every rank holds a part of the weights, so all must save "
-                "together. Checkpoints that were saved before are intact; the error that started this is above."
+                f"Rank {self._control.rank} could not {what}, which it was asked to after "
+                f"{type(handled).__name__}: rank {some(self._missing)} did not come to save with it. Every rank holds "
+                "a part of the weights, so all must save together. Checkpoints that were saved before are intact."
             )
 
     def _agree(self, what: str, place: str, engine: ZeroEngine, path: str | os.PathLike[str]) -> None:

@@ -34,7 +34,7 @@ from lightning_zero._torch import no_subclasses, untracked
 from lightning_zero.debug import full_parameters
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.full import gathered
-from lightning_zero.errors import ParameterAccessError, some
+from lightning_zero.errors import ParameterAccessError, ZeroError, add_note, some
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import checksum
 
@@ -48,6 +48,7 @@ __all__ = [
     "hold_schedulers",
     "is_running",
     "prune_whole",
+    "raise_first_error",
     "refuse_other_strategies",
     "refuse_synced_norms",
     "warn_of_uploads",
@@ -152,6 +153,26 @@ class _ValuesCompared(TorchFunctionMode):
         with no_subclasses():
             alike = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
         return alike and self._sums[args[0]] == self._sums[args[1]]
+
+
+def raise_first_error(trainer: Trainer, replaced: Replaced) -> None:
+    """Let the exception that ends a run be the one that is raised, also where saving a checkpoint for it fails."""
+
+    def noting(handle: Callable[..., Any]) -> Callable[..., Any]:
+        def on_exception(*args: Any) -> None:
+            try:
+                handle(*args)
+            except BaseException as error:
+                if isinstance(error, ZeroError) and error is not args[-1]:
+                    add_note(args[-1], f"{type(error).__name__}: {error}")
+                elif error is not args[-1]:
+                    raise
+
+        return on_exception
+
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    for called in (*trainer.callbacks, *([] if datamodule is None else [datamodule])):  # type: ignore[attr-defined]
+        replaced.put(called, "on_exception", noting)
 
 
 def watch_names(callbacks: Iterable[Callback], is_underway: Callable[[Any], bool], replaced: Replaced) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -48,6 +49,7 @@ from lightning_zero.trainer.callbacks import (
     hold_schedulers,
     is_running,
     prune_whole,
+    raise_first_error,
     refuse_other_strategies,
     refuse_synced_norms,
     warn_of_uploads,
@@ -189,6 +191,7 @@ class ZeroStrategy(Batches):
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         copy_whole(callbacks, self._module, self._replaced)
         compare_by_value(callbacks, self._module, self._replaced)
+        raise_first_error(self._module.trainer, self._replaced)
         self.listen(self._module.trainer, self._replaced)
 
     # -------------------------------------------------------------------- setup
@@ -362,6 +365,9 @@ class ZeroStrategy(Batches):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the weights (fp32 masters), by full name. No communication."""
+        error = sys.exc_info()[1]
+        if self._session is None and error is not None and self._module.trainer.interrupted:
+            raise error  # it came before there was anything to save, as it is about to be
         state = self.session.module_state(self._module)
         return state.save(exclude_frozen=self.settings.checkpoint.exclude_frozen)
 

@@ -124,27 +124,46 @@ def test_a_failure_in_the_background_is_raised_at_the_end_of_validation(tmp_path
 
 
 def test_half_updated_weights_are_not_saved(tmp_path: Path) -> None:
+    """What is raised is the user's own error; why there is no checkpoint of it stands below, or is a warning."""
+
     class Torn(torch.optim.SGD):
+        kind: type[BaseException]
+
         def step(self, closure: Any = None) -> Any:
             super().step(closure)
             self.steps = getattr(self, "steps", 0) + 1
             if self.steps == 3:
-                raise ArithmeticError("out of memory, say")
+                raise self.kind("out of memory, say")
 
     class Module(Net):
         def configure_optimizers(self) -> Any:
             torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # from now on torch runs hooks of both steps
             return Torn(self.parameters(), lr=0.1)
 
-    @quiet()
-    def run(rank: int) -> str:
-        callback = ModelCheckpoint(dirpath=tmp_path, save_on_exception=True, every_n_train_steps=100)
-        with pytest.raises(CheckpointError) as caught:
-            trainer(callback, policy=CheckpointPolicy(), max_epochs=1).fit(Module(), batches(4), batches(1))
-        return str(caught.value)
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return batches(4)
 
-    for text in run_world(2, run):
-        assert "the middle of an optimizer step, where weights are half updated" in text
+        def on_exception(self, exception: BaseException) -> None:
+            self.trainer.save_checkpoint(tmp_path / "of_data.ckpt")
+
+    def play(kind: type[BaseException], shown: type[BaseException]) -> list[str]:
+        Torn.kind = kind
+        callback = ModelCheckpoint(dirpath=tmp_path, save_on_exception=True, every_n_train_steps=100)
+        interrupted = trainer(callback, policy=CheckpointPolicy(), max_epochs=1, limit_val_batches=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(shown) as raised:
+                interrupted.fit(Module(), datamodule=Data())
+        texts = [*getattr(raised.value, "__notes__", []), *(str(warning.message) for warning in caught)]
+        return [text for text in texts if "the middle of an optimizer step, where weights are half updated" in text]
+
+    @quiet()
+    def run(rank: int) -> list[int]:
+        pairs = ((ArithmeticError, ArithmeticError), (KeyboardInterrupt, SystemExit))
+        return [len(play(*pair)) for pair in pairs]
+
+    assert run_world(2, run) == [[2, 2]] * 2  # of the callback and of the data
     assert os.listdir(tmp_path) == []
 
 

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import functools
 import os
-import time
+import sys
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
@@ -373,23 +373,44 @@ def test_a_checkpoint_saved_because_all_ranks_raised_resumes_bit_for_bit(policy:
     assert [result["errors"] for result in results] == [["ArithmeticError: no more"]] * 2
 
 
-def test_a_rank_that_raises_alone_does_not_hang_in_its_save(tmp_path: Path) -> None:
-    """It says whom it missed; the others end with the error of a lost peer; the checkpoint before is intact."""
+def test_an_error_before_there_is_anything_to_save_is_raised_itself(tmp_path: Path) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("no more")
 
     def play(rank: int) -> None:
-        checkpoints._ATTENDANCE_SECONDS = 1.0
-        keeper = ModelCheckpoint(tmp_path, save_on_exception=True, filename="{step}")
-        trainer = make_trainer(zero(3), max_epochs=3, callbacks=[keeper], enable_checkpointing=True)
+        for hook in ("prepare_data", "setup", "configure_model"):
+            trainer = make_trainer(zero(3), callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+            module = type("Failing", (Net,), {hook: fails})()
+            with quiet():
+                warnings.filterwarnings("ignore", ".*without a model|.*no last checkpoint")
+                with pytest.raises(ArithmeticError, match="no more"):
+                    trainer.fit(module, batches(3))
+
+    run_world(1, play)
+
+
+def test_a_rank_that_raises_alone_raises_its_own_error_at_once(tmp_path: Path) -> None:
+    """Its saves say whom they missed; the others name the rank and its error; the checkpoint before is intact."""
+
+    def play(rank: int) -> None:
+        checkpoints._ATTENDANCE_SECONDS = 1000.0
+        keeper = ModelCheckpoint(tmp_path, save_on_exception=True, filename="{step}", save_last="link")
+        callbacks = [keeper, OnExceptionCheckpoint(tmp_path)]
+        trainer = make_trainer(zero(3), max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
         with quiet():
+            warnings.filterwarnings("ignore", ".*without a model|.*no last checkpoint")
             trainer.fit(Failing((1,)), batches(3))
 
-    start = time.monotonic()
     failures = run_world(2, play, expect_failure=True, timeout=40)
-    assert time.monotonic() - start < 20
-    assert set(failures) == {0, 1}
-    assert "no more" in failures[1].traceback
-    assert "the other ranks did not come" in failures[1].message
-    assert kept_in(tmp_path) == {"step=3.ckpt": ""}
+    first, second = failures[1], failures[0]
+    assert (first.type, first.message) == ("ArithmeticError", "no more")
+    assert second.type == "CommunicationError"
+    assert "Rank 1 has failed with ArithmeticError: no more" in second.message
+    if sys.version_info >= (3, 11):
+        for name in ("step=4.ckpt", "on_exception.ckpt"):
+            assert f"{name}', which it was asked to after ArithmeticError: rank 0 did not come" in first.traceback
+            assert f"{name}', which it was asked to after CommunicationError: rank 1 did not come" in second.traceback
+    assert kept_in(tmp_path) == {"step=3.ckpt": "", "last.ckpt": "step=3.ckpt"}
 
     def load(rank: int) -> int:
         with quiet():
