@@ -5,6 +5,8 @@ Importing this package registers the strategy names, and lets Lightning's ``load
 
 from __future__ import annotations
 
+__version__ = "0.2.0"
+
 from lightning_zero.cli import answer_for_help
 
 answer_for_help()  # `lightning-zero fit --help` ends here, before the imports that take seconds
@@ -63,8 +65,6 @@ __all__ = [
     "measure_activations",
     "register_strategies",
 ]
-
-__version__ = "0.2.0"
 
 
 def register_strategies() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_zero.trainer.cli_texts import PLAN, consolidate_parser, inspect_parser, short_help
+from lightning_zero.trainer.cli_texts import PLAN, consolidate_parser, did_you_mean, inspect_parser, short_help
 
 __all__ = ["answer_for_help", "main"]
 
@@ -102,8 +102,12 @@ def _command(given: Sequence[str]) -> str:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="commands:\n" + "\n".join(f"  {name:<13}{text}" for name, text in _COMMANDS.items()),
     )
-    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help=f"one of {', '.join(_COMMANDS)}")
+    names = ", ".join(_COMMANDS)
+    parser.add_argument("command", metavar="COMMAND", help=f"one of {names}")
+    parser.add_argument("--version", action="version", version=f"lightning-zero {sys.modules[__package__].__version__}")
     command: str = parser.parse_args(given[:1]).command
+    if command not in _COMMANDS:
+        parser.error(f"there is no command {command!r}.{did_you_mean(command.lower(), _COMMANDS)} There are {names}.")
     if list(given[1:]) in (["-h"], ["--help"]):
         tools = {"inspect": inspect_parser, "consolidate": consolidate_parser}
         text = PLAN if command == "plan" else f"{_COMMANDS[command]}."

@@ -8,6 +8,7 @@ number.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -29,6 +30,7 @@ __all__ = [
     "Uneven",
     "check_whole",
     "choose_prefetch",
+    "parse_size",
     "validate_activations",
     "validate_bucket_mib",
     "validate_checkpoint",
@@ -41,6 +43,8 @@ __all__ = [
 
 Stage = Literal[1, 2, 3]
 ShardWithin = Literal["node"] | int | None
+
+_LEAST_NBYTES = 100_000  # of a size without a unit
 
 
 class Residence(Enum):
@@ -411,6 +415,22 @@ def validate_prefetch(prefetch: int | None) -> None:
 def choose_prefetch(asked: int | None, *, at_once: bool) -> int:
     """Units gathered ahead; if nobody has asked, one, where a gather is not over ``at_once`` when it has begun."""
     return int(not at_once) if asked is None else asked
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of ``"5G"`` or ``"5GB"`` (10^9 bytes each), ``"2Gi"`` or ``"2GiB"`` (2^30), or of a number of bytes.
+
+    Raises:
+        ValueError: for anything else, and for a text without a unit that would be too few bytes to be meant.
+    """
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?(B?)\s*", str(size).upper())
+    number = float(matched[1]) if matched else 0.0
+    if isinstance(size, bool) or matched is None or number <= 0:
+        raise ValueError(f"a size in bytes, or like '80G', '500MB' or '2GiB', is needed, got {size!r}")
+    if isinstance(size, str) and not (matched[2] or matched[4]) and number < _LEAST_NBYTES:
+        raise ValueError(f"{matched[1]} would be so many bytes. Did you mean {matched[1]}GB?")
+    power = " KMGT".index(matched[2] or " ")
+    return max(1, int(number * (1024 if matched[3] else 1000) ** power))
 
 
 def validate_units(units: object) -> tuple[str, ...] | None:

@@ -155,6 +155,85 @@ def test_inspect_of_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.Capture
         assert not printed.out
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.ckpt", b"hello\n", "it is a text file, which begins with 'hello'."),
+        ("a.ckpt", b"trainer:\r\n\tmax_epochs: 3\n", "it is a text file, which begins with 'trainer:"),
+        ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\noid", "Get the file with `git lfs pull`."),
+        ("a.ckpt", b"", "the file is empty."),
+        ("a.ckpt", b"\x93NUMPY\x01\x00", "no file of torch begins with b'\\x93NUM'"),
+    ],
+)
+def test_inspect_says_what_a_file_is_in_place_of_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert code_of("inspect", tmp_path / name) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def runs(source: Path, tmp_path: Path) -> Path:
+    """A folder of checkpoints, as a few runs leave it."""
+    nested = tmp_path / "runs" / "version_0" / "checkpoints"
+    (nested / "deep" / "deeper").mkdir(parents=True)
+    (nested / "last.ckpt").symlink_to(source / "folder")
+    (nested.parent.parent / "one.ckpt").symlink_to(source / "file.ckpt")
+    (nested.parent / "hparams.yaml").write_text("width: 3")
+    (nested / "deep" / "deeper" / "far.ckpt").symlink_to(source / "file.ckpt")
+    return tmp_path / "runs"
+
+
+def test_inspect_lists_the_checkpoints_in_a_folder(
+    runs: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nbytes = (source / "file.ckpt").stat().st_size
+    assert code_of("inspect", runs) == 0
+    first, one, last = (re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines())
+    assert first == [f"Checkpoints in {runs}"]
+    assert one == ["one.ckpt", "epoch 7, global step 70", readable_size(nbytes), "torch file"]
+    assert last[0] == "version_0/checkpoints/last.ckpt"
+    assert last[3] == "sharded directory of lightning_zero"
+
+    (runs / "wrong.ckpt").write_text("hello")
+    assert code_of("inspect", runs, "--json") == 1
+    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)["checkpoints"]}
+    assert list(listed) == ["one.ckpt", "version_0/checkpoints/last.ckpt", "wrong.ckpt"]
+    assert listed["one.ckpt"]["nbytes"] == nbytes
+    assert "it is a text file" in listed["wrong.ckpt"]["error"]
+
+    assert code_of("consolidate", runs, runs.parent / "out.ckpt") == 1
+    told = capsys.readouterr().err
+    assert "of which one is needed: 'one.ckpt', 'version_0/checkpoints/last.ckpt', 'wrong.ckpt'" in told
+
+
+def test_inspect_prints_json(source: Path, damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("inspect", source / "folder", "--json", "--tensors") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["epoch"], told["global_step"], told["facts"]["world size"]) == (7, 70, "3")
+    assert told["weights"]["dtypes"] == {"float32": 211, "float16": 36, "float64": 1, "bfloat16": 37}
+    assert told["weights"]["nbytes"] == 998
+    assert told["tensors"]["conv.weight"] == {"dtype": "float32", "shape": [3, 2, 4, 5], "nbytes": 480}
+    first, _ = told["optimizers"]
+    assert first["groups"] == [{"parameters": 7, "lr": pytest.approx(0.7), "betas": [0.9, 0.99]}]
+    assert first["state"]["step"] == {
+        "tensors": 7, "nbytes": 28, "numel": 7, "shared": 0, "dtypes": {"float32": 7}
+    }  # fmt: skip
+    assert told["files"] == {path.name: path.stat().st_size for path in (source / "folder").iterdir()}
+    assert told["verified"] == {"damaged": [], "unverified": []}
+
+    name = next(path.name for path in damaged.glob("*.distcp"))
+    flip(damaged / name, 100)
+    assert code_of("inspect", damaged, "--json") == 1
+    assert name in json.loads(capsys.readouterr().out)["verified"]["damaged"][0]
+    assert code_of("inspect", damaged, "--json", "--no-verify") == 0
+    assert json.loads(capsys.readouterr().out)["verified"] is None
+    (damaged / name).unlink()
+    assert code_of("inspect", damaged, "--json") == 1
+    assert name in json.loads(capsys.readouterr().out)["error"]
+
+
 def test_inspect_of_safetensors_says_that_there_are_no_checksums(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,7 +268,7 @@ def test_readable_sizes(nbytes: int, text: str) -> None:
 def test_consolidate_writes_a_file_and_says_so(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert code_of("consolidate", source / "folder", tmp_path / "c.ckpt", "--dtype", "bfloat16") == 0
+    assert code_of("consolidate", source / "folder", tmp_path / "c.ckpt", "--dtype", "bf16") == 0
 
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'c.ckpt'}\n"
@@ -202,7 +281,7 @@ def test_consolidate_writes_a_file_and_says_so(
 
 
 def test_consolidate_takes_every_option(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--format", "safetensors", "--max-shard-size", "400B", "--prefix", "conv.", "--weights-only"]
+    options = ["--format", "safetensors", "--max-shard-size", "400B", "--prefix", "conv", "--weights-only"]
     assert code_of("consolidate", source / "folder", tmp_path / "hf", *options) == 0
 
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
@@ -229,7 +308,8 @@ def test_consolidate_of_a_damaged_source(damaged: Path, tmp_path: Path, capsys: 
         (["consolidate", "a"], "OUT"),
         (["consolidate", "a", "b.ckpt", "--format", "zip"], "--format"),
         (["consolidate", "a", "b", "--max-shard-size", "5 parsecs"], "--max-shard-size"),
-        (["consolidate", "a", "b.ckpt", "--dtype", "int8"], "dtype"),
+        (["consolidate", "a", "b", "--max-shard-size", "5"], "5 would be so many bytes. Did you mean 5GB?"),
+        (["consolidate", "a", "b.ckpt", "--dtype", "int8"], "bfloat16 (bf16), float16 (fp16) or float32 (fp32)"),
         (["consolidate", "a", "b.ckpt", "--prefix", "model."], "prefix"),
         (["consolidate", "a", "b.ckpt", "--format", "safetensors"], "contradicts the name 'b.ckpt'"),
     ],

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_zero import ZeroCLI, ZeroStrategy
+from lightning_zero import ZeroCLI, ZeroStrategy, __version__
 from lightning_zero.cli import main
 from lightning_zero.config import CheckpointPolicy, HostOffload, NvmeOffload, Offload
 from tests.helpers.script import run_forked, run_script
@@ -252,6 +253,59 @@ def test_a_model_that_nobody_named_is_asked_for(capsys: pytest.CaptureFixture[st
     )
 
 
+class Wide(BoringModel):
+    """Has an argument."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.width = width
+
+
+class Sized(BoringDataModule):
+    """Has one too."""
+
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.size = size
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+@pytest.mark.filterwarnings("ignore:.*will be overridden by")
+@pytest.mark.parametrize("own", [True, False], ids=["args", "sys.argv"])
+@pytest.mark.parametrize("order", ["config first", "classes first", "arguments first"])
+def test_classes_stand_before_and_behind_the_configuration_with_their_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, own: bool
+) -> None:
+    trainer = "{accelerator: cpu, devices: 1, logger: false, enable_checkpointing: false, fast_dev_run: true}"
+    config = ["--config", str(tmp_path / "fit")]  # also the name of a command
+    (tmp_path / "fit").write_text(
+        f"trainer: {trainer}\nmodel: {{width: 7}}\ndata: {{size: 8}}\noptimizer: {{lr: 0.5}}\n"
+        "lr_scheduler: {step_size: 3}\n"
+    )
+    named = {"model": "tests.test_cli.Wide", "data": "tests.test_cli.Sized", "optimizer": "torch.optim.SGD"}
+    classes = [f"--{name}={path}" for name, path in named.items()]
+    classes += ["--lr_scheduler", "torch.optim.lr_scheduler.StepLR"]
+    later = ["--optimizer.momentum=0.9"]
+    orders = {"config first": [*config, *classes, *later], "classes first": [*classes, *config, *later]}
+    arguments = ["fit", *orders.get(order, [*later, *config, *classes])]
+    if not own:
+        monkeypatch.setattr(sys, "argv", ["script", *arguments])
+    cli = ZeroCLI(
+        trainer_class=Idle, save_config_callback=None, seed_everything_default=False, args=arguments if own else None
+    )
+
+    assert (cli.model.width, cli.datamodule.size) == (7, 8)
+    optimizer, scheduler = (cli.config.fit[name].init_args for name in ("optimizer", "lr_scheduler"))
+    assert (optimizer.lr, optimizer.momentum, scheduler.step_size) == (0.5, 0.9, 3)
+
+
+class Idle(Trainer):
+    """Runs nothing."""
+
+    def fit(self, *_: object, **__: object) -> None:
+        """Pass."""
+
+
 class Picky(BoringModel):
     """A model of somebody who refuses a setting."""
 
@@ -301,6 +355,11 @@ def forbid_imports(folder: Path) -> None:
         (folder / f"{module}.py").write_text("raise RuntimeError(f'{__name__} is imported')")
 
 
+def test_version_is_quick(tmp_path: Path) -> None:
+    forbid_imports(tmp_path)
+    assert run_script(["-m", "lightning_zero", "--version"], cwd=tmp_path).stdout == f"lightning-zero {__version__}\n"
+
+
 @pytest.mark.parametrize("command", ["", *OPTIONS])
 def test_help_is_quick(tmp_path: Path, command: str) -> None:
     forbid_imports(tmp_path)
@@ -335,12 +394,16 @@ def test_help_all_lists_what_help_leaves_out(tmp_path: Path, command: str) -> No
     assert "--trainer.gradient_clip_algorithm " in stdout
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [("inspct", "Did you mean inspect?"), ("Fit", "Did you mean fit?"), ("xyz", "There are plan, inspect, ")],
+)
+def test_unknown_command(capsys: pytest.CaptureFixture[str], command: str, meant: str) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["consult"])
+        main([command])
 
     assert stopped.value.code == 2
-    assert "invalid choice: 'consult'" in capsys.readouterr().err
+    assert f"there is no command {command!r}. {meant}" in capsys.readouterr().err
 
 
 def test_modules_of_the_current_folder_are_found(tmp_path: Path) -> None:

@@ -21,23 +21,23 @@ from lightning_zero.checkpoint.format.record import RECORD_FILE
 from lightning_zero.checkpoint.format.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFile
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, is_plain
+from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
 from lightning_zero.checkpoint.fsdp import write_fsdp_directory
 from lightning_zero.checkpoint.load import open_checkpoint
 from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.checkpoint.writing import Pieces, progress_bar, write_bytes
 from lightning_zero.comm import ControlGroup
+from lightning_zero.config import parse_size
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["FileFormat", "consolidate_checkpoint", "parse_size"]
+__all__ = ["FileFormat", "consolidate_checkpoint"]
 
 FileFormat = Literal["ckpt", "safetensors", "fsdp"]
 
 _TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # What Lightning leaves out of a checkpoint that is saved with `weights_only=True`.
 _TRAINING_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "ZeroPrecision", "MixedPrecision")
 
@@ -47,7 +47,7 @@ def consolidate_checkpoint(
     out: str | os.PathLike[str],
     *,
     format: FileFormat | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
     weights_only: bool = False,
     prefix: str | None = None,
@@ -68,10 +68,11 @@ def consolidate_checkpoint(
         format: what to write, where the name of ``out`` does not say it. ``"fsdp"``, which no name says, is a sharded
             directory for Lightning's ``FSDPStrategy``, of one of this package or of ``ModelParallelStrategy``. It
             shares the data files with the source where the file system can; no checksum of tensors is verified then.
-        dtype: cast floating-point weights to it, for example ``"bfloat16"``. Optimizer states keep theirs.
-        max_shard_size: of a file in a directory of safetensors, in bytes or as ``"2GiB"``. A larger tensor goes alone.
+        dtype: cast floating-point weights to it, as ``"bfloat16"`` or ``"bf16"``. Optimizer states keep theirs.
+        max_shard_size: of a file in a directory of safetensors, as ``"5GB"`` or ``"2GiB"``, or a number of bytes. A
+            larger tensor goes alone.
         weights_only: leave the state of optimizers, schedulers and callbacks out of a ``.ckpt``.
-        prefix: cut this beginning off the weights' names, for example ``"model."``.
+        prefix: cut this module's name off the weights' names: with ``"model"``, ``model.weight`` becomes ``weight``.
         overwrite: replace a file, or weights in a directory, that are there; never the source or a sharded directory.
         progress: show a progress bar on a terminal.
 
@@ -104,19 +105,6 @@ def consolidate_checkpoint(
         raise CheckpointError(f"Could not write '{target}': {error}.") from error
 
 
-def parse_size(size: str | int) -> int:
-    """Bytes of ``5000``, ``"5GB"`` (10^9 bytes each) or ``"2GiB"`` (2^30).
-
-    Raises:
-        ValueError: for anything else.
-    """
-    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = matched.group(2).upper() if matched else None
-    if isinstance(size, bool) or matched is None or unit not in _UNITS or float(matched.group(1)) <= 0:
-        raise ValueError(f"a size in bytes, or like '500MB' or '2GiB', is needed, got {size!r}")
-    return max(1, int(float(matched.group(1)) * _UNITS[unit]))
-
-
 def _kind(target: Path, given: str | None) -> FileFormat:
     by_suffix = {**dict.fromkeys(_TORCH_SUFFIXES, "ckpt"), ".safetensors": "safetensors"}.get(target.suffix.lower())
     if given not in (None, "ckpt", "safetensors", "fsdp"):
@@ -131,17 +119,22 @@ def _kind(target: Path, given: str | None) -> FileFormat:
     return "ckpt" if kind == "ckpt" else "safetensors"
 
 
-def _check_options(kind: FileFormat, dtype: str | None, weights_only: bool, prefix: str | None) -> None:
+def _check_options(kind: FileFormat, dtype: str | torch.dtype | None, weights_only: bool, prefix: str | None) -> None:
     if prefix is not None and kind == "ckpt" and not weights_only:
         raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
     if kind == "fsdp" and (dtype is not None or weights_only or prefix is not None):
         raise ValueError("format='fsdp' takes over what is saved: dtype, weights_only and prefix do not go with it.")
 
 
-def _floating(name: str | None) -> torch.dtype | None:
-    dtype = None if name is None else DTYPES.get(name)
-    if name is not None and (dtype is None or not dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point dtype like 'bfloat16' or 'float32', got {name!r}.")
+def _floating(given: str | torch.dtype | None) -> torch.dtype | None:
+    if given is None:
+        return None
+    name = str(given).lower().removeprefix("torch.")
+    dtype = _SHORT.get(name) or getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"dtype must be a floating-point dtype: bfloat16 (bf16), float16 (fp16) or float32 (fp32), got {given!r}."
+        )
     return dtype
 
 
@@ -221,6 +214,7 @@ def _renamed(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
     """The weights with their names to be."""
     if not prefix:
         return dict(state)
+    prefix = prefix.removesuffix(".") + "."  # it names a module
     renamed = {name.removeprefix(prefix): value for name, value in state.items()}
     if not any(name.startswith(prefix) for name in state):
         raise ValueError(f"prefix={prefix!r}: no weight's name begins so; the first are {list(state)[:3]}.")

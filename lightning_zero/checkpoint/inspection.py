@@ -15,17 +15,25 @@ from lightning_zero.checkpoint.directories import Directory
 from lightning_zero.checkpoint.format.items import tensors_in
 from lightning_zero.checkpoint.format.record import RECORD_FILE
 from lightning_zero.checkpoint.format.typed_json import Decoder, Inexpressible, dtype_name
-from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, open_checkpoint
+from lightning_zero.checkpoint.load import (
+    Found,
+    Kind,
+    checkpoints_in,
+    find_checkpoint,
+    is_checkpoint_directory_at,
+    open_checkpoint,
+)
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
 from lightning_zero.errors import CheckpointError, shortened, some
 
-__all__ = ["Inspection", "inspect_checkpoint", "readable_size"]
+__all__ = ["Inspection", "describe_list", "inspect_checkpoint", "list_checkpoints", "readable_size", "reason_of"]
 
 _CELL_LETTERS = 400  # a column is as wide as its longest cell
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
+_MOMENT = ("epoch", "global_step")
 _RESIDENCES = ("parameters", "gradients", "optimizer")
 
 
@@ -45,7 +53,7 @@ class TensorGroup:
                 continue
             known.add(identity)
             self.tensors += 1
-            self.nbytes += tensor.numel() * tensor.dtype.itemsize
+            self.nbytes += _nbytes(tensor)
             self.dtypes[dtype_name(tensor.dtype)] += tensor.numel()
         self.numel = self.dtypes.total()
 
@@ -80,6 +88,31 @@ class Inspection:
         """Size of all files."""
         return sum(self.files.values())
 
+    @property
+    def saved_at(self) -> dict[str, Any]:
+        """Epoch and global step, where it has them."""
+        return {key: self.checkpoint[key] for key in _MOMENT if key in self.checkpoint}
+
+    def numbers(self, *, tensors: bool = False) -> dict[str, Any]:
+        """What ``describe`` says, for programs: sizes are in bytes. ``facts`` are its words."""
+        told = {"path": self.path, **self.saved_at, "facts": dict(self.facts), "weights": vars(self.weights)}
+        told["optimizers"] = [
+            {"groups": _groups(state), "state": {key: vars(group) for key, group in _states(state).items()}}
+            for state in self._optimizers
+        ]
+        if tensors:
+            rows = {name: value for name, value in self._state.items() if isinstance(value, Tensor)}
+            told["tensors"] = {
+                name: {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "nbytes": _nbytes(value)}
+                for name, value in rows.items()
+            }
+        return {**told, "nbytes": self.nbytes, "files": dict(self.files)}
+
+    @property
+    def _optimizers(self) -> list[Mapping[str, Any]]:
+        states = self.checkpoint.get("optimizer_states")
+        return [state for state in states if isinstance(state, Mapping)] if isinstance(states, list) else []
+
     def describe(self, *, tensors: bool = False) -> str:
         """The text that ``lightning-zero inspect`` prints; with ``tensors``, every weight is listed."""
         facts = {**self.facts, "weights": str(self.weights)}
@@ -91,9 +124,7 @@ class Inspection:
             count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
             facts["size"] = f"{readable_size(self.nbytes)} in {count}"
         lines = [f"Checkpoint {self.path}", *_columns([[f"  {name}", text] for name, text in facts.items()])]
-        states = self.checkpoint.get("optimizer_states")
-        optimizers = [state for state in states if isinstance(state, Mapping)] if isinstance(states, list) else []
-        for number, optimizer in enumerate(optimizers):
+        for number, optimizer in enumerate(self._optimizers):
             lines += ["", f"Optimizer {number}", *_optimizer_lines(optimizer)]
         if tensors:
             lines += ["", "Weights", *_columns([_weight_row(*item) for item in self._state.items()], right=(3,))]
@@ -101,6 +132,34 @@ class Inspection:
             rows = [[f"  {name}", readable_size(nbytes)] for name, nbytes in self.files.items()]
             lines += ["", "Files", *_columns(rows, right=(1,))]
         return "\n".join(map(_printable, lines))
+
+
+def list_checkpoints(path: str | os.PathLike[str]) -> dict[str, Inspection | str]:
+    """The checkpoints in a local folder by name, or why one cannot be read. None of what is a checkpoint itself."""
+    found: dict[str, Inspection | str] = {}
+    names = checkpoints_in(path)
+    for name in names if names and not is_checkpoint_directory_at(path) else ():
+        try:
+            found[name] = inspect_checkpoint(os.path.join(path, name))
+        except CheckpointError as error:
+            found[name] = reason_of(error)
+    return found
+
+
+def describe_list(path: str | os.PathLike[str], found: Mapping[str, Inspection | str]) -> str:
+    """What ``lightning-zero inspect`` prints of a folder of checkpoints."""
+    rows = []
+    for name, one in found.items():
+        if isinstance(one, str):
+            rows.append([f"  {name}", "", "", f"cannot be read: {one}"])
+        else:
+            rows.append([f"  {name}", one.facts.get("saved at", "-"), readable_size(one.nbytes), one.facts["format"]])
+    return "\n".join(map(_printable, [f"Checkpoints in {os.fspath(path)}", *_columns(rows, right=(2,))]))
+
+
+def reason_of(error: CheckpointError) -> str:
+    """What one process says of an error. It is one rank, which needs no telling which of them failed."""
+    return str(error.__cause__ if isinstance(error.__cause__, CheckpointError) else error)
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
@@ -123,11 +182,10 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
         files = _files(found, path)
     if isinstance(version := checkpoint.get("pytorch-lightning_version"), str):
         writer["lightning"] = version
-    moment = {"epoch": "epoch", "global_step": "global step"}
     facts = {
         "format": found.kind.value,
         "written by": ", ".join(f"{name} {version}" for name, version in writer.items()),
-        "saved at": ", ".join(f"{name} {checkpoint[key]}" for key, name in moment.items() if key in checkpoint),
+        "saved at": ", ".join(f"{key.replace('_', ' ')} {checkpoint[key]}" for key in _MOMENT if key in checkpoint),
         **_plan_facts(_mapping(plan), world_size),
     }
     if isinstance(excluded := own.get("excluded_frozen"), list) and excluded:
@@ -183,27 +241,44 @@ def _plan_facts(plan: Mapping[str, Any], world_size: str) -> dict[str, str]:
 
 
 def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
+    rows = [[f"  state {key}", str(group)] for key, group in _states(optimizer).items()]
+    for number, group in enumerate(_groups(optimizer)):
+        count = f"{group.pop('parameters')} parameters" if group else "not a group of parameters"
+        rows.append(
+            [f"  group {number}", ", ".join([count, *(f"{key} {_short(value)}" for key, value in group.items())])]
+        )
+    return _columns(rows)
+
+
+def _states(optimizer: Mapping[str, Any]) -> dict[str, TensorGroup]:
+    """The tensors of an optimizer's state by what they are called."""
     by_key: dict[str, list[Tensor]] = {}
     for state in _mapping(optimizer.get("state")).values():
         for key, value in _mapping(state).items():
             if isinstance(value, Tensor):
                 by_key.setdefault(str(key), []).append(value)
-    rows = [[f"  state {key}", str(TensorGroup(tensors))] for key, tensors in by_key.items()]
+    return {key: TensorGroup(tensors) for key, tensors in by_key.items()}
+
+
+def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of each group the number of parameters and the usual options; nothing of what is no group."""
     groups = optimizer.get("param_groups")
-    for number, group in enumerate(groups if isinstance(groups, list) else ()):
-        if isinstance(group, Mapping) and isinstance(group.get("params"), list):
-            options = [f"{key} {_short(group[key])}" for key in _OPTIONS if key in group]
-            rows.append([f"  group {number}", ", ".join([f"{len(group['params'])} parameters", *options])])
-        else:
-            rows.append([f"  group {number}", "not a group of parameters"])
-    return _columns(rows)
+    return [
+        {"parameters": len(group["params"]), **{key: group[key] for key in _OPTIONS if key in group}}
+        if isinstance(group, Mapping) and isinstance(group.get("params"), list)
+        else {}
+        for group in (groups if isinstance(groups, list) else ())
+    ]
 
 
 def _weight_row(name: str, value: Any) -> list[str]:
     if not isinstance(value, Tensor):
         return [f"  {name}", type(value).__name__, "", ""]
-    nbytes = value.numel() * value.dtype.itemsize
-    return [f"  {name}", dtype_name(value.dtype), str(tuple(value.shape)), readable_size(nbytes)]
+    return [f"  {name}", dtype_name(value.dtype), str(tuple(value.shape)), readable_size(_nbytes(value))]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:

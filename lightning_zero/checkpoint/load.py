@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,16 @@ from lightning_zero.checkpoint.format.safetensors import (
 )
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import read_torch_file
-from lightning_zero.checkpoint.storage.files import Files, HttpFiles, is_folder, is_http, open_folder, open_parent
+from lightning_zero.checkpoint.storage.files import (
+    Files,
+    HttpFiles,
+    is_folder,
+    is_http,
+    is_remote,
+    local_path,
+    open_folder,
+    open_parent,
+)
 from lightning_zero.checkpoint.storage.ranges import samples
 from lightning_zero.checkpoint.verification import (
     Check,
@@ -37,11 +46,12 @@ from lightning_zero.checkpoint.verification import (
 )
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
-from lightning_zero.errors import CheckpointError, shortened
+from lightning_zero.errors import CheckpointError, shortened, some
 
 __all__ = [
     "Found",
     "Kind",
+    "checkpoints_in",
     "find_checkpoint",
     "is_checkpoint_directory_at",
     "open_checkpoint",
@@ -119,6 +129,8 @@ def is_checkpoint_directory_at(path: str | os.PathLike[str]) -> bool:
         return False
 
 
+_ENDINGS = (".ckpt", ".safetensors")
+_DEPTH = 4  # of what `checkpoints_in` finds: runs/version_0/checkpoints/last.ckpt
 _END_NBYTES = 1 << 20  # of a torch file: the directory of the archive, with a CRC-32 of every tensor
 
 
@@ -154,6 +166,19 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
             )
         ending = name.partition("?")[0].lower() if is_http(path) else name.lower()
         return Found(Kind.SAFETENSORS if ending.endswith(".safetensors") else Kind.TORCH, files, name)
+    found = _in_folder(path)
+    if found is None:
+        there = checkpoints_in(path)
+        in_it = f" In it are checkpoints, of which one is needed: {some(map(repr, there))}." if there else ""
+        raise CheckpointError(
+            f"The directory '{os.fspath(path)}' is no checkpoint: it has neither {RECORD_FILE} nor {METADATA_FILE}, "
+            f"{SINGLE_FILE}, {INDEX_FILE} or DeepSpeed's `{LATEST_FILE}`."
+            f"{in_it or ' If it was being written, use the one before.'}"
+        )
+    return found
+
+
+def _in_folder(path: str | os.PathLike[str]) -> Found | None:
     files = open_folder(path)
     if files.has(RECORD_FILE):
         return Found(Kind.OWN, files)
@@ -164,10 +189,30 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
         return Found(Kind.HUGGING_FACE, files)
     if (folder := deepspeed_folder(path)) is not None:
         return Found(Kind.DEEPSPEED, folder)
-    raise CheckpointError(
-        f"The directory '{os.fspath(path)}' is no checkpoint: it has neither {RECORD_FILE} nor {METADATA_FILE}, "
-        f"{SINGLE_FILE}, {INDEX_FILE} or DeepSpeed's `{LATEST_FILE}`. If it was being written, use the one before."
-    )
+    return None
+
+
+def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
+    """Names of the checkpoints in a local folder, and up to three folders down, that have the usual endings or are
+    directories; none of a file and behind a URL.
+    """
+    names: list[str] = []
+    top = "" if is_remote(path) else os.fspath(local_path(path))
+    for folder, folders, files in os.walk(top):
+        inner = os.path.relpath(folder, top)
+        within = [os.path.normpath(os.path.join(inner, name)) for name in sorted(folders) if not name.startswith(".")]
+        found = [name for name in within if _is_checkpoint(os.path.join(top, name))]
+        names += found
+        names += [os.path.normpath(os.path.join(inner, name)) for name in files if name.endswith(_ENDINGS)]
+        deeper = len(within[0].split(os.sep)) < _DEPTH if within else False
+        folders[:] = [os.path.basename(name) for name in within if deeper and name not in found]
+    return sorted(names)
+
+
+def _is_checkpoint(folder: str) -> bool:
+    with suppress(CheckpointError):  # a folder that cannot be read
+        return _in_folder(folder) is not None
+    return False
 
 
 def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,13 @@ from tqdm import tqdm
 
 from lightning_zero.checkpoint import is_checkpoint_directory_at
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
-from lightning_zero.checkpoint.inspection import inspect_checkpoint
+from lightning_zero.checkpoint.inspection import (
+    Inspection,
+    describe_list,
+    inspect_checkpoint,
+    list_checkpoints,
+    reason_of,
+)
 from lightning_zero.checkpoint.load import verify_checkpoint
 from lightning_zero.checkpoint.verification import Verification
 from lightning_zero.errors import CheckpointError, with_notes
@@ -32,22 +39,32 @@ def inspect(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     path, verify = options.checkpoint, options.verify
     with _for_the_terminal(parser.prog):
+        if listed := list_checkpoints(path):
+            return _print_list(path, listed, as_json=options.json)
         try:
             found = inspect_checkpoint(path)
         except CheckpointError as error:
             _complain(parser.prog, error)
-            if verify and is_checkpoint_directory_at(path):
-                _print_damages([text for text in _verified(path, None) if text not in str(error)])
+            damages = list(_verified(path, None)) if verify and is_checkpoint_directory_at(path) else []
+            if options.json:
+                _print_json({"path": path, "error": reason_of(error), "damaged": damages})
+            else:
+                _print_damages([text for text in damages if text not in str(error)])
             return 1
-        print(found.describe(tensors=options.tensors), flush=True)  # noqa: T201
-        if not verify:
-            return 0
-        verified = _verified(path, found.nbytes)
-        _print_damages(verified)
+        if not options.json:
+            print(found.describe(tensors=options.tensors), flush=True)  # noqa: T201
+        verified = _verified(path, found.nbytes) if verify else None
+        if options.json:
+            checked = None if verified is None else {"damaged": list(verified), "unverified": verified.unverified}
+            _print_json({**found.numbers(tensors=options.tensors), "verified": checked})
+        elif verified is not None:
+            _print_damages(verified)
+            if not verified:
+                whole = f"{verified.doubt()}." if verified.unverified else "Verified: every file is whole."
+                print(f"\n{whole}")  # noqa: T201
         if verified:
             return 1
-        print(f"\n{verified.doubt()}." if verified.unverified else "\nVerified: every file is whole.")  # noqa: T201
-        return 0 if verified.is_whole else UNVERIFIABLE
+        return 0 if verified is None or verified.is_whole else UNVERIFIABLE
 
 
 def consolidate(args: Sequence[str]) -> int:
@@ -68,6 +85,20 @@ def consolidate(args: Sequence[str]) -> int:
     for path in written:
         print(path)  # noqa: T201
     return 0
+
+
+def _print_list(path: str, listed: Mapping[str, Inspection | str], *, as_json: bool) -> int:
+    """Print the checkpoints in a folder. 1 if one cannot be read."""
+    if as_json:
+        rows = [{"name": name, **({"error": i} if isinstance(i, str) else i.numbers())} for name, i in listed.items()]
+        _print_json({"path": path, "checkpoints": rows})
+    else:
+        print(describe_list(path, listed))  # noqa: T201
+    return int(any(isinstance(one, str) for one in listed.values()))
+
+
+def _print_json(content: Mapping[str, Any]) -> None:
+    print(json.dumps(content, indent=2, default=str))  # noqa: T201
 
 
 def _verified(path: str, nbytes: int | None) -> Verification:

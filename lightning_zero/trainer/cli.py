@@ -6,9 +6,10 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 import warnings
 from argparse import SUPPRESS
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -46,6 +47,7 @@ from lightning_zero.trainer.precision import ZeroPrecision
 __all__ = ["PlanCLI", "ZeroCLI", "plan_command"]
 
 DEFAULT_STRATEGY = "zero3"
+_CLASS = re.compile(r"--(model|data|data\.class_path|optimizer|lr_scheduler)(=|$)")
 
 
 class OneLineParser(LightningArgumentParser):
@@ -88,6 +90,19 @@ class ZeroCLI(LightningCLI):
         """Add what ``LightningCLI`` adds."""
         self.trainer_defaults = {"strategy": DEFAULT_STRATEGY, **self.trainer_defaults}
         super().add_core_arguments_to_parser(parser)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse ``args``, or the process's own: a class may stand before and behind a configuration with its arguments.
+
+        Raises SystemExit for wrong options.
+        """
+        commands = self.subcommands()
+        if args is None:  # given to `parse_args` as a list, they would count as a script's own
+            self.config = parser.parse_args(_classes_first(sys.argv[1:], commands))
+        else:
+            super().parse_arguments(
+                parser, args if isinstance(args, dict | Namespace) else _classes_first(args, commands)
+            )
 
     def instantiate_classes(self) -> None:
         """Make what is configured. Raises SystemExit for a strategy that does not exist, or that refuses a setting."""
@@ -156,7 +171,8 @@ class PlanCLI(ZeroCLI):
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
         else:
-            self.config = parser.parse_args(_class_first(list(args or ())))
+            args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args or ()]
+            self.config = parser.parse_args(_classes_first(args, ()))
         self.config["seed_everything"] = False
 
     def instantiate_classes(self) -> None:
@@ -353,16 +369,17 @@ def _said_in_one_line() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------- what is configured
 
 
-def _class_first(args: list[str]) -> list[str]:
-    """The command line with the model's class in front too.
+def _classes_first(args: Sequence[str], commands: Collection[str]) -> list[str]:
+    """The command line with the classes of model, data, optimizer and schedule in front too, behind the command.
 
-    A script that fixes its model's class has configurations with arguments of the model alone: their class has to be
-    known before they are read. What comes last still wins. That of the data, which comes last, stands beside them.
+    A configuration may have arguments of a class that only the command line names. Their class has to be known before
+    they are read; what comes last still wins.
     """
-    args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args]
+    begin = 1 + next(
+        (i for i, arg in enumerate(args) if arg in commands and not re.match("--[^=]+$", args[i - 1] if i else "")), -1
+    )
+    named: list[str] = []
     for index, arg in enumerate(args):
-        if arg.startswith("--model="):
-            return [arg, *args]
-        if arg == "--model":
-            return [*args[index : index + 2], *args]
-    return args
+        if _CLASS.match(arg):
+            named += args[index : index + (1 if "=" in arg else 2)]
+    return [*args[:begin], *named, *args[begin:]]

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
+from lightning_zero.config import parse_size
+
 __all__ = [
     "PLAN",
     "PLAN_OPTIONS",
@@ -14,6 +16,7 @@ __all__ = [
     "consolidate_parser",
     "in_one_line",
     "inspect_parser",
+    "did_you_mean",
     "no_strategy",
     "refused_by_the_class",
     "short_help",
@@ -21,8 +24,9 @@ __all__ = [
 
 UNVERIFIABLE = 3
 _INSPECT = (
-    "Print what is inside a checkpoint and verify its files. Exits with 1 if it is damaged or no checkpoint, and with "
-    f"{UNVERIFIABLE} if nothing is wrong with it, but files without checksums may have changed."
+    "Print what is inside a checkpoint and verify its files, or list the checkpoints in a folder. Exits with 1 if "
+    f"it is damaged or no checkpoint, and with {UNVERIFIABLE} if nothing is wrong with it, but files without checksums "
+    "may have changed."
 )
 _CONSOLIDATE = """\
 Write a checkpoint of any kind as ordinary files, with the memory of one process and never of a model.
@@ -57,7 +61,7 @@ stage, the number of processes and the other settings of the plan come from ``tr
 PLAN_OPTIONS = {
     "hf_config": "A config.json, or a folder with one.",
     "parameters": "A number of parameters instead of a model: 7.5B.",
-    "device_memory": "Memory of one device, for example 80GB or 24GiB: recommends a stage that fits.",
+    "device_memory": "Memory of one device, for example 80G or 24GiB: recommends a stage that fits.",
     "host_memory": "Memory of a machine, for all its processes: 512GB. As much as it takes if not given.",
     "activations": "What has to stay free on the device; or measured: with the data's first batch, and no memory.",
     "batch_size": "Of one process, to measure activations of --hf-config with.",
@@ -97,10 +101,11 @@ def short_help(command: str, what: str) -> str:
 def inspect_parser() -> argparse.ArgumentParser:
     """The options of ``lightning-zero inspect``."""
     parser = argparse.ArgumentParser(prog="lightning-zero inspect", description=_INSPECT)
-    parser.add_argument("checkpoint", metavar="DIR", help="a checkpoint: directory, file or URL")
+    parser.add_argument("checkpoint", metavar="DIR", help="a checkpoint (directory, file or URL), or a folder of them")
     verify = "read all files and compare their checksums (default); sizes are compared always"
     parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
     parser.add_argument("--tensors", action="store_true", help="list every weight with its dtype, shape and size")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     return parser
 
 
@@ -117,19 +122,17 @@ def consolidate_parser() -> argparse.ArgumentParser:
     add("out", metavar="OUT", help="the file or directory to write")
     what = "what to write, where the name of OUT does not say it"
     add("--format", choices=["ckpt", "safetensors", "fsdp"], help=what)
-    add("--dtype", metavar="DTYPE", help="cast floating-point weights, for example to bfloat16")
-    size = "of a file in a directory of safetensors, for example 500MB or 2GiB (default: %(default)s)"
+    add("--dtype", metavar="DTYPE", help="cast floating-point weights, for example to bfloat16 (bf16)")
+    size = "of a file in a directory of safetensors, for example 500M or 2GiB (default: %(default)s)"
     add("--max-shard-size", "--max_shard_size", type=_size, default="5GB", metavar="SIZE", help=size)
     state = "leave the state of optimizers, schedulers and callbacks out of a .ckpt; safetensors never hold it"
     add("--weights-only", "--weights_only", action="store_true", help=state)
-    add("--prefix", metavar="PREFIX", help="cut this beginning off the weights' names, for example model.")
+    add("--prefix", metavar="PREFIX", help="cut the name of this module off the weights' names: model, or model.")
     add("--overwrite", action="store_true", help="replace what OUT has already; never the source")
     return parser
 
 
 def _size(text: str) -> int:
-    from lightning_zero.checkpoint.consolidate import parse_size  # imports torch
-
     try:
         return parse_size(text)
     except ValueError as error:
@@ -156,7 +159,7 @@ def no_strategy(found: str, registered: Iterable[str]) -> str:
     there_are = f"There are {ours}, and Lightning's {theirs}, ..."
     if found.startswith("{"):
         return f"trainer.strategy: expected a name, or class_path and init_args, found {found}. {there_are}"
-    return f"trainer.strategy: there is no strategy {found!r}.{_meant(found, names)} {there_are}"
+    return f"trainer.strategy: there is no strategy {found!r}.{did_you_mean(found, names)} {there_are}"
 
 
 def refused_by_the_class(message: str) -> str | None:
@@ -187,8 +190,8 @@ def in_one_line(message: str, options_of: Callable[[str], list[str]], strategies
     if unknown := _UNKNOWN.match(text):
         name, options = ".".join(filter(None, unknown.groups())), options_of(owner)
         if not owner:
-            return f"{text}.{_meant(name, options)}"
-        meant = _meant(name, options) or f" There are {', '.join(options)}."
+            return f"{text}.{did_you_mean(name, options)}"
+        meant = did_you_mean(name, options) or f" There are {', '.join(options)}."
         unnamed = owner == "lightning.LightningModule"  # what stands for a class that is not said
         return f"{key}: {owner} has no argument {name!r}.{_NAMELESS if unnamed else meant}"
     found = _FOUND.search("\n".join(lines[first:]))
@@ -204,9 +207,10 @@ def in_one_line(message: str, options_of: Callable[[str], list[str]], strategies
     types = subtypes[-1][11:-1] if len(leaves) > 1 and subtypes else expected[1] if expected else "a class path"
     types = _TYPE.sub(lambda part: part[1] or part[2] or "", types).replace("NoneType", "null")
     choices = [name for choice in re.findall(r"[\w.-]+", types) for name in (choice, choice.rpartition(".")[2])]
-    return f"{key}: expected {'one of ' * (', ' in types)}{types}, found {value!r}.{_meant(value, choices)}"
+    return f"{key}: expected {'one of ' * (', ' in types)}{types}, found {value!r}.{did_you_mean(value, choices)}"
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question for the known name that is nearest to a wrong one, if one is near."""
     near = get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]}?" if near else ""

@@ -18,10 +18,9 @@ from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR_AL
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.consolidate import parse_size
 from lightning_zero.comm import Compression
 from lightning_zero.comm.groups import shard_span
-from lightning_zero.config import ActivationPolicy, HostOffload, NvmeOffload, Offload, Placement, Tier
+from lightning_zero.config import ActivationPolicy, HostOffload, NvmeOffload, Offload, Placement, Tier, parse_size
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.precision import ZeroPrecision
 
@@ -36,7 +35,6 @@ __all__ = [
     "tokens_for",
 ]
 
-_LEAST_NBYTES = 100_000  # of a memory that is told without a unit
 MEASURED = "measured"
 
 
@@ -134,8 +132,6 @@ def memory_of(config: Namespace, world_size: int) -> dict[str, Any] | None:
 def parsed(config: Namespace, name: str, parse: Callable[[str], Any] = parse_size) -> Any:
     """Bytes of an option, or bytes a second."""
     try:
-        if (number := str(config[name])).isdigit() and parse is parse_size and int(number) < _LEAST_NBYTES:
-            raise ValueError(f"{number} would be so many bytes. Did you mean {number}GB?")
         return None if config[name] is None else parse(config[name])
     except ValueError as error:
         raise ValueError(f"--{name.replace('_', '-')}: {error}") from None

@@ -30,9 +30,10 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_optimizer_state, full_parameters
 from lightning_zero.checkpoint import FlatShard, save_checkpoint_directory
-from lightning_zero.checkpoint.consolidate import consolidate_checkpoint, parse_size
+from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.checkpoint.consolidated import by_parameter_index, save_consolidated_file
 from lightning_zero.comm import ControlGroup
+from lightning_zero.config import parse_size
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import SHAPES, checkpoint, control, end_to_end, one_by_one, parameters
 from tests.helpers.script import run_script
@@ -535,9 +536,17 @@ def test_what_is_there_is_replaced_only_when_asked_for(saved: Path, tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:Left out")
-def test_a_prefix_is_cut_off(saved: Path, tmp_path: Path) -> None:
-    consolidate_checkpoint(saved / "folder", tmp_path / "c.safetensors", prefix="conv.")
+@pytest.mark.parametrize("prefix", ["conv.", "conv"])
+def test_a_prefix_is_cut_off(saved: Path, tmp_path: Path, prefix: str) -> None:
+    consolidate_checkpoint(saved / "folder", tmp_path / "c.safetensors", prefix=prefix)
     assert {"weight", "embedding.weight"} <= load_file(tmp_path / "c.safetensors").keys()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "BFloat16", "torch.bfloat16", torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:Left out")
+def test_a_dtype_has_several_names(saved: Path, tmp_path: Path, dtype: Any) -> None:
+    consolidate_checkpoint(saved / "folder", tmp_path / "c.safetensors", dtype=dtype)
+    assert load_file(tmp_path / "c.safetensors")["embedding.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -548,8 +557,9 @@ def test_a_prefix_is_cut_off(saved: Path, tmp_path: Path) -> None:
         ("c.zip", {}, "does not say what to write"),
         ("c.ckpt", {"format": "zip"}, "format must be"),
         ("c.ckpt", {"dtype": "int8"}, "dtype must be"),
-        ("c.ckpt", {"dtype": "bf16"}, "dtype must be"),
+        ("c.ckpt", {"dtype": "load"}, "dtype must be"),
         ("c", {"max_shard_size": "5 parsecs"}, "5 parsecs"),
+        ("c", {"max_shard_size": "5"}, "5 would be so many bytes. Did you mean 5GB?"),
         ("c.ckpt", {"prefix": "model."}, "prefix"),
         ("c.safetensors", {"prefix": "nothing."}, "no weight's name begins so"),
         ("folder", {}, "is the source itself"),
@@ -655,8 +665,12 @@ def test_safetensors_do_not_go_into_a_sharded_checkpoint(saved: Path) -> None:
         ("2GiB", 2 * 2**30),
         ("1.5 kb", 1500),
         (7, 7),
-        ("7", 7),
+        ("7B", 7),
+        ("7000000", 7_000_000),
         ("500MB", 500 * 10**6),
+        ("80G", 80 * 10**9),
+        ("1.5 k", 1500),
+        ("80Gi", 80 * 2**30),
         ("1TB", 10**12),
     ],
 )
@@ -664,7 +678,7 @@ def test_sizes(size: str | int, nbytes: int) -> None:
     assert parse_size(size) == nbytes
 
 
-@pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "1 XB", "1e3", True])
+@pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "1 XB", "1e3", "1iB", "i", True])
 def test_sizes_that_are_none(size: Any) -> None:
     with pytest.raises(ValueError, match="a size in bytes"):
         parse_size(size)

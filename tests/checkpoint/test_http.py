@@ -233,7 +233,7 @@ def test_a_file_that_is_replaced_while_it_is_read(server: Server) -> None:
 
 def test_an_empty_file(server: Server) -> None:
     (server.folder / "x.ckpt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"x\.ckpt' is damaged"):
+    with pytest.raises(CheckpointError, match=r"x\.ckpt' is no checkpoint: the file is empty"):
         open_checkpoint(f"{server.url}/x.ckpt", control())
 
 

@@ -29,20 +29,38 @@ __all__ = [
     "END",
     "END_64",
     "LOCATOR_64",
+    "START_NBYTES",
     "ZIP",
     "archive_entries",
     "check_expanded",
     "check_torch_file",
     "follow",
     "new_tensor",
+    "refuse_other_kinds",
 ]
 
 ZIP = b"PK\x03\x04"  # what an archive begins with
+_PICKLE = b"\x80"  # what one begins with, and with it what torch wrote until version 1.6
 END = struct.Struct("<4sHHHHIIH")
 LOCATOR_64 = struct.Struct("<4sIQI")
 END_64 = struct.Struct("<4sQHHIIQQQQ")
 _PICKLES = 5  # of the format until torch 1.6: a mark, a version, the machine, the object, and the storages' keys
 _EXPANDED_NBYTES = 1 << 28
+START_NBYTES = 256  # that tell kinds of files apart
+
+
+def refuse_other_kinds(start: bytes, where: str) -> None:
+    """``CheckpointError`` for a file that is no checkpoint at all, by its first ``START_NBYTES``: empty, or a text."""
+    lines = start.decode("utf-8", "ignore").split("\n")
+    if not start:
+        kind = "the file is empty"
+    elif lines[0].startswith("version https://git-lfs"):
+        kind = "it is a pointer of Git LFS, which stands for the file. Get the file with `git lfs pull`"
+    elif b"\0" not in start and all(line.replace("\t", " ").rstrip("\r").isprintable() for line in lines):
+        kind = f"it is a text file, which begins with {lines[0][:40]!r}"
+    else:
+        return
+    raise CheckpointError(f"{where} is no checkpoint: {kind}.")
 
 
 def new_tensor(shape: Any, dtype: torch.dtype, what: str) -> Tensor:
@@ -100,7 +118,9 @@ def check_torch_file(file: IO[bytes], *, mapped: bool = False) -> None:
     """
     nbytes = file.seek(0, os.SEEK_END)
     file.seek(0)
-    if file.read(len(ZIP)) != ZIP:
+    if (start := file.read(len(ZIP))) != ZIP:
+        if start[:1] != _PICKLE:
+            raise ValueError(f"no file of torch begins with {start!r}")
         file.seek(0)
         pickles = [follow(file, min(nbytes, MAX_INDEX_NBYTES)) for _ in range(_PICKLES)]
         _check_calls(pickles)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero.checkpoint.format.claims import START_NBYTES, refuse_other_kinds
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
@@ -85,6 +86,7 @@ def read_safetensors_directory(files: Files) -> Opened:
 def _open(files: Files, name: str) -> tuple[bytes, dict[str, TensorItem]]:
     """A file's header, and the tensors it describes."""
     nbytes = files.size(name)
+    refuse_other_kinds(read_bytes(files, name, 0, min(nbytes, START_NBYTES)), f"'{files.name}/{name}'")
     try:
         if sys.byteorder != "little":
             raise ValueError("its elements are little-endian, this machine is not")

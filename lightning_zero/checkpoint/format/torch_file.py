@@ -34,7 +34,16 @@ import fsspec
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.claims import END, END_64, LOCATOR_64, ZIP, check_expanded, check_torch_file
+from lightning_zero.checkpoint.format.claims import (
+    END,
+    END_64,
+    LOCATOR_64,
+    START_NBYTES,
+    ZIP,
+    check_expanded,
+    check_torch_file,
+    refuse_other_kinds,
+)
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
@@ -333,10 +342,14 @@ def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None, cop
     try:
         if copied is None and is_remote(path):
             with fsspec.open(os.fspath(path), "rb") as file:
+                refuse_other_kinds(file.read(START_NBYTES), where)
+                file.seek(0)
                 return Opened(_as_checkpoint(load_torch(file, where, weights_only, ADVICE), where))
         local = local_path(path if copied is None else copied)
         with open(local, "rb") as file:
-            is_archive = file.read(len(ZIP)) == ZIP
+            start = file.read(START_NBYTES)
+            refuse_other_kinds(start, where)
+            is_archive = start.startswith(ZIP)
             nbytes = os.fstat(file.fileno()).st_size
             # What torch wrote until version 1.6 is no archive and cannot be mapped.
             loaded = load_torch(str(local), where, weights_only, ADVICE, mapped=is_archive)
