@@ -300,7 +300,9 @@ class CheckpointPolicy:
             safetensors file or Hugging Face directory. Weights only; a run that resumes with ``ckpt_path`` loads its
             checkpoint on top.
         strict_initial_weights: whether missing, unexpected and differently shaped tensors there are errors. Otherwise
-            they keep the values they were built with, and a warning names them.
+            they keep the values they were built with, and a warning names them. Adapters of peft may be missing.
+        frozen_as_built: whether frozen parameters that are not there may keep the values they were built with.
+            Otherwise they are an error, whatever ``strict_initial_weights`` says: nothing would ever train them.
 
     Raises:
         ValueError: naming the setting.
@@ -312,11 +314,12 @@ class CheckpointPolicy:
     verify: bool = False
     initial_weights: str | None = None
     strict_initial_weights: bool = True
+    frozen_as_built: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in ("sharded", "consolidated"):
             raise ValueError(f"CheckpointPolicy.format must be 'sharded' or 'consolidated', got {self.format!r}.")
-        _check_switches(self, "async_save", "exclude_frozen", "verify", "strict_initial_weights")
+        _check_switches(self, "async_save", "exclude_frozen", "verify", "strict_initial_weights", "frozen_as_built")
         if self.initial_weights is not None and not (isinstance(self.initial_weights, str) and self.initial_weights):
             raise ValueError(
                 f"CheckpointPolicy.initial_weights must be a path or URL as a string, got {self.initial_weights!r}."

@@ -34,6 +34,7 @@ from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder
+from lightning_zero.session.adapters import adapter_names, refuse_dependent_adapters, values_from_the_base
 from lightning_zero.session.module_state import left_out_of, weights_of
 from lightning_zero.session.names import in_layout_of, under_own_names
 
@@ -205,7 +206,9 @@ def _load(
     state = under_own_names(in_layout_of(built, own, stored), own, path, strict)
     if initial_weights is not None:
         weights = weights_of(open_one(initial_weights), initial_weights)
-        base = under_own_names(in_layout_of(built, own, weights), own, "initial_weights", strict=False)
+        base = under_own_names(in_layout_of(built, own, weights), own, initial_weights, strict=False)
+        refuse_dependent_adapters(built, initial_weights, [name for name in adapter_names(own) if name not in base])
+        base.update(values_from_the_base(built, own, base))
         state.update({name: base[name] for name in own if name in base and name not in state})
     tied = _tied_elsewhere(own, state)
     left_out = under_own_names(dict.fromkeys(left_out_of(checkpoint)), own, path, strict=False)

@@ -19,6 +19,12 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
+from lightning_zero.session.adapters import (
+    ADAPTED,
+    adapter_names,
+    refuse_dependent_adapters,
+    values_from_the_base,
+)
 from lightning_zero.session.names import in_layout_of, under_own_names, unwrapped
 from lightning_zero.shards.binding import placeholders_allowed
 
@@ -60,7 +66,9 @@ class ModuleState:
         """The names that ``save(exclude_frozen=True)`` leaves out."""
         return [unwrapped(key) for key, value in self.module.state_dict(keep_vars=True).items() if _is_frozen(value)]
 
-    def load(self, state: Mapping[str, Any], strict: bool, excluded: Collection[str] = ()) -> None:
+    def load(
+        self, state: Mapping[str, Any], strict: bool, excluded: Collection[str] = (), optional: Collection[str] = ()
+    ) -> None:
         """Take weights and buffers over, each rank reading its own slices.
 
         The module's own ``load_state_dict`` decides what goes where, so that its hooks, overrides, extra state and
@@ -71,6 +79,7 @@ class ModuleState:
             strict: whether missing and unexpected keys are errors. Of a tied parameter one name is enough.
             excluded: names that were left out when the checkpoint was saved: they are not missing, and a warning says
                 how many keep their values.
+            optional: names that may be missing without a word.
 
         Collective: every rank. What does not fit raises as ``nn.Module.load_state_dict`` does.
         """
@@ -81,7 +90,7 @@ class ModuleState:
         state = {unwrapped(key): value for key, value in state.items()}
         kept = [name for name in excluded if name in own and name not in state]
         loaded = {id(value) for key, (_, value) in own.items() if key in state}
-        expendable = {*kept, *(key for key, (_, value) in own.items() if id(value) in loaded)}
+        expendable = {*kept, *optional, *(key for key, (_, value) in own.items() if id(value) in loaded)}
         refused: list[Exception] = []
 
         def read() -> None:
@@ -195,43 +204,70 @@ class _NotedCopies(TorchFunctionMode):
 
 
 def load_initial_weights(
-    state: ModuleState, path: str | os.PathLike[str], control: ControlGroup, *, strict: bool, verify: bool
+    state: ModuleState,
+    path: str | os.PathLike[str],
+    control: ControlGroup,
+    *,
+    strict: bool,
+    verify: bool,
+    frozen_as_built: bool = False,
 ) -> None:
     """Read weights and buffers into a sharded module, each rank its own slices. Collective: every rank.
 
     What a transformers model stores in another layout than it has is converted (`in_layout_of`).
     If none of the stored names is one of the module's, but all are once the same prefix is put before them or cut off
-    (``transformer.h.0`` and ``model.transformer.h.0``), they are read under the module's names. With ``strict``,
-    missing, unexpected and differently shaped tensors are a ``RuntimeError`` as of ``nn.Module.load_state_dict``;
-    without it the first and the last keep the values that they have, and rank 0 warns of all three kinds, unless
-    nothing fits at all.
+    (``transformer.h.0`` and ``model.transformer.h.0``), they are read under the module's names, and so are those of a
+    base in a module with adapters of peft. With ``strict``, missing, unexpected and differently shaped tensors are a
+    ``RuntimeError`` as of ``nn.Module.load_state_dict``, but for adapters of which nothing is stored; without it the
+    first and the last keep the values that they have, and rank 0 warns of all three kinds, unless nothing fits at all.
+    A frozen parameter that is not there is a ``CheckpointError`` in both cases, unless ``frozen_as_built``.
     """
     checkpoint = open_checkpoint(path, control, verify=verify or "sample")
     weights = weights_of(checkpoint, path)
     own = state.save()
+    adapters = adapter_names(own)
+    hint = f" {ADAPTED}" if adapters else ""
     stored: OrderedDict[str, Any] = OrderedDict(
         under_own_names(in_layout_of(state.module, own, weights), own, path, strict)
     )
+    optional = adapters if not any(name in stored for name in adapters) else []  # the files are those of a base
+    stored.update(values_from_the_base(state.module, own, stored))
+    unstored = [name for name in adapters if name not in stored]
+    refuse_dependent_adapters(state.module, path, unstored)
     if not strict:
-        stored = OrderedDict(_what_fits(stored, own, path, control))
+        stored = OrderedDict(_what_fits(stored, own, path, control, hint))
     if hasattr(weights, "_metadata"):
         stored._metadata = weights._metadata  # type: ignore[attr-defined]  # versions, for the modules' own loading
+    left_out = len(left_out_of(checkpoint))
+    why = f" That checkpoint was saved without its {left_out} frozen parameters." if left_out else ""
+    random = [] if strict or frozen_as_built else _frozen_without_values(state.module, stored, adapters)
+    if random:
+        raise CheckpointError(
+            f"{len(random)} frozen parameters are not in the initial weights '{os.fspath(path)}' and would keep random "
+            f"values: {some(random)}.{why}{hint} Name weights that hold them, or set "
+            "CheckpointPolicy(frozen_as_built=True) if the module was built with the values it is to have."
+        )
     try:
-        state.load(stored, strict=strict)
+        state.load(stored, strict=strict, optional=optional)
     except RuntimeError as error:
         if isinstance(error, ZeroError):
             raise
-        left_out = len(left_out_of(checkpoint))
-        why = f" That checkpoint was saved without its {left_out} frozen parameters." if left_out else ""
         raise RuntimeError(
-            f"The initial weights '{os.fspath(path)}' do not fit.{why} With "
+            f"The initial weights '{os.fspath(path)}' do not fit.{why}{hint} With "
             "CheckpointPolicy(strict_initial_weights=False) what does not fit keeps its initial values.\n"
             f"{error}"
         ) from None
 
 
+def _frozen_without_values(module: nn.Module, stored: Collection[str], adapters: Collection[str]) -> list[str]:
+    """The names of frozen parameters that nothing is read for; of a tied one, one name will do."""
+    every = [(unwrapped(name), value) for name, value in module.named_parameters(remove_duplicate=False)]
+    read = {id(value) for name, value in every if name in stored or name in adapters}
+    return [name for name, value in every if not value.requires_grad and id(value) not in read]
+
+
 def _what_fits(
-    stored: Mapping[str, Any], own: Mapping[str, Any], path: str | os.PathLike[str], control: ControlGroup
+    stored: Mapping[str, Any], own: Mapping[str, Any], path: str | os.PathLike[str], control: ControlGroup, hint: str
 ) -> dict[str, Any]:
     """The stored tensors that have the name and shape of one of the module's; a warning names all others."""
     known = {name: value for name, value in stored.items() if name in own}
@@ -240,7 +276,7 @@ def _what_fits(
     if not fitting and own:
         raise RuntimeError(
             f"Nothing in the initial weights '{os.fspath(path)}' fits the module: stored are {some(stored)}; the "
-            f"module has {some(own)}. Compare the names, and save the weights under those of the module."
+            f"module has {some(own)}.{hint} Compare the names, and save the weights under those of the module."
         )
     shapes = [f"{name} {_shape(stored[name])} instead of {_shape(own[name])}" for name in reshaped]
     lines = [

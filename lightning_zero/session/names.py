@@ -25,11 +25,16 @@ from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.errors import CheckpointError, some
 
-__all__ = ["in_layout_of", "under_own_names", "unwrapped"]
+__all__ = ["WRAPPED_BY_PEFT", "base_name", "in_layout_of", "under_own_names", "unwrapped"]
 
 # torch.compile, activation checkpointing and FSDP wrap a block in a module of this attribute; names in a checkpoint do
 # not depend on whether a block is wrapped.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+# peft wraps layers of a base, and the base itself. In files of the base their names are without these parts.
+WRAPPED_BY_PEFT = re.compile(r"(?<![^.])(?:base_layer|original_module|token_adapter)\.")
+_DDP = "module."
+_WRAPPED_BASE = re.compile(r"(?<![^.])base_model\.model\.")
 
 
 def unwrapped(key: Any) -> Any:
@@ -40,20 +45,32 @@ def unwrapped(key: Any) -> Any:
     return key
 
 
+def base_name(name: str) -> str:
+    """The name that a weight had before peft wrapped its layer."""
+    return WRAPPED_BY_PEFT.sub("", name)
+
+
 def under_own_names(
     stored: Mapping[str, Any], own: Collection[str], path: str | os.PathLike[str], strict: bool
 ) -> dict[str, Any]:
-    """The stored values under the module's names, if they differ in wrapped blocks or one common prefix only.
+    """The stored values under the module's names, if they differ in wrapped blocks, peft's wrappers or a common prefix.
 
-    It has to make most names fit; with ``strict``, one that makes all fit comes before others. ``path`` is for the
-    message about it.
+    A prefix has to make most names fit; with ``strict``, one that makes all fit comes before others. ``path`` is for
+    the message about it.
     """
     names = {unwrapped(name): name for name in own}
-    changes = _prefix_changes([unwrapped(name) for name in stored], names, strict)
+    names = {base_name(plain): name for plain, name in names.items()} | names
+    inner = {_WRAPPED_BASE.sub("", plain, count=1): name for plain, name in names.items()} | names
+    plain = [unwrapped(name) for name in stored]
+    ways = [(*_fit(plain, known, strict), known) for known in (names, inner)]
+    _, changes, known = max(ways, key=lambda way: way[0])  # the first of two that fit alike
     cut, add = changes[0] if len(changes) == 1 else ("", "")
     if changes:
         differ = f"The names in '{os.fspath(path)}' are the module's "
-        how = [f"with '{add}' put before them" if add else f"without their prefix '{cut}'" for cut, add in changes]
+        how = [
+            " and ".join([f"without their prefix '{cut}'"] * bool(cut) + [f"with '{add}' put before them"] * bool(add))
+            for cut, add in changes
+        ]
         if len(changes) == 1:
             rank_zero_info(f"{differ}{how[0]}: loading them under those.")
         else:
@@ -63,12 +80,22 @@ def under_own_names(
             )
     found = {}
     for name, value in stored.items():
-        found[names.get(add + unwrapped(name).removeprefix(cut), name)] = value
+        found[known.get(add + unwrapped(name).removeprefix(cut), name)] = value
     return found
 
 
+def _fit(stored: Collection[str], own: Collection[str], strict: bool) -> tuple[int, list[tuple[str, str]]]:
+    """How many stored names become the module's by a change of their prefix, and the change; two are ambiguous."""
+    changes = _prefix_changes(stored, own, strict)
+    cut, add = changes[0] if len(changes) == 1 else ("", "")
+    return sum(add + name.removeprefix(cut) in own for name in stored), changes
+
+
 def _prefix_changes(stored: Collection[str], own: Collection[str], strict: bool) -> list[tuple[str, str]]:
-    """What could be cut off all stored names, or put before them, to make them the module's; at most two ways."""
+    """What could be cut off all stored names, or put before them, to make them the module's; at most two ways.
+
+    DDP's ``module.`` may be replaced by another prefix.
+    """
     if any(name in own for name in stored):
         return []
     longer: dict[str, list[str]] = {}
@@ -81,7 +108,10 @@ def _prefix_changes(stored: Collection[str], own: Collection[str], strict: bool)
         counts.update((name[: -len(rest)], "") for rest in _rests(name) if rest in own)
     most = counts.most_common(2)
     all_fit = [change for change, count in most if strict and count == len(stored)]
-    return all_fit or [change for change, count in most if count > len(stored) // 2]
+    changes = all_fit or [change for change, count in most if count > len(stored) // 2]
+    if changes or not stored or not all(name.startswith(_DDP) for name in stored):
+        return changes
+    return [(_DDP + cut, add) for cut, add in _prefix_changes([n.removeprefix(_DDP) for n in stored], own, strict)]
 
 
 def _rests(name: str) -> Iterator[str]:
@@ -109,10 +139,11 @@ def in_layout_of(module: nn.Module, own: Collection[str], stored: Mapping[str, A
         CheckpointError: if tensors that belong together cannot be converted, naming them.
     """
     names = {unwrapped(name) for name in own}
+    names |= {base_name(name) for name in names}
     foreign = {name: value for name, value in stored.items() if unwrapped(name) not in names}
     found = []
     for path, model in _models_of(module) if foreign else ():
-        inside = {name.removeprefix(path) for name in names if name.startswith(path)}
+        inside = {base_name(name.removeprefix(path)) for name in names if name.startswith(path)}
         for cut in ("", path):  # as files have it, and as an older version's checkpoint of this module has it
             layout = _Layout(model, inside, {k.removeprefix(cut): v for k, v in foreign.items() if k.startswith(cut)})
             if 2 * (len(layout.taken) + len(layout.ignored)) > len(foreign):

@@ -183,6 +183,7 @@ class ZeroSession:
                 self.groups.checkpoint,
                 strict=policy.strict_initial_weights,
                 verify=policy.verify,
+                frozen_as_built=policy.frozen_as_built,
             )
 
     def _plan(self, module: nn.Module, dtypes: Dtypes, collectives: Collectives) -> ZeroPlan:
