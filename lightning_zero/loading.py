@@ -10,14 +10,19 @@ import functools
 import importlib
 import inspect
 import os
+import shlex
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping
 from itertools import chain
+from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import datamodule, saving
 from lightning.pytorch.core import module as lightning_module
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint, pl_legacy_patch
@@ -30,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
 from lightning_zero.checkpoint.format.claims import new_tensor
+from lightning_zero.checkpoint.load import find_checkpoint, read_checkpoint
 from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
@@ -132,23 +138,100 @@ def load_full_state_dict(
 
 
 def let_lightning_load_directories() -> None:
-    """Make ``load_from_checkpoint`` of Lightning's modules and data modules take directories, too. Once is enough.
+    """Have Lightning take a checkpoint directory in the places where it opens a file itself. Once is enough.
 
-    It hands its path to one private function, which opens a file: no module or strategy is asked, so there is no seam,
-    and the function is wrapped. A path where a checkpoint directory lies is loaded here; all else goes on as it came.
+    These ask no module or strategy, so there is no seam, and the functions are wrapped: ``load_from_checkpoint`` loads
+    a directory, ``LightningCLI`` takes its hyperparameters from one, and a strategy that reads files says what makes a
+    file of it. All other paths go on as they came.
     """
-    for place in (lightning_module, datamodule):
-        original = getattr(place, _NAME, None)
+    for place, name, wrap in (
+        (lightning_module, "_load_from_checkpoint", _with_directories),  # private: 2.6
+        (datamodule, "_load_from_checkpoint", _with_directories),
+        (LightningCLI, "_parse_ckpt_path", _with_hyperparameters),
+        (LightningCLI, "_run_subcommand", _once_parsed),
+        (TorchCheckpointIO, "load_checkpoint", _or_consolidate),
+    ):
+        original = getattr(place, name, None)
         if original is not None and not hasattr(original, _OURS):
-            setattr(place, _NAME, _with_directories(original))
+            wrapped = functools.wraps(original)(wrap(original))
+            setattr(wrapped, _OURS, True)
+            setattr(place, name, wrapped)
 
 
-_NAME: Final = "_load_from_checkpoint"  # private: 2.6
+_HPARAMS: Final = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+_PARSED: WeakSet[LightningCLI] = WeakSet()  # those that have taken the hyperparameters of a directory
 _OURS: Final = "loads_directories"  # of a function that is wrapped here, also if another program wraps it again
 
 
+def _with_hyperparameters(original: Callable[[LightningCLI], None]) -> Callable[[LightningCLI], None]:
+    def parse(cli: LightningCLI) -> None:
+        path = _directory_of(cli)
+        if path is None:
+            return original(cli)
+        _PARSED.add(cli)
+        with TemporaryDirectory() as folder:
+            options = cli.config[cli.config["subcommand"]]
+            options["ckpt_path"] = os.path.join(folder, "hyper_parameters.ckpt")
+            torch.save({_HPARAMS: _hyperparameters(path)}, options["ckpt_path"])
+            original(cli)  # which puts another configuration in the place of this one
+        cli.config[cli.config["subcommand"]]["ckpt_path"] = path
+
+    return parse
+
+
+def _once_parsed(original: Callable[..., None]) -> Callable[..., None]:
+    def run(cli: LightningCLI, *args: Any, **kwargs: Any) -> None:
+        path = _directory_of(cli)
+        if path is not None and cli not in _PARSED:
+            name = type(cli).__name__
+            if hasattr(type(cli)._parse_ckpt_path, _OURS):
+                raise CheckpointError(
+                    f"{name} has not read the hyperparameters in '{path}': it was looking for them before "
+                    "lightning_zero was imported. Write `import lightning_zero` at the top of the program."
+                )
+            rank_zero_warn(
+                f"{name} runs with the hyperparameters of its configuration, not with those in '{path}': its "
+                "`_parse_ckpt_path` has not read them. Lightning's does: call `super()._parse_ckpt_path()`."
+            )
+        original(cli, *args, **kwargs)
+
+    return run
+
+
+def _directory_of(cli: LightningCLI) -> Any:
+    """The checkpoint directory that a command line names, as it is written there; None for anything else."""
+    command = cli.config.get("subcommand")
+    path = cli.config[command].get("ckpt_path") if command else None
+    return path if path and is_checkpoint_directory_at(path) else None
+
+
+def _hyperparameters(path: AnyPath) -> Any:
+    opened = read_checkpoint(path, find_checkpoint(path), weights_only=True)
+    if lost := [name for name in opened.missing if name.startswith(f"'{_HPARAMS}")]:
+        raise CheckpointError(
+            f"The checkpoint '{os.fspath(path)}' does not give back all hyperparameters, because loading them could "
+            f"run code: {some(lost)}. If you trust it, allow their classes with "
+            "`torch.serialization.add_safe_globals`."
+        )
+    return opened.checkpoint.get(_HPARAMS, {})
+
+
+def _or_consolidate(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(io: TorchCheckpointIO, path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(io, path, *args, **kwargs)
+        except OSError:
+            if not is_checkpoint_directory_at(path):
+                raise
+        raise CheckpointError(
+            f"'{os.fspath(path)}' is a sharded checkpoint, and this strategy reads ordinary checkpoint files only. "
+            f"Write one: `lightning-zero consolidate {shlex.quote(os.fspath(path))} consolidated.ckpt`"
+        )
+
+    return load
+
+
 def _with_directories(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def load(
         cls: Any,
         checkpoint_path: Any,
@@ -163,7 +246,6 @@ def _with_directories(original: Callable[..., Any]) -> Callable[..., Any]:
             return _load(cls, checkpoint_path, kwargs, open_one, map_location, hparams_file, strict, None)
         return original(cls, checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 
-    setattr(load, _OURS, True)
     return load
 
 

@@ -9,7 +9,8 @@ import os
 import shutil
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import datamodule as core_datamodule
 from lightning.pytorch.core import module as core_module
 from lightning.pytorch.core import saving
@@ -25,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_zero import ZeroCLI
 from lightning_zero.checkpoint import StoredTensor, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.format import torch_file
 from lightning_zero.comm import ControlGroup
@@ -176,6 +180,19 @@ def saved(module: pl.LightningModule, folder: Path, **changes: Any) -> tuple[Pat
     torch.save(checkpoint, folder / "file.ckpt")
     save_checkpoint_directory(checkpoint, folder / "directory.ckpt", ControlGroup(None), plan_summary={})
     return folder / "file.ckpt", folder / "directory.ckpt"
+
+
+@contextmanager
+def in_a_store(directory: Path) -> Iterator[str]:
+    """The address of a copy of a checkpoint in an object store."""
+    url = "memory://loading/run.ckpt"
+    store = fsspec.filesystem("memory")
+    for file in directory.iterdir():
+        store.pipe(f"{url}/{file.name}", file.read_bytes())
+    try:
+        yield url
+    finally:
+        store.rm("/loading", recursive=True)
 
 
 def seen(load: Callable[[], Any]) -> dict[str, Any]:
@@ -537,15 +554,10 @@ def test_a_tied_weight_is_read_once(tmp_path: Path) -> None:
 def test_a_directory_in_an_object_store(tmp_path: Path) -> None:
     module = Mlp(6)
     _, directory = saved(module, tmp_path)
-    url = "memory://loading/run.ckpt"
-    store = fsspec.filesystem("memory")
-    for file in directory.iterdir():
-        store.pipe(f"{url}/{file.name}", file.read_bytes())
+    with in_a_store(directory) as url:
+        loaded = load_from_checkpoint(Mlp, url, verify=True)
+        by_lightning = Mlp.load_from_checkpoint(url)
 
-    loaded = load_from_checkpoint(Mlp, url, verify=True)
-    by_lightning = Mlp.load_from_checkpoint(url)
-
-    store.rm("/loading", recursive=True)
     for name, value in module.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
         assert torch.equal(by_lightning.state_dict()[name], value), name
@@ -841,3 +853,149 @@ def test_loading_takes_the_module_and_a_small_constant(tmp_path: Path) -> None:
         assert found["size"] == size
         assert found["value"] == 1.0
         assert found["extra"] < bound, found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LightningCLI, and strategies that read files
+
+
+class Wider(Anything):
+    """Another class than the command line's."""
+
+    def __init__(self, width: int = 4, depth: int = 1) -> None:
+        super().__init__(width)
+        self.save_hyperparameters()
+
+
+class Parsed(LightningCLI):
+    """Builds what ``--ckpt_path`` asks for, and runs nothing."""
+
+    def fit(self, model: Any, ckpt_path: Any, **_: Any) -> None:
+        self.given = ckpt_path
+
+    validate = test = predict = fit
+
+
+class ParsedByOurs(Parsed, ZeroCLI):
+    pass
+
+
+def parse(command: str, path: Any, cli: type[Parsed] = Parsed, **settings: Any) -> Parsed:
+    defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "strategy": "zero3"}
+    model = [f"--model={__name__}.Anything"] if settings.get("subclass_mode_model") else []
+    return cli(
+        Anything,
+        args=[command, f"--ckpt_path={path}", *model],
+        trainer_defaults=defaults,
+        save_config_callback=None,
+        seed_everything_default=False,
+        auto_configure_optimizers=False,
+        **settings,
+    )
+
+
+def parsed_options(cli: Parsed) -> dict[str, Any]:
+    """All that was parsed, without the path."""
+    options: dict[str, Any] = cli.config[cli.subcommand].as_dict()
+    return {**options, "ckpt_path": None}
+
+
+@pytest.fixture
+def _bare_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["script"])
+
+
+HPARAMS = {"width": 7, "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+@pytest.mark.parametrize(
+    ("command", "cli", "subclass"),
+    [
+        ("fit", Parsed, False),
+        ("validate", ParsedByOurs, True),
+        ("test", Parsed, True),
+        ("predict", ParsedByOurs, False),
+    ],
+)
+def test_a_command_line_takes_the_hyperparameters_of_a_directory_as_of_a_file(
+    command: str, cli: type[Parsed], subclass: bool, tmp_path: Path
+) -> None:
+    of_class = {"_class_path": f"{__name__}.Wider", "depth": 3} if subclass else {}
+    file, directory = saved(Anything(7), tmp_path, hyper_parameters=HPARAMS | of_class)
+
+    expected, found = (parse(command, path, cli, subclass_mode_model=subclass) for path in (file, directory))
+
+    assert type(found.model) is (Wider if subclass else Anything)
+    assert found.model.layer.in_features == 7
+    assert dict(found.model.hparams) == dict(expected.model.hparams)
+    assert parsed_options(found) == parsed_options(expected)
+    assert found.given == found.config[command].ckpt_path == str(directory)
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+def test_a_command_line_and_a_directory_in_an_object_store(tmp_path: Path) -> None:
+    _, directory = saved(Anything(7), tmp_path, hyper_parameters=HPARAMS)
+    with in_a_store(directory) as url:
+        found = parse("validate", url)
+
+    assert found.model.layer.in_features == 7
+    assert found.given == url
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+def test_a_command_line_with_a_directory_that_has_no_hyperparameters(tmp_path: Path) -> None:
+    _, directory = saved(Anything(7), tmp_path, hyper_parameters={})
+    assert parse("validate", directory).model.layer.in_features == 4
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+def test_a_hyperparameter_that_was_not_kept_is_named(tmp_path: Path) -> None:
+    _, directory = saved(Anything(7), tmp_path, hyper_parameters={"width": 7, "activation": nn.ReLU})
+    with pytest.raises(CheckpointError, match=r"'hyper_parameters\.activation' .*add_safe_globals"):
+        parse("validate", directory)
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+def test_a_command_line_that_has_looked_before_this_package_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Parsed):
+        def before_instantiate_classes(self) -> None:
+            let_lightning_load_directories()
+
+    for name in ("_parse_ckpt_path", "_run_subcommand"):
+        monkeypatch.setattr(LightningCLI, name, getattr(LightningCLI, name).__wrapped__)
+    file, directory = saved(Anything(7), tmp_path, hyper_parameters=HPARAMS)
+
+    with pytest.raises(CheckpointError, match=r"Late .*'.*directory\.ckpt'.* Write `import lightning_zero` at the top"):
+        parse("validate", directory, Late)
+    assert parse("validate", file, Late).model.layer.in_features == 7
+
+
+@pytest.mark.usefixtures("_bare_command_line")
+def test_a_command_line_that_looks_itself_is_warned(tmp_path: Path) -> None:
+    class Own(Parsed):
+        def _parse_ckpt_path(self) -> None:
+            pass
+
+    _, directory = saved(Anything(7), tmp_path, hyper_parameters=HPARAMS)
+
+    with pytest.warns(UserWarning, match=r"Own runs with the hyperparameters of its configuration.*super\(\)"):
+        assert parse("validate", directory, Own).model.layer.in_features == 4
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+def test_a_strategy_that_reads_files_says_what_makes_one(strategy: str, tmp_path: Path) -> None:
+    _, directory = saved(Anything(), tmp_path)
+    told = rf"'{directory}' is a sharded checkpoint.*`lightning-zero consolidate {directory} consolidated\.ckpt`"
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False)
+
+    with pytest.raises(CheckpointError, match=told):
+        trainer.strategy.load_checkpoint(directory)
+    with pytest.raises(CheckpointError, match=told):
+        Fabric(accelerator="cpu", devices=1, strategy=strategy).load(directory)
+    with in_a_store(directory) as url, pytest.raises(CheckpointError, match=f"'{url}' is a sharded checkpoint"):
+        trainer.strategy.load_checkpoint(url)
+    with pytest.raises(IsADirectoryError):
+        trainer.strategy.load_checkpoint(tmp_path)
