@@ -7,6 +7,8 @@ A parameter that ``BaseFinetuning`` or its kin thaw in mid-fit makes the next tr
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,6 +46,7 @@ __all__ = [
     "UnmarkedModule",
     "begin_epoch",
     "compare_by_value",
+    "copy_where_no_links_are",
     "gather_for_graphs",
     "hold_schedulers",
     "is_running",
@@ -193,6 +196,29 @@ def watch_names(callbacks: Iterable[Callback], is_underway: Callable[[Any], bool
             "the checkpoint is there only a while later: a run that is killed in between has no last.ckpt to go on "
             "from. Use save_last=True."
         )
+
+
+def copy_where_no_links_are(callbacks: Iterable[Callback], replaced: Replaced) -> None:
+    """Let ``ModelCheckpoint(save_last="link")`` copy a directory on a file system without links, as it copies a file.
+
+    Collective there: every rank waits until it is copied.
+    """
+
+    def copying(link: Callable[..., None]) -> Callable[..., None]:
+        def call(trainer: Trainer, filepath: str, linkpath: str) -> None:
+            try:
+                link(trainer, filepath, linkpath)
+            except OSError:
+                if not os.path.isdir(filepath):
+                    raise
+                shutil.copytree(filepath, linkpath)
+                trainer.strategy.barrier()
+
+        return call
+
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            replaced.put(callback, "_link_checkpoint", copying)  # private: 2.6
 
 
 def hold_schedulers(configs: Iterable[LRSchedulerConfig], optimizer: Optimizer, held: Replaced) -> None:

@@ -45,6 +45,7 @@ from lightning_zero.trainer.callbacks import (
     UnmarkedModule,
     begin_epoch,
     compare_by_value,
+    copy_where_no_links_are,
     gather_for_graphs,
     hold_schedulers,
     is_running,
@@ -248,6 +249,7 @@ class ZeroStrategy(Batches):
         self.checkpoints.begin(training=fitting)
         if fitting and self.settings.checkpoint.format == "sharded":
             warn_of_uploads(trainer.loggers)
+            copy_where_no_links_are(callbacks, self._replaced)
         if fitting and self.settings.checkpoint.async_save:
             watch_names(callbacks, self.checkpoints.is_underway, self._replaced)
         if self._absent:

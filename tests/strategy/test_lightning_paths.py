@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 
 from lightning_zero import CheckpointPolicy, full_parameters
@@ -102,13 +102,39 @@ def test_model_checkpoint_keeps_what_it_keeps_under_ddp(keeper: str, tmp_path: P
         return zero(3, checkpoint=strategy.settings.checkpoint) if name_of(strategy) != "ddp" else again(strategy)
 
     def again_ddp() -> Strategy:
-        from lightning.pytorch.strategies import DDPStrategy
-
         return DDPStrategy(find_unused_parameters=True)
 
     results = run_world(2, play, timeout=120)
     assert_same(results, list(POLICIES))
     assert not any(name.startswith(".") for name in results[0]["async"]["kept"])
+
+
+def test_last_is_a_copy_on_a_file_system_without_links(tmp_path: Path) -> None:
+    """As under DDP, whose checkpoints are files, and whenever a newer one replaces it."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("Operation not permitted")
+
+    def train(strategy: Strategy) -> dict[str, Any]:
+        folder = tmp_path / name_of(strategy)
+        callback = ModelCheckpoint(folder, filename="{step}", save_last="link", every_n_train_steps=2)
+        module = Falling()
+        trainer = make_trainer(strategy, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
+        trainer.fit(module, batches(4))
+        return {
+            "kept": sorted(path.name for path in folder.glob("*.ckpt")),
+            "links": [path.name for path in folder.glob("*.ckpt") if path.is_symlink()],
+            "last": trainer.test(module, batches(1), ckpt_path="last", verbose=False),
+        }
+
+    def play(rank: int) -> dict[str, Any]:
+        with quiet(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "symlink", refuse)
+            return {name_of(strategy): train(strategy) for strategy in (again(zero(3)), DDPStrategy())}
+
+    results = run_world(2, play)
+    assert_same(results, ["stage 3"])
+    assert results[0]["ddp"]["kept"] == ["last.ckpt", "step=4.ckpt"]
 
 
 def test_evaluation_loads_a_directory_without_a_fit(tmp_path: Path) -> None:
