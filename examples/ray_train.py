@@ -8,6 +8,7 @@ Without a cluster Ray starts one on this machine. Its workers get no GPU: ``--gp
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--storage", type=Path, default=Path("runs"), help="a folder that all machines share")
     arguments = parser.parse_args()
+    if find_spec("ray") is None:
+        raise SystemExit("ray_train.py: error: Ray Train is not installed: pip install 'lightning-zero[ray]'")
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 

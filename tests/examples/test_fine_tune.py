@@ -57,7 +57,8 @@ def test_the_configuration_fits_the_one_of_the_base() -> None:
     assert tuned["data"]["window"] == base["data"]["window"]
     assert tuned["trainer"]["max_steps"] % tuned["trainer"]["val_check_interval"] == 0
     path = tuned["trainer"]["strategy"]["init_args"]["checkpoint"]["initial_weights"]
-    assert Path(path).name == f"step={base['trainer']['max_steps']}.ckpt"
+    (keeper,) = (one["init_args"] for one in base["trainer"]["callbacks"] if "ModelCheckpoint" in one["class_path"])
+    assert path == f"{keeper['dirpath']}/{keeper['filename']}.ckpt"
 
 
 @pytest.mark.timeout(300)

@@ -319,8 +319,8 @@ def test_run_reports_what_was_learnt(runs: dict[str, tuple[Path, Finished]], nam
     assert stdout.count("A sample:\n") == 1  # the first process alone prints
     assert stdout.count("def read(self, ") == 1
 
-    (checkpoint,) = folder.glob("runs/language_model/version_0/checkpoints/*")
-    assert checkpoint.name == f"step={STEPS}.ckpt"
+    (checkpoint,) = folder.glob("runs/language_model/checkpoints/*")
+    assert checkpoint.name == "last.ckpt"
     (printed,) = re.findall(r"^Checkpoint: (.+)$", stdout, re.MULTILINE)
     assert folder / printed == checkpoint
     assert len(losses(folder)) == STEPS
@@ -341,7 +341,7 @@ def test_checkpoint_is_a_folder_that_can_be_validated(
     runs: dict[str, tuple[Path, Finished]], source: Path, tmp_path: Path
 ) -> None:
     folder, fitted = runs["zero3"]
-    (checkpoint,) = folder.glob("runs/language_model/version_0/checkpoints/*")
+    (checkpoint,) = folder.glob("runs/language_model/checkpoints/*")
     assert checkpoint.is_dir()
 
     stdout, _ = run_example("validate", ROOT / "configs/zero3.yaml", source, tmp_path, f"--ckpt_path={checkpoint}")

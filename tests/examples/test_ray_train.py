@@ -27,3 +27,9 @@ def test_two_workers_train_and_report(tmp_path: Path) -> None:
 
 def test_help(tmp_path: Path) -> None:
     assert "--workers" in run_forked([EXAMPLE, "--help"], cwd=tmp_path).stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="the extra `ray` is installed")
+def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path) -> None:
+    stderr = run_forked([EXAMPLE], cwd=tmp_path, code=1).stderr
+    assert stderr == "ray_train.py: error: Ray Train is not installed: pip install 'lightning-zero[ray]'\n"

@@ -165,6 +165,8 @@ def _be_a_program(
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)  # as the interpreter does
     except BaseException:
         traceback.print_exc()
     finally:
