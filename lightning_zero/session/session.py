@@ -343,11 +343,11 @@ class ZeroSession:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Around all micro-steps of a step but the last: full gradients stay local where they are replicated anyway."""
-        self.engine.reduce_gradients = False
+        before, self.engine.reduce_gradients = self.engine.reduce_gradients, False
         try:
             yield
         finally:
-            self.engine.reduce_gradients = True
+            self.engine.reduce_gradients = before
 
     def backward_outside_of_steps(self) -> None:
         """Note that a backward begins that no ``step`` has announced: buffers are sent before the next forward."""

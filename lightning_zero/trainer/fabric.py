@@ -40,7 +40,7 @@ from lightning_zero.optim.rules import naming_closures
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
-from lightning_zero.trainer.callbacks import refuse_synced_norms
+from lightning_zero.trainer.callbacks import attribute_of_ddp, refuse_synced_norms
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, leave_group_of_one
 
@@ -65,6 +65,24 @@ class _ShardedModule(nn.Module):
         training = torch.is_grad_enabled()
         with self._session.step("training_step" if training else "validation_step", training=training):
             return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around the backward of all but the last micro-step, as of ``DistributedDataParallel``."""
+        return self._session.accumulating()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards average gradients now."""
+        return self._session.engine.reduce_gradients
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._session.engine.reduce_gradients = bool(value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._modules and (advice := attribute_of_ddp(name)) is not None:
+            raise AttributeError(f"{type(self.module).__name__} has no attribute {name!r}. {advice}")
+        return super().__getattr__(name)
 
 
 @opaque_to_dynamo

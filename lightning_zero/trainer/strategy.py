@@ -46,6 +46,7 @@ from lightning_zero.trainer.callbacks import (
     begin_epoch,
     compare_by_value,
     copy_where_no_links_are,
+    explain_attribute,
     gather_for_graphs,
     hold_schedulers,
     is_running,
@@ -344,6 +345,7 @@ class ZeroStrategy(Batches):
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave no pinned slot and no half-reduced gradient behind."""
+        explain_attribute(exception, self._module)
         self.tell_failure(exception)
         if self._session is not None:
             self._session.abandon()
@@ -423,3 +425,44 @@ class ZeroStrategy(Batches):
         """Say so if a background save has failed meanwhile. Collective: every rank."""
         if self._session is not None:
             self._session.checkpoints.raise_failure(self.engine.control)
+
+
+class _Synchronises:
+    """An attribute by which code switches the average of gradients off, of a LightningModule that a strategy here runs.
+
+    Under DDP ``trainer.model`` is a wrapper that has it. Outside of such a run, and where the user's module has
+    something of that name, the attribute is what it is without this package.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: LightningModule | None, kind: type) -> Any:
+        """What DDP has there."""
+        if module is not None and self.name in vars(module):
+            return vars(module)[self.name]
+        if module is None or (strategy := self._runs(module)) is None:
+            raise AttributeError(self.name)  # nn.Module looks among parameters, buffers and modules, and raises
+        return strategy.block_backward_sync if self.name == "no_sync" else strategy.engine.reduce_gradients
+
+    def __set__(self, module: LightningModule, value: Any) -> None:
+        strategy = None if self.name == "no_sync" else self._runs(module)
+        if strategy is None:
+            vars(module)[self.name] = value
+        else:
+            strategy.engine.reduce_gradients = bool(value)
+
+    def __delete__(self, module: LightningModule) -> None:
+        if vars(module).pop(self.name, self) is self:
+            raise AttributeError(self.name)
+
+    def _runs(self, module: LightningModule) -> ZeroStrategy | None:
+        if any(self.name in names for names in (module._modules, module._parameters, module._buffers)):
+            return None
+        strategy = getattr(module._trainer, "strategy", None)
+        ours = isinstance(strategy, ZeroStrategy) and strategy._laid_out and strategy.model is module
+        return strategy if ours else None
+
+
+for _name in ("no_sync", "require_backward_grad_sync"):
+    setattr(LightningModule, _name, _Synchronises(_name))

@@ -193,6 +193,32 @@ def test_offload_and_recomputation() -> None:
     assert_same(under_ddp_and_stages(play))
 
 
+def test_accumulation_by_what_ddp_s_wrapper_has() -> None:
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric, module = launched(strategy), built()
+        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+        wrapped: Any = model._forward_module
+        assert wrapped.module is module
+        for index in range(9):
+            x, y = data(index, fabric.global_rank)
+            wrapped.require_backward_grad_sync = index % 3 != 1
+            with wrapped.no_sync() if index % 3 == 0 else nullcontext():
+                fabric.backward(F.mse_loss(model(x), y))
+            if index % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        if isinstance(strategy, ZeroFabricStrategy):
+            with pytest.raises(AttributeError, match=r"has no attribute 'reducer'.*full_gradient"):
+                wrapped.reducer  # noqa: B018
+            with pytest.raises(AttributeError, match=r"object has no attribute 'nothing'$"):
+                wrapped.nothing  # noqa: B018
+        return {"weights": values(model)}
+
+    found = under_ddp_and_stages(play)
+    assert_same(found, ["stage 1"])
+    assert_same(found, ["stage 2", "stage 3"], bound=1e-5)
+
+
 def test_accumulation_and_clipping_by_norm() -> None:
     """``zero1`` adds up as DDP does; the others average every micro-step, and norms are summed in ``float64``."""
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.helpers.cases import WIDTH, Block
-from tests.strategy.runs import STAGES, Net, assert_same, each_strategy, fit, made
+from tests.helpers.world import run_world
+from tests.strategy.runs import STAGES, Net, assert_same, each_strategy, fit, made, quiet, raised, zero
 
 # Rounding differences of 1e-7 in a gradient, carried through a few steps of AdamW.
 ROUNDING = 1e-5
@@ -260,3 +261,91 @@ def test_stepping_on_gradients_that_were_never_reduced_is_refused() -> None:
         return {}
 
     each_strategy(play)
+
+
+class Accumulates(Net):
+    """Switches the average off by what DDP's wrapper has, in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        wrapped: Any = self.trainer.model
+        optimizer: Any = self.optimizers()
+        if batch_idx % 4 == 0:
+            with wrapped.no_sync():
+                self.manual_backward(loss)
+                with self.trainer.strategy.model.no_sync():  # type: ignore[operator, union-attr]
+                    pass
+                self.seen.append(wrapped.require_backward_grad_sync)
+        elif batch_idx % 4 < 3:
+            wrapped.require_backward_grad_sync = False
+            self.manual_backward(loss)
+            wrapped.require_backward_grad_sync = True
+        else:
+            self.seen.append(wrapped.require_backward_grad_sync)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def test_accumulation_by_what_ddp_s_wrapper_has() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Accumulates()
+        found = {**made(module, fit(strategy, module, 12)), "seen": module.seen}
+        names = ("no_sync", "require_backward_grad_sync")  # of which nothing is left
+        found["kept"] = [name for name in names if hasattr(module, name) or hasattr(Accumulates(), name)]
+        return found
+
+    results = each_strategy(play)
+    assert_same(results, ["stage 1"])
+    assert_same(results, bound=ROUNDING)
+    assert results[0]["stage 3"]["seen"] == [False, True] * 3
+
+
+class Named(Net):
+    """A module of the user's that has such names itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.no_sync = nn.Linear(2, 2)
+        self.require_backward_grad_sync = "mine"
+
+
+def test_attributes_of_ddp_s_wrapper_that_there_are_not() -> None:
+    class Asks(Net):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert not hasattr(self.trainer.model, self.name)
+            assert hasattr(self.trainer.model, "no_sync")
+            return getattr(self.trainer.model, self.name)
+
+    def run(rank: int) -> list[str]:
+        errors: list[str] = []
+        for name in ("module", "reducer", "join", "register_comm_hook", "nothing"):
+            with quiet(), raised(errors):
+                fit(zero(3), Asks(name))
+        module = Named()
+        with quiet():
+            fit(zero(3), module, 1)
+        assert isinstance(module.no_sync, nn.Linear)
+        assert module.require_backward_grad_sync == "mine"
+        return errors
+
+    for errors in run_world(2, run):
+        assert errors[0] == (
+            "AttributeError: 'Asks' object has no attribute 'module'. DDP and FSDP wrap the module in one that has "
+            "`module`; here nothing wraps it. Write `trainer.lightning_module`, which is the module under every "
+            "strategy."
+        )
+        assert "full_gradient(module, name)" in errors[1]
+        assert "LoaderPolicy(training='join')" in errors[2]
+        assert "ZeroStrategy(compression=...)" in errors[3]
+        assert errors[4] == "AttributeError: 'Asks' object has no attribute 'nothing'"
