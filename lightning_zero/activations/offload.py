@@ -197,7 +197,7 @@ class SavedOnHost:
             return tensor
         check_version(packed.probe, packed.version, packed.dtype, packed.shape)
         copy = packed.copy
-        most = _FLYING if copy.index else 0  # at the end of the backward of a host that runs ahead, no memory stays held
+        most = _FLYING if copy.index else 0  # no memory stays held at the end of a backward that the host runs ahead of
         self._land(most, most and _FLYING_NBYTES)
         with untracked():
             storage = copy.source.lock()
