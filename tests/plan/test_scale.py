@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_zero.analysis import build_plan
+from tests.helpers.counting import calls_of
 from tests.plan.models import Llama70B, numel, on_meta
 
 WORLDS = (8, 512, 4096)
@@ -20,21 +21,22 @@ def llama() -> nn.Module:
     return on_meta(Llama70B)
 
 
-def test_seconds_and_megabytes(llama: nn.Module) -> None:
+def test_neither_calls_nor_memory_grow_with_the_world(llama: nn.Module) -> None:
+    def planned(stage: int, world_size: int) -> None:
+        plan = build_plan(llama, stage=stage, world_size=world_size, param_dtype=torch.bfloat16)
+        plan.fingerprint()
+        plan.describe()
+
+    planned(1, 8)  # what is imported or kept by the first one
+    for stage in (1, 3):
+        few, many = (calls_of(partial(planned, stage, world_size)) for world_size in (min(WORLDS), max(WORLDS)))
+        assert many < 1.1 * few, stage
     tracemalloc.start()
     try:
-        start = time.thread_time()
-        for world_size in (min(WORLDS), max(WORLDS)):
-            for stage in (1, 3):
-                plan = build_plan(llama, stage=stage, world_size=world_size, param_dtype=torch.bfloat16)
-                plan.fingerprint()
-                plan.describe()
-        seconds = time.thread_time() - start
+        planned(3, max(WORLDS))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # Measured: 0.6 s and 2 MB under tracemalloc, which makes it several times slower, on one core.
-    assert seconds < 3.4
     assert peak < 50 * 2**20
 
 
@@ -63,18 +65,20 @@ def test_every_element_has_one_owner_among_4096_ranks(llama: nn.Module) -> None:
 
 
 def test_many_small_experts() -> None:
-    """A mixture of 4,000 experts: the cost of reading the tree does not explode with the number of modules."""
+    """Mixtures of up to 1,000 experts: the cost of reading the tree grows as the number of modules, and no faster."""
 
     class Mixture(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, experts: int) -> None:
             super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(1_000))
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(experts))
 
         def forward(self) -> None: ...
 
-    with torch.device("meta"):
-        model = nn.ModuleList(Mixture() for _ in range(4))
-    start = time.thread_time()
-    plan = build_plan(model, world_size=64)
-    assert time.thread_time() - start < 5
-    assert [unit.name for unit in plan.units] == ["", "0", "1", "2", "3"]
+    def planned(experts: int) -> list[str]:
+        with torch.device("meta"):
+            model = nn.ModuleList(Mixture(experts) for _ in range(4))
+        return [unit.name for unit in build_plan(model, world_size=64).units]
+
+    assert planned(250) == ["", "0", "1", "2", "3"]
+    few, many = calls_of(partial(planned, 250)), calls_of(partial(planned, 1000))
+    assert many < 4.4 * few
