@@ -7,10 +7,10 @@ import os
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
 from lightning_zero.checkpoint.fsdp import write_fsdp_directory
 from lightning_zero.checkpoint.load import open_checkpoint
+from lightning_zero.checkpoint.pretrained import refuse_wrapped_names, write_pretrained
 from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.checkpoint.writing import Pieces, progress_bar, write_bytes
@@ -33,10 +34,10 @@ from lightning_zero.errors import CheckpointError
 
 __all__ = ["FileFormat", "consolidate_checkpoint"]
 
-FileFormat = Literal["ckpt", "safetensors", "fsdp"]
+FileFormat = Literal["ckpt", "safetensors", "fsdp", "huggingface", "peft"]
 
 _TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # What Lightning leaves out of a checkpoint that is saved with `weights_only=True`.
 _TRAINING_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "ZeroPrecision", "MixedPrecision")
@@ -51,12 +52,14 @@ def consolidate_checkpoint(
     max_shard_size: str | int = "5GB",
     weights_only: bool = False,
     prefix: str | None = None,
+    base: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> list[Path]:
     """Write an ordinary checkpoint file, or safetensors files, from a checkpoint of any kind.
 
-    Runs in one process and needs memory for a piece of one tensor. Checksums that the source has are verified.
+    Runs in one process and needs memory for a piece of one tensor, for ``"huggingface"`` for the whole model. Checksums
+    that the source has are verified.
 
     Args:
         source: a sharded directory of this package, of Lightning's strategies, ``torch.distributed.checkpoint`` or
@@ -68,11 +71,15 @@ def consolidate_checkpoint(
         format: what to write, where the name of ``out`` does not say it. ``"fsdp"``, which no name says, is a sharded
             directory for Lightning's ``FSDPStrategy``, of one of this package or of ``ModelParallelStrategy``. It
             shares the data files with the source where the file system can; no checksum of tensors is verified then.
+            ``"huggingface"`` and ``"peft"`` are folders for ``from_pretrained``, with configurations: the model, with
+            adapters merged into it, or the adapters alone. transformers and peft write them, which have to be
+            installed, from a checkpoint of this package.
         dtype: cast floating-point weights to it, as ``"bfloat16"`` or ``"bf16"``. Optimizer states keep theirs.
         max_shard_size: of a file in a directory of safetensors, as ``"5GB"`` or ``"2GiB"``, or a number of bytes. A
             larger tensor goes alone.
         weights_only: leave the state of optimizers, schedulers and callbacks out of a ``.ckpt``.
         prefix: cut this module's name off the weights' names: with ``"model"``, ``model.weight`` becomes ``weight``.
+        base: for ``"huggingface"``: the pretrained model that a checkpoint without frozen parameters was trained on.
         overwrite: replace a file, or weights in a directory, that are there; never the source or a sharded directory.
         progress: show a progress bar on a terminal.
 
@@ -87,7 +94,7 @@ def consolidate_checkpoint(
     target = local_output(out)
     kind = _kind(target, format)
     limit, cast = parse_size(max_shard_size), _floating(dtype)
-    _check_options(kind, dtype, weights_only, prefix)
+    _check_options(kind, dtype, weights_only, prefix, base)
     _check_target(source, target, kind, overwrite)
     own = Directory(open_folder(source)) if _is_own(source) else None
     try:
@@ -96,8 +103,15 @@ def consolidate_checkpoint(
                 _warn_of_excluded(read_directory(own.files).checkpoint, source)
             return [write_fsdp_directory(source, target, progress=progress)]
         checkpoint = _opened(source, own)
+        if kind in ("huggingface", "peft"):
+            settings: dict[str, Any] = {"prefix": prefix, "base": base, "dtype": cast, "max_shard_size": limit}
+            written = write_pretrained(checkpoint, source, target, kind, **settings)
+            _delete_old_weights(target, {path.name for path in written})
+            return written
         _warn_of_excluded(checkpoint, source)
         weights = _renamed(checkpoint["state_dict"], prefix)
+        if kind == "safetensors" and prefix is not None:
+            refuse_wrapped_names(weights, prefix)
         if kind == "ckpt":
             return [_write_torch(checkpoint, weights, target, cast, weights_only, progress)]
         return _write_safetensors(weights, target, cast, limit, progress)
@@ -107,10 +121,14 @@ def consolidate_checkpoint(
 
 def _kind(target: Path, given: str | None) -> FileFormat:
     by_suffix = {**dict.fromkeys(_TORCH_SUFFIXES, "ckpt"), ".safetensors": "safetensors"}.get(target.suffix.lower())
-    if given not in (None, "ckpt", "safetensors", "fsdp"):
-        raise ValueError(f"format must be 'ckpt', 'safetensors' or 'fsdp', got {given!r}.")
+    if given not in (None, *get_args(FileFormat)):
+        raise ValueError(f"format must be one of {', '.join(map(repr, get_args(FileFormat)))}, got {given!r}.")
     if given == "fsdp" and by_suffix != "safetensors":  # Lightning's directories are called `*.ckpt`
         return "fsdp"
+    if by_suffix is None and given == "huggingface":
+        return "huggingface"
+    if by_suffix is None and given == "peft":
+        return "peft"
     if given is not None and by_suffix not in (None, given):
         raise ValueError(f"format='{given}' contradicts the name '{target.name}'.")
     kind = given or by_suffix
@@ -119,7 +137,11 @@ def _kind(target: Path, given: str | None) -> FileFormat:
     return "ckpt" if kind == "ckpt" else "safetensors"
 
 
-def _check_options(kind: FileFormat, dtype: str | torch.dtype | None, weights_only: bool, prefix: str | None) -> None:
+def _check_options(
+    kind: FileFormat, dtype: str | torch.dtype | None, weights_only: bool, prefix: str | None, base: Any
+) -> None:
+    if base is not None and kind not in ("huggingface", "peft"):
+        raise ValueError("base goes with format='huggingface' and format='peft' only.")
     if prefix is not None and kind == "ckpt" and not weights_only:
         raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
     if kind == "fsdp" and (dtype is not None or weights_only or prefix is not None):
@@ -148,7 +170,7 @@ def _check_target(source: str | os.PathLike[str], target: Path, kind: FileFormat
         raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
     if is_folder and os.listdir(target) and is_checkpoint_directory(target):
         raise ValueError(f"'{target}' is a sharded checkpoint: write to another directory.")
-    if kind == "safetensors" and not _is_single(target) and exists and not is_folder:
+    if kind != "ckpt" and not _is_single(target) and exists and not is_folder:
         raise ValueError(
             f"'{target}' is a file, and without a suffix OUT is a directory of safetensors: give another name, "
             "one with a suffix such as '.ckpt' or '.safetensors' for a file, or delete it."
@@ -351,9 +373,13 @@ def _publish(folder: Path, staged: Sequence[StagedFile], shards: Sequence[Mappin
             written.discard()
     else:
         index.unlink(missing_ok=True)
-    current = {file.final.name for file in staged}
-    for path in folder.iterdir():  # of an earlier export in other pieces
-        if _WEIGHTS.fullmatch(path.name) and path.name not in current:
+    _delete_old_weights(folder, {INDEX_FILE, *(file.final.name for file in staged)})
+
+
+def _delete_old_weights(folder: Path, current: Collection[str]) -> None:
+    """Delete the files of an earlier export in other pieces."""
+    for path in folder.iterdir():
+        if _is_weights(path.name) and path.name not in current:
             path.unlink()
 
 

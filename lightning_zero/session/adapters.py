@@ -7,8 +7,10 @@ that ``initial_weights`` replaces later. The names are enough to see all of this
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,9 +21,9 @@ from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.errors import CheckpointError, some
-from lightning_zero.session.names import WRAPPED_BY_PEFT, unwrapped
+from lightning_zero.session.names import WRAPPED_BY_PEFT, models_of, unwrapped
 
-__all__ = ["ADAPTED", "adapter_names", "refuse_dependent_adapters", "values_from_the_base"]
+__all__ = ["ADAPTED", "adapter_names", "described_models", "refuse_dependent_adapters", "values_from_the_base"]
 
 _COPY = re.compile(r"(.+)\.(?:modules_to_save|ln_tuning_layers)\.[^.]+\.([^.].*)")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector\.[^.]+\.weight")
@@ -134,6 +136,34 @@ def values_from_the_base(module: nn.Module, own: Collection[str], stored: Mappin
             layer = module.get_submodule(key.rpartition(".")[0])
             added[name] = _Magnitude(layer, value, magnitude.dtype).tensor(name)
     return added
+
+
+def described_models(module: nn.Module) -> list[dict[str, Any]]:
+    """What a checkpoint says of the models of transformers and the adapters of peft in it, to build them again."""
+    peft = sys.modules.get("peft")  # not there: the module cannot hold one
+    wrappers: dict[str, Any] = {}
+    for name, child in module.named_modules() if peft is not None else ():
+        if isinstance(child, peft.PeftModel):  # type: ignore[union-attr]
+            wrappers[unwrapped(f"{name}." if name else "")] = child
+    described = []
+    for prefix, model in models_of(module):
+        adapted = next((at for at in wrappers if prefix in (f"{at}base_model.model.", f"{at}base_model.")), None)
+        configs = {} if adapted is None else wrappers[adapted].peft_config
+        generation = getattr(model, "generation_config", None)
+        try:
+            described.append(
+                {
+                    "prefix": prefix,
+                    "class": type(model).__name__,
+                    "config": model.config.to_json_string(),
+                    "generation_config": None if generation is None else generation.to_json_string(),
+                    "adapted": adapted,
+                    "adapters": {name: json.dumps(each.to_dict(), default=list) for name, each in configs.items()},
+                }
+            )
+        except (TypeError, ValueError):  # a configuration that cannot be written; the checkpoint can
+            continue
+    return described
 
 
 class _Magnitude:

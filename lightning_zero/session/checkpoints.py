@@ -15,12 +15,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.consolidated import FEEDBACK_KEY, RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
+from lightning_zero.checkpoint.pretrained import MODELS_KEY
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.comm import ControlGroup, Groups
 from lightning_zero.comm.control import collect
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
+from lightning_zero.session.adapters import described_models
 from lightning_zero.session.module_state import read_slice
 from lightning_zero.session.random_state import RandomState
 
@@ -294,7 +296,11 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 
 def _summary(engine: ZeroEngine, precision: str) -> dict[str, Any]:
-    """How the run is partitioned, for people."""
+    """How the run is partitioned, for people, and which models it holds."""
     plan = engine.plan
     placed = {part: getattr(plan.placement, part).value for part in ("parameters", "gradients", "optimizer")}
-    return {"world_size": plan.world_size, **placed, "fingerprint": plan.fingerprint(), "precision": precision}
+    models = described_models(engine.module)
+    return {
+        **{"world_size": plan.world_size, **placed, "fingerprint": plan.fingerprint(), "precision": precision},
+        **({MODELS_KEY: models} if models else {}),
+    }

@@ -25,7 +25,7 @@ from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.errors import CheckpointError, some
 
-__all__ = ["WRAPPED_BY_PEFT", "base_name", "in_layout_of", "under_own_names", "unwrapped"]
+__all__ = ["WRAPPED_BY_PEFT", "base_name", "in_layout_of", "models_of", "under_own_names", "unwrapped"]
 
 # torch.compile, activation checkpointing and FSDP wrap a block in a module of this attribute; names in a checkpoint do
 # not depend on whether a block is wrapped.
@@ -142,7 +142,7 @@ def in_layout_of(module: nn.Module, own: Collection[str], stored: Mapping[str, A
     names |= {base_name(name) for name in names}
     foreign = {name: value for name, value in stored.items() if unwrapped(name) not in names}
     found = []
-    for path, model in _models_of(module) if foreign else ():
+    for path, model in models_of(module) if foreign else ():
         inside = {base_name(name.removeprefix(path)) for name in names if name.startswith(path)}
         for cut in ("", path):  # as files have it, and as an older version's checkpoint of this module has it
             layout = _Layout(model, inside, {k.removeprefix(cut): v for k, v in foreign.items() if k.startswith(cut)})
@@ -159,7 +159,7 @@ def in_layout_of(module: nn.Module, own: Collection[str], stored: Mapping[str, A
     }
 
 
-def _models_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def models_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The outermost models of transformers in a module, with their prefixes."""
     library = sys.modules.get("transformers.modeling_utils")  # not there: the module cannot hold one
     outer: list[str] = []

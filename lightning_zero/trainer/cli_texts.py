@@ -42,12 +42,17 @@ ZeRO stages 1 to 3), a .ckpt file, or safetensors. OUT decides what is written:
 With --format fsdp, OUT is a sharded directory for Lightning's FSDPStrategy. SOURCE must be one of this package or of
 ModelParallelStrategy. Only names differ, so the data files of this package's directories are shared (hard links) where
 the file system allows it, and either directory can be deleted.
+
+With --format huggingface and --format peft, OUT is a folder for from_pretrained, with its configuration: the model of
+transformers in SOURCE with its adapters merged into it, or its adapters alone. These take the memory of the model.
 """
 _EXAMPLES = """\
 examples:
   lightning-zero consolidate runs/last.ckpt full.ckpt
   lightning-zero consolidate runs/last.ckpt my-model/ --dtype bfloat16 --max-shard-size 2GB --prefix model.
   lightning-zero consolidate runs/last.ckpt for-fsdp.ckpt --format fsdp
+  lightning-zero consolidate runs/last.ckpt my-adapter/ --format peft
+  lightning-zero consolidate runs/last.ckpt merged/ --format huggingface --base meta-llama/Llama-3.1-8B
 """
 
 PLAN = """\
@@ -121,13 +126,18 @@ def consolidate_parser() -> argparse.ArgumentParser:
     add("source", metavar="SOURCE", help="the checkpoint to read: directory, file or URL")
     add("out", metavar="OUT", help="the file or directory to write")
     what = "what to write, where the name of OUT does not say it"
-    add("--format", choices=["ckpt", "safetensors", "fsdp"], help=what)
+    add("--format", choices=["ckpt", "safetensors", "fsdp", "huggingface", "peft"], help=what)
     add("--dtype", metavar="DTYPE", help="cast floating-point weights, for example to bfloat16 (bf16)")
     size = "of a file in a directory of safetensors, for example 500M or 2GiB (default: %(default)s)"
     add("--max-shard-size", "--max_shard_size", type=_size, default="5GB", metavar="SIZE", help=size)
     state = "leave the state of optimizers, schedulers and callbacks out of a .ckpt; safetensors never hold it"
     add("--weights-only", "--weights_only", action="store_true", help=state)
     add("--prefix", metavar="PREFIX", help="cut the name of this module off the weights' names: model, or model.")
+    add(
+        "--base",
+        metavar="BASE",
+        help="the pretrained model that adapters in SOURCE were trained on, if it is not there",
+    )
     add("--overwrite", action="store_true", help="replace what OUT has already; never the source")
     return parser
 

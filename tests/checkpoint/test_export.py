@@ -890,3 +890,37 @@ def test_lightning_makes_a_module_of_the_file(trained: tuple[Path, dict[str, Any
     for key, value in model.named_parameters():
         assert torch.equal(value, held["weights"][key]), key
     assert torch.equal(model.seen, held["seen"])
+
+
+def test_names_that_peft_has_changed_are_refused(tmp_path: Path) -> None:
+    """``from_pretrained`` would initialise these layers anew."""
+    names = [f"model.base_model.model.h.0.{name}.weight" for name in ("attn.base_layer", "attn.lora_A.default", "norm")]
+    torch.save({"state_dict": {name: torch.ones(2) for name in names}}, tmp_path / "run.ckpt")
+
+    for format in (None, "safetensors"):
+        with pytest.raises(ValueError, match=r"'h\.0\.attn\.base_layer\.weight'.*anew.*format='huggingface'.*'peft'"):
+            consolidate_checkpoint(
+                tmp_path / "run.ckpt", tmp_path / "out", format=format, prefix="model.base_model.model"
+            )
+    assert not (tmp_path / "out").exists()
+    assert consolidate_checkpoint(tmp_path / "run.ckpt", tmp_path / "out", prefix="model")
+
+
+def test_what_cannot_be_written_for_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"state_dict": {"weight": torch.ones(2)}}, tmp_path / "run.ckpt")
+    record = {"prefix": "net.", "class": "Model", "config": "{}", "generation_config": None, "adapted": None}
+    own = {"plan": {"models": [{**record, "adapters": {}}]}}
+    torch.save({"state_dict": {"net.weight": torch.ones(2)}, "lightning_zero": own}, tmp_path / "model.ckpt")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    for source, out, settings, error, words in (
+        ("run", "out", {"format": "peft"}, CheckpointError, "does not say which model it holds"),
+        ("run", "out", {"base": "hub"}, ValueError, "base goes with format='huggingface'"),
+        ("run", "out.ckpt", {"format": "peft"}, ValueError, "contradicts the name"),
+        ("model", "out", {"format": "huggingface"}, ValueError, "transformers, which is not installed"),
+        ("model", "out", {"format": "huggingface", "prefix": "x"}, ValueError, r"Which model is meant\?.*'net\.'"),
+        ("model", "out", {"format": "peft"}, CheckpointError, "a Model without adapters"),
+    ):
+        with pytest.raises(error, match=words):
+            consolidate_checkpoint(tmp_path / f"{source}.ckpt", tmp_path / out, **settings)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.ckpt", "run.ckpt"]
