@@ -7,9 +7,9 @@ from __future__ import annotations
 
 __version__ = "0.2.0"
 
-from lightning_zero.cli import answer_for_help
+from lightning_zero.cli import answer_early
 
-answer_for_help()  # `lightning-zero fit --help` ends here, before the imports that take seconds
+answer_early()  # `lightning-zero fit --help` and `lightning-zero plan` end here, before the imports that take seconds
 
 import sys
 from collections.abc import Sequence

@@ -1,17 +1,21 @@
-"""The command line: ``lightning-zero`` (= ``python -m lightning_zero``). Its help imports no torch: that takes long."""
+"""The command line: ``lightning-zero`` (= ``python -m lightning_zero``).
+
+Help imports no torch, and what is done with checkpoints and plans no Lightning: that takes seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from lightning_zero.trainer.cli_texts import PLAN, consolidate_parser, did_you_mean, inspect_parser, short_help
 
-__all__ = ["answer_for_help", "main"]
+__all__ = ["answer_early", "main"]
 
 _COMMANDS = {
     "plan": "print how a model would be split over processes, and what that takes; needs one process and no memory",
@@ -37,12 +41,12 @@ def _while_somebody_reads() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def _run_tool(tool: Callable[[Sequence[str]], int], args: Sequence[str]) -> None:
+def _run_tool(name: str, tool: Callable[[Sequence[str]], int], args: Sequence[str]) -> None:
     try:
         with _while_somebody_reads():
             code = tool(args)
     except KeyboardInterrupt:
-        print(f"lightning-zero {tool.__name__}: interrupted", file=sys.stderr)  # noqa: T201
+        print(f"lightning-zero {name}: interrupted", file=sys.stderr)  # noqa: T201
         code = 130  # as shells have it
     if code:
         raise SystemExit(code)
@@ -59,31 +63,62 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     given = sys.argv[1:] if args is None else list(args)
     command = _command(given)
-    # What follows imports torch and Lightning.
-    from lightning_zero.trainer import checkpoint_cli
-    from lightning_zero.trainer.cli import ZeroCLI
-
-    if command in ("inspect", "consolidate"):
-        _run_tool(getattr(checkpoint_cli, command), given[1:])
-        return
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `--model my_module.MyModel`, as with `python -m lightning_zero`
-    if command != "plan":
-        ZeroCLI(args=None if args is None else given, parser_kwargs={"prog": "lightning-zero"})
+    if command in _TOOLS:
+        _run_tool(command, _TOOLS[command], given[1:])
         return
-    _run_tool(plan, given[1:])
+    from lightning_zero.trainer.cli import ZeroCLI  # imports Lightning
+
+    ZeroCLI(args=None if args is None else given, parser_kwargs={"prog": "lightning-zero"})
 
 
-def plan(args: Sequence[str]) -> int:
-    """Print what ``lightning-zero plan`` has to say; 0."""
-    from lightning_zero.trainer.cli import plan_command
+def inspect(args: Sequence[str]) -> int:
+    """Run ``lightning-zero inspect``."""
+    from lightning_zero.trainer import checkpoint_cli
 
-    print(plan_command(args))  # noqa: T201
+    return checkpoint_cli.inspect(args)
+
+
+def consolidate(args: Sequence[str]) -> int:
+    """Run ``lightning-zero consolidate``."""
+    from lightning_zero.trainer import checkpoint_cli
+
+    return checkpoint_cli.consolidate(args)
+
+
+def plan(args: Sequence[str], *, early: bool = False) -> int:
+    """Print what ``lightning-zero plan`` has to say: 0. 2 if the settings are wrong, 1 if something else fails.
+
+    Raises _NeedsLightning if that is needed and it is too ``early``: the package has not been imported.
+    """
+    from lightning_zero.trainer.planner import planner_without_lightning
+
+    try:
+        if planner := planner_without_lightning(args):
+            text = planner.report()
+        elif early:
+            raise _NeedsLightning
+        else:
+            from lightning_zero.trainer.cli import plan_command
+
+            text = plan_command(args)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"lightning-zero plan: error: {error}", file=sys.stderr)  # noqa: T201
+        return 2 if isinstance(error, ValueError) else 1
+    print(text)  # noqa: T201
     return 0
 
 
-def answer_for_help() -> None:
-    """Print the help that this process was started for, or that there is no such command, and exit; else do nothing.
+class _NeedsLightning(Exception):
+    """A command cannot run before Lightning is imported."""
+
+
+_TOOLS: Mapping[str, Callable[[Sequence[str]], int]] = {"inspect": inspect, "consolidate": consolidate, "plan": plan}
+
+
+def answer_early() -> None:
+    """Run the command that this process was started for and exit, if that needs no Lightning; else do nothing.
 
     For the package to call before it imports anything heavy. What is not ``lightning-zero`` is let be.
     """
@@ -91,7 +126,11 @@ def answer_for_help() -> None:
     program = sys.orig_argv[-len(argv)] if argv[0] == "-m" else Path(argv[0]).name
     if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
         with _while_somebody_reads():
-            _command(argv[1:])
+            command = _command(argv[1:])
+        if command in _TOOLS:
+            with suppress(_NeedsLightning):
+                _run_tool(command, partial(plan, early=True) if command == "plan" else _TOOLS[command], argv[2:])
+                raise SystemExit(0)
 
 
 def _command(given: Sequence[str]) -> str:

@@ -21,19 +21,28 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.language_model import ByteGPT
-from lightning_zero import ActivationPolicy, measure_activations
+from lightning_zero import ActivationPolicy, estimate_memory, measure_activations
 from lightning_zero.cli import main
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
 from lightning_zero.trainer.cli import PlanCLI
 from lightning_zero.trainer.plan_settings import tokens_for
-from tests.helpers.script import ROOT
+from lightning_zero.trainer.planner import Planner, planner_without_lightning
+from tests.helpers.script import ROOT, run_script
 
 MODEL = "--model=examples.language_model.ByteGPT"
 SMALL = (MODEL, "--model.dim=32", "--model.layers=2")
 
 
-def plan_cli(*arguments: str) -> PlanCLI:
-    return PlanCLI(args=list(arguments), run=False, seed_everything_default=False, load_from_checkpoint_support=False)
+def plan_cli(*arguments: str) -> Planner:
+    cli = PlanCLI(args=list(arguments), run=False, seed_everything_default=False, load_from_checkpoint_support=False)
+    return cli.planner
+
+
+def exits(code: int, *arguments: str) -> None:
+    """The command ends so."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    assert stopped.value.code == code
 
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -186,11 +195,11 @@ def test_plan_of_a_model_larger_than_any_memory() -> None:
         (["--world_size=2", "--trainer.precision=transformer-engine"], "got precision='transformer-engine'"),
     ],
 )
-def test_what_is_wrong_with_a_plan_is_said_in_one_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message) as stopped:
-        main(["plan", *SMALL, *arguments])
-
-    assert str(stopped.value).startswith("lightning-zero plan: error: ")
+def test_what_is_wrong_with_a_plan_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    exits(2, *SMALL, *arguments)
+    assert re.match(f"lightning-zero plan: error: .*{message}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -203,18 +212,55 @@ def test_what_is_wrong_with_a_plan_is_said_in_one_line(arguments: list[str], mes
     ],
 )
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *SMALL, *arguments])
-
-    assert stopped.value.code == 2
+    exits(2, *SMALL, *arguments)
     assert message in capsys.readouterr().err.partition("error:")[2]
 
 
 def test_plan_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--world_size=2"])
-
+    exits(2, "--world_size=2")
     assert "model" in capsys.readouterr().err.partition("error:")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trainer.devices=4", "--trainer.num_nodes=2", "--trainer.precision=16-mixed", "--device-memory=80G"],
+        ["--world_size=8", "--stage=2", "--trainer.accelerator=cpu", "--trainer.precision=bf16-true"],
+        ["--trainer.devices=[0,1]", "--trainer.strategy=zero1", "--trainer.accumulate_grad_batches=3"],
+        ["--world-size=2", "--offload=host", "--activations=3GB", "--device-memory=8G"],
+    ],
+)
+def test_a_plan_without_lightning_is_the_same(arguments: list[str]) -> None:
+    quick = planner_without_lightning(["--parameters=3B", *arguments])
+    assert quick is not None
+    assert quick.describe() == plan_cli("--parameters=3B", *arguments).describe()
+    assert quick.numbers() == plan_cli("--parameters=3B", *arguments).numbers()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [MODEL],
+        ["--parameters=1B", "--trainer.strategy=zero3_offload"],
+        ["--parameters=1B", "--trainer.max_epochs=3"],
+        ["--parameters=1B", "--config=run.yaml"],
+        ["--parameters=1B", "--help-all"],
+        ["--hf-config=missing", "--activations=measured"],
+        [],
+    ],
+)
+def test_what_needs_lightning_is_left_to_it(arguments: list[str]) -> None:
+    assert planner_without_lightning(["--world-size=2", *arguments]) is None
+
+
+def test_a_plan_imports_no_lightning(tmp_path: Path) -> None:
+    """Most of the seconds that it takes would be those."""
+    for module in ("lightning", "torchmetrics", "transformers"):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError(f'{__name__} is imported')")
+    command = ["-m", "lightning_zero", "plan", "--parameters=7B", "--world-size=8", "--trainer.precision=bf16-mixed"]
+    assert "7,000,000,000 parameters, AdamW, bf16-mixed, 8 processes" in run_script(command, cwd=tmp_path).stdout
+    run_script([*command, "--device-memory=8"], cwd=tmp_path, code=2)
+    run_script(["-m", "lightning_zero", "inspect", "missing.ckpt"], cwd=tmp_path, code=1)
 
 
 # ----------------------------------------------------------------------------------------------- configurations of runs
@@ -328,7 +374,7 @@ def test_a_model_that_asks_for_the_world_is_answered() -> None:
 
 
 def test_a_model_without_shapes_is_refused_in_one_line() -> None:
-    with pytest.raises(SystemExit, match=r"lightning-zero plan: error: .*uninitialized parameter"):
+    with pytest.raises(ValueError, match="uninitialized parameter"):
         plan_cli("--model=tests.test_planning.Lazy", "--world-size=3")
 
 
@@ -388,10 +434,11 @@ def test_the_precision_may_be_a_plugin(tmp_path: Path) -> None:
 
 
 def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--parameters=7.5B", "--world-size=64", "--trainer.precision=16-mixed", "--device-memory=40GB"])
+    known = ["--device-memory=40GB", "--activations=1GB"]
+    main(["plan", "--parameters=7.5B", "--world-size=64", "--trainer.precision=16-mixed", *known])
 
     printed = capsys.readouterr().out
-    assert printed.startswith("7,500,000,000 parameters, AdamW, 64 processes\n")
+    assert printed.startswith("7,500,000,000 parameters, AdamW, 16-mixed, 64 processes\n")
     assert "Recommended: zero2. zero2 needs " in printed
     assert "none needs 150 GB on the device; zero1 needs 46.9 GB on the device" in printed
 
@@ -399,10 +446,11 @@ def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "recommended"),
     [
-        (["--device-memory=1GB"], "none"),
+        (["--device-memory=1GB", "--activations=1MB"], "none"),
         (["--device-memory=1GB", "--activations=800MB"], "zero1"),
-        (["--device-memory=120MB"], "zero3"),
-        (["--device-memory=75MB"], "zero3_offload"),
+        (["--device-memory=120MB", "--activations=1kB"], "zero3"),
+        (["--device-memory=75MB", "--activations=1kB"], "zero3_offload"),
+        (["--device-memory=75MB", "--host-memory=1MB", "--activations=1kB"], "nothing"),
         (["--device-memory=75MB", "--host-memory=1MB"], "nothing"),
     ],
 )
@@ -416,7 +464,7 @@ def test_the_stage_that_fits_is_recommended(arguments: list[str], recommended: s
 def of_70b(*arguments: str) -> str:
     """What a user reads at the end."""
     with redirect_stdout(StringIO()) as printed:
-        main(["plan", "--parameters=70B", "--trainer.precision=bf16-mixed", *arguments])
+        main(["plan", "--parameters=70B", "--trainer.precision=bf16-mixed", "--activations=1kB", *arguments])
     return printed.getvalue()
 
 
@@ -437,7 +485,7 @@ def test_host_memory_of_a_machine_is_shown_and_respected() -> None:
 
 
 def test_ranks_on_cpus_share_the_memory_of_a_machine() -> None:
-    arguments = ["--parameters=1B", "--world-size=4", "--trainer.accelerator=cpu"]
+    arguments = ["--parameters=1B", "--world-size=4", "--trainer.accelerator=cpu", "--activations=1kB"]
     assert "Recommended: none. " in plan_cli(*arguments, "--host-memory=65GB").describe()
     assert "Recommended: zero1. " in plan_cli(*arguments, "--host-memory=41GB").describe()
 
@@ -466,7 +514,7 @@ def test_the_configured_exchange_between_machines_is_counted(strategy: list[str]
     """Bytes of a parameter, of which 10^9: 4 of weights and 4 of gradients, half of which leaves either machine."""
     cli = plan_cli(*TWO_BY_TWO, f"--trainer.strategy={strategy[0]}", *strategy[1:])
     printed = cli.describe()
-    assert f"1,000,000,000 parameters, AdamW, 4 processes{said}" in printed
+    assert f"1,000,000,000 parameters, AdamW, 32-true, 4 processes{said}" in printed
     stage = strategy[0] if strategy[0] in ("zero1", "zero3") else "zero2"
     rows = {row[0]: row[1:] for row in (re.split("  +", line) for line in printed.splitlines())}
     cells = dict(zip(rows["bytes of one process"], rows["leaves a host in a step"], strict=True))
@@ -501,14 +549,14 @@ def test_the_configured_exchange_of_a_configuration(tmp_path: Path) -> None:
         (["--stage=2"], "secondary_shards is for stage 3"),
         (["--trainer.strategy.init_args.shard_within=2"], "leave secondary_shards out"),
     ):
-        with pytest.raises(SystemExit, match=message):
+        with pytest.raises(ValueError, match=message):
             plan_cli(*SMALL, f"--config={config}", *wrong).describe()
-    with pytest.raises(SystemExit, match=r"Compression\.weights='int8' is for stage 3, and for mixed precision"):
+    with pytest.raises(ValueError, match=r"Compression\.weights='int8' is for stage 3, and for mixed precision"):
         plan_cli(*SMALL, *TWO_BY_TWO[1:], "--trainer.strategy=zero1", *ROUNDED).describe()
     assert plan_cli(
         *SMALL, *TWO_BY_TWO[1:], "--trainer.strategy=zero1", *ROUNDED, "--trainer.precision=bf16-mixed"
     ).plan()
-    with pytest.raises(SystemExit, match="cannot be split into groups of 3"):
+    with pytest.raises(ValueError, match="cannot be split into groups of 3"):
         plan_cli(*TWO_BY_TWO, "--trainer.strategy=zero3", "--trainer.strategy.shard_within=3")
 
 
@@ -521,7 +569,7 @@ def test_a_configured_number_of_ranks_is_a_way_of_its_own() -> None:
 
 @pytest.mark.parametrize("option", ["--host-memory=1TB", "--activations=1GB"])
 def test_sizes_that_nothing_is_compared_with_are_refused(option: str) -> None:
-    with pytest.raises(SystemExit, match="need --device-memory beside them"):
+    with pytest.raises(ValueError, match="need --device-memory beside them"):
         plan_cli("--parameters=1B", "--world-size=4", option).describe()
 
 
@@ -554,23 +602,23 @@ def test_steps_on_accelerators_take_more() -> None:
     [
         (["--device-memory=80XB", "--parameters=1B"], "--device-memory: a size in bytes"),
         (["--activations=-3", "--parameters=1B"], "--activations: a size in bytes"),
-        (["--device-memory=80", "--parameters=1B"], "--device-memory: 80 would be so many bytes. Did you mean 80GB?"),
+        (["--device-memory=80", "--parameters=1B"], r"--device-memory: 80 would be so many bytes. Did you mean 80GB\?"),
+        (["--lora=8", "--parameters=1B"], "--lora needs the model"),
+        (["--lora-targets=q_proj", f"--hf-config={ROOT}/missing"], "neither. Nothing is downloaded"),
         (["--parameters=many"], "written as 7.5B"),
         (["--parameters=1B", "--trainer.num_nodes=4"], "divides the 2 ranks, got 4"),
         (["--hf-config=missing"], "neither. Nothing is downloaded"),
     ],
 )
-def test_what_is_wrong_with_the_machine_or_the_model_is_said_in_one_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message) as stopped:
-        main(["plan", "--world-size=2", *arguments])
-
-    assert str(stopped.value).startswith("lightning-zero plan: error: ")
+def test_what_is_wrong_with_the_machine_or_the_model_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    exits(2, "--world-size=2", *arguments)
+    assert re.match(f"lightning-zero plan: error: .*{message}", capsys.readouterr().err)
 
 
 def test_one_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--world-size=2", "--parameters=1B", *SMALL])
-
+    exits(2, "--world-size=2", "--parameters=1B", *SMALL)
     assert "not model and parameters" in capsys.readouterr().err.partition("error:")[2]
 
 
@@ -603,6 +651,53 @@ def test_a_real_hugging_face_configuration(llama: Path) -> None:
 
     assert cli.plan().numel == LLAMA_NUMEL
     assert sum("layers" in unit.name for unit in cli.plan().units) == 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    ("options", "rank", "targets"),
+    [
+        (["--lora=8"], 8, None),
+        (["--lora=4", "--lora-targets=q_proj,o_proj"], 4, ["q_proj", "o_proj"]),
+        (["--lora=4", "--lora-targets=all-linear"], 4, "all-linear"),
+    ],
+)
+def test_lora_is_that_of_peft_to_the_byte(
+    llama: Path, precision: str, options: list[str], rank: int, targets: Any
+) -> None:
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    planner = planner_without_lightning(
+        [f"--hf-config={llama}", "--world-size=4", f"--trainer.precision={precision}", *options]
+    )
+    with torch.device("meta"):
+        config = peft.LoraConfig(r=rank, target_modules=targets)
+        model = peft.get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)), config)
+    mixed = precision == "bf16-mixed"
+    model = model if mixed else model.to(torch.bfloat16)
+    real = estimate_memory(model, world_size=4, accelerator=True, param_dtype=torch.bfloat16 if mixed else None)
+
+    assert planner is not None
+    found = planner.estimate()
+    assert found == real
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert 0 < trained < LLAMA_NUMEL / 10
+    assert found.stages["none"].rest.optimizer == 2 * trained * (4 if mixed else 2)
+    assert f"LoRA of rank {rank}: {trained:,} parameters are trained, the others are frozen." in planner.describe()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_lora_in_a_lightning_module() -> None:
+    planner = plan_cli(*SMALL, "--world-size=2", "--lora=2", "--lora-targets=query_key_value")
+    trained = {name: tuple(p.shape) for name, p in planner.model.named_parameters() if p.requires_grad}
+    assert set(trained.values()) == {(2, 32), (96, 2)}
+    assert len(trained) == 4
+    with pytest.raises(ValueError, match=r"--lora: .* Name modules of the model with --lora-targets q_proj,v_proj"):
+        plan_cli(*SMALL, "--world-size=2", "--lora=2", "--lora-targets=nowhere")
 
 
 def library(built: list[Any]) -> ModuleType:
@@ -660,14 +755,16 @@ def test_what_is_wrong_with_a_hugging_face_configuration(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", library([]))
     (llama / "config.json").write_text(content)
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(ValueError, match=message):
         plan_cli(f"--hf-config={llama}", "--world-size=2")
 
 
-def test_without_transformers_the_error_says_what_to_install(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_says_what_to_install(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(SystemExit, match="pip install transformers"):
-        plan_cli(f"--hf-config={llama}", "--world-size=2")
+    exits(1, f"--hf-config={llama}", "--world-size=2")
+    assert "pip install transformers" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------- links
@@ -679,7 +776,7 @@ LINKS = ["--link-between=100Gbit/s", "--link-within=300GB/s"]
 def test_seconds_on_links_are_shown_for_each_way() -> None:
     """In zero1 rings carry 4 + 2 bytes of a parameter once; with shards of a machine 8 * 3 / 4 bytes leave it."""
     printed = of_70b(*FOUR_MACHINES, *LINKS, "--device-memory=192GB")
-    assert ", 32 processes, 4 micro-steps in a step\n" in printed
+    assert ", bf16-mixed, 32 processes, 4 micro-steps in a step\n" in printed
     rows = {row[0]: row[1:] for row in (re.split("  +", line) for line in printed.splitlines()) if len(row) == 7}
     leaving = 6 * 70e9 * 31 / 32
     assert rows["zero1"][1] == f"{leaving / 12.5e9:.3f} s"
@@ -727,9 +824,11 @@ def test_rounding_is_shown(accelerator: str) -> None:
         (["--link-between=10Gbit"], "between machines, and there is one: give --trainer.num_nodes"),
     ],
 )
-def test_what_is_wrong_with_a_link_is_said_in_one_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
-        main(["plan", "--world-size=2", "--parameters=1B", *arguments])
+def test_what_is_wrong_with_a_link_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    exits(2, "--world-size=2", "--parameters=1B", *arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_one_machine_has_links_within(capsys: pytest.CaptureFixture[str]) -> None:
@@ -775,7 +874,8 @@ def test_the_report_of_a_model_has_its_plan(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_nothing_fits_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--parameters=7B", "--world-size=2", "--json", "--device-memory=1GB", "--host-memory=1GB"])
+    memory = ["--device-memory=1GB", "--host-memory=1GB"]
+    main(["plan", "--parameters=7B", "--world-size=2", "--json", *memory])
     report = json.loads(capsys.readouterr().out)
     assert (report["recommended"]["name"], report["recommended"]["fits"], report["fastest"]) == (None, [], None)
 
@@ -841,7 +941,10 @@ def test_activations_decide_what_fits() -> None:
     )
     peak = known.estimate().stages["none"].peak.total
     cli = plan_cli(*SMALL, "--world-size=2", f"--device-memory={peak - 1}")
-    assert cli.estimate().recommend(**cli.memory).name == "none"
+    advice = cli.estimate().recommend(**cli.memory)
+    assert (advice.name, advice.fits[0]) == (None, "none")
+    assert "Recommended: nothing. Activations are not counted. Of " in cli.describe()
+    assert cli.describe().endswith(" Give --activations measured, or a size such as --activations 20GB.")
     assert known.estimate().recommend(peak).name == "none"
     assert known.estimate().recommend(peak - 1).name != "none"
     assert "for activations" not in known.describe()
@@ -868,7 +971,7 @@ def test_a_model_s_own_data_and_what_cannot_be_measured(capsys: pytest.CaptureFi
     ],
 )
 def test_without_a_batch_nothing_is_measured(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(ValueError, match=message):
         plan_cli(*arguments, *MEASURED)
 
 
@@ -919,13 +1022,16 @@ def test_the_picture_has_a_bar_for_each_stage(tmp_path: Path, capsys: pytest.Cap
     assert all(f"<!-- {text}" in drawn for text in ("zero3_offload", "GB of one process, at peak, without activations"))
     main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.png'}"])
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
-    with pytest.raises(SystemExit, match="Format 'doc' is not supported"):
-        main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.doc'}"])
-    with pytest.raises(SystemExit, match=r"plan: error: .*No such file or directory: '.*missing"):
-        main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'missing' / 'plan.svg'}"])
+    capsys.readouterr()
+    exits(2, "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.doc'}")
+    assert "Format 'doc' is not supported" in capsys.readouterr().err
+    exits(1, "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'missing' / 'plan.svg'}")
+    assert re.search("plan: error: .*No such file or directory: '.*missing", capsys.readouterr().err)
 
 
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match=r"pip install 'lightning-zero\[plot\]'"):
-        main(["plan", "--parameters=7B", "--world-size=2", "--plot=plan.png"])
+    exits(1, "--parameters=7B", "--world-size=2", "--plot=plan.png")
+    assert "pip install 'lightning-zero[plot]'" in capsys.readouterr().err

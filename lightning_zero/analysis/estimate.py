@@ -47,9 +47,9 @@ class Recommendation:
     """What to choose.
 
     Attributes:
-        name: of the stage; ``None`` if none fits.
+        name: of the stage; ``None`` if none fits, or if nobody knows what activations take.
         reason: why, in a sentence or two.
-        fits: names of all stages that fit, in the same order as the estimate's.
+        fits: names of all stages that fit, without activations if these are not known; in the order of the estimate.
     """
 
     name: str | None
@@ -65,6 +65,7 @@ class MemoryEstimate:
         numel: parameters of the model.
         world_size: ranks that share it.
         optimizer: what was counted with.
+        precision: as Lightning calls it, of the largest unit that is trained: ``bf16-mixed``.
         stages: by name, from what changes least to what takes most time.
         counted: whether the model's parts are known. If not, slots, buckets and what autograd and a step make for
             single parameters are not in it.
@@ -80,6 +81,7 @@ class MemoryEstimate:
     numel: int
     world_size: int
     optimizer: OptimizerCost
+    precision: str
     stages: Mapping[str, StageMemory]
     counted: bool
     hosts: int
@@ -127,18 +129,21 @@ class MemoryEstimate:
         return self.stages[name].traffic.on_links(self.hosts, rings=rings, formats=formats)
 
     def recommend(
-        self, device_nbytes: int, *, host_nbytes: int | None = None, activations_nbytes: int = 0
+        self, device_nbytes: int, *, host_nbytes: int | None = None, activations_nbytes: int | None = None
     ) -> Recommendation:
         """The first stage, from what changes least to what takes most time, that fits.
 
         Args:
             device_nbytes: memory of one device.
             host_nbytes: memory of one host, for all its ranks; ``None``: enough.
-            activations_nbytes: what has to stay free on the device.
+            activations_nbytes: what has to stay free on the device. Without it nothing is recommended, unless
+                activations are counted (``activations``): they often take more than all the rest.
 
         Raises:
             ValueError: if a size is negative.
         """
+        known = activations_nbytes is not None or self.activations is not None
+        activations_nbytes = activations_nbytes or 0
         if min(device_nbytes, activations_nbytes, host_nbytes or 0) < 0:
             raise ValueError("Sizes of memory must not be negative.")
         room = device_nbytes - activations_nbytes
@@ -156,9 +161,13 @@ class MemoryEstimate:
                 "devices, or lightning_zero.NvmeOffload where it is host memory that is missing."
             )
             return Recommendation(name=None, reason=reason, fits=())
+        if not known:
+            shown = [name for name in fits if not name.endswith("_offload")] or fits
+            free = ", ".join(f"{format_nbytes(room - self.stages[name].peak.total)} with {name}" for name in shown)
+            reason = f"Activations are not counted. Of {device} so much stays free for them: {free}.{more}"
+            return Recommendation(name=None, reason=reason, fits=fits)
         needed = self.stages[fits[0]].peak.total
-        known = activations_nbytes or self.activations is not None
-        left = format_nbytes(room - needed) + " for activations" * (not known)
+        left = format_nbytes(room - needed)
         reason = f"{fits[0]} needs {format_nbytes(needed)} at peak, which fits into {device} and leaves {left}.{more}"
         if self.stages[fits[0]].host.total or not self.accelerator:
             held = format_nbytes(self.host_nbytes(fits[0], activations_nbytes=activations_nbytes))
@@ -206,7 +215,7 @@ class MemoryEstimate:
             f"shard groups of {self.shard_within}" if self.shard_within else "secondary shards" * bool(self.keeping)
         )
         processes += "".join(f", {said}" for said in (shards, self.compression) if said)
-        lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {processes}", "", *table(rows)]
+        lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {self.precision}, {processes}", "", *table(rows)]
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
 
@@ -330,6 +339,9 @@ def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> M
             backward = replace(backward, activations=told["activations"])
             stage = replace(stage, peak=max(stage.peak, backward, key=lambda memory: memory.total))
         stages[name] = replace(stage, traffic=expected_traffic(plan, micro_steps=told["micro_steps"]))
+    layouts = first.trainable_layouts or first.layouts
+    most = max(layouts, key=lambda layout: layout.parameter_numel, default=None)
+    told["precision"] = _precision(most.dtype, most.compute_dtype, most.reduce_dtype) if most else NONE
     return MemoryEstimate(numel=first.numel, world_size=first.world_size, stages=stages, counted=True, **told)
 
 
@@ -365,7 +377,7 @@ def _of_count(
 ) -> MemoryEstimate:
     """``dtypes``: of parameters, of compute, and that gradients are averaged in."""
     first, _ = next(iter(kinds.values()))
-    told |= {"shard_within": first.span, "keeping": first.keeping}
+    told |= {"shard_within": first.span, "keeping": first.keeping, "precision": _precision(*dtypes)}
     ranks = world_size, first.span or world_size
     stages = {
         name: _stage_of_count(name, placement, offload is not None, numel, ranks, dtypes, told)
@@ -423,6 +435,17 @@ def _stage_of_count(
         crossing = (once, none) if sharded or mixed else (none, once)
         traffic = Traffic(gathered, averaged, none, part(share, own * share), *ranks, *crossing)
     return StageMemory(name=name, rest=rest, peak=peak, host=host, traffic=traffic)
+
+
+def _precision(own: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> str:
+    """As Lightning calls it, of parameters in a dtype, what is computed in, and what gradients are averaged in."""
+    bits = {torch.float64: "64", torch.float32: "32", torch.bfloat16: "bf16", torch.float16: "16"}
+    name = f"{bits.get(compute, _word(compute))}-{'true' if own == compute else 'mixed'}"
+    return name if reduce == own else f"{name} with gradients in {_word(reduce)}"
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _nbytes(spec: ParameterSpec) -> int:

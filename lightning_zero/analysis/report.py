@@ -229,14 +229,14 @@ def word_of(category: str) -> str:
 
 def draw(stages: Mapping[str, StageMemory], path: str, title: str, line: int | None = None) -> None:
     """Write a picture, ``.png`` or ``.svg``: for each stage a bar of what a rank's device holds at the peak, and a line
-    at so many bytes. Raises ValueError for what matplotlib cannot write, and without it."""
+    at so many bytes. Raises ValueError for what matplotlib cannot write, ImportError without it."""
     try:
         figure: Any = importlib.import_module("matplotlib.figure").Figure(
             (9, 1.6 + 0.4 * len(stages)), layout="constrained"
         )
         colors: Any = importlib.import_module("matplotlib").colormaps["tab20"].colors
     except ImportError as error:
-        raise ValueError(f"A picture needs matplotlib ({error}): pip install 'lightning-zero[plot]'.") from error
+        raise ImportError(f"A picture needs matplotlib ({error}): pip install 'lightning-zero[plot]'.") from error
     most = max(line or 0, *(stage.peak.total for stage in stages.values()))
     unit = format_nbytes(most).split()[1]
     scale = 1000 ** _UNITS.index(unit)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from lightning_zero.analysis import ZeroPlan
 from lightning_zero.comm import Compression, Exchange
 from lightning_zero.config import (
@@ -22,7 +24,13 @@ from lightning_zero.config import (
     validate_units,
 )
 
-__all__ = ["SessionSettings"]
+__all__ = ["MIXED_DTYPES", "TRUE_DTYPES", "SessionSettings"]
+
+TRUE_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+"""What everything is in, by the names of Lightning's precisions; in ``32-true`` it stays as it is."""
+
+MIXED_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What modules compute in, with masters in ``float32``."""
 
 
 @dataclass(frozen=True, kw_only=True)

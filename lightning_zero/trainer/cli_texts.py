@@ -69,6 +69,8 @@ PLAN_OPTIONS = {
     "device_memory": "Memory of one device, for example 80G or 24GiB: recommends a stage that fits.",
     "host_memory": "Memory of a machine, for all its processes: 512GB. As much as it takes if not given.",
     "activations": "What has to stay free on the device; or measured: with the data's first batch, and no memory.",
+    "lora": "Rank of LoRA adapters, which alone are trained, where peft puts them: 16. Needs peft.",
+    "lora_targets": "What gets an adapter, if not what peft chooses for the model: q_proj,v_proj, or all-linear.",
     "batch_size": "Of one process, to measure activations of --hf-config with.",
     "sequence_length": "Tokens of each example there.",
     "link_between": "Speed of a machine's link to the others, each way: 10Gbit/s or 10Gbps. Shows seconds.",

@@ -8,24 +8,35 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 
 import torch
 from jsonargparse import Namespace
-from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR_ALIAS_CONVERSION
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
 from lightning_zero.comm import Compression
 from lightning_zero.comm.groups import shard_span
-from lightning_zero.config import ActivationPolicy, HostOffload, NvmeOffload, Offload, Placement, Tier, parse_size
-from lightning_zero.session.settings import SessionSettings
-from lightning_zero.trainer.precision import ZeroPrecision
+from lightning_zero.config import (
+    ActivationPolicy,
+    HostOffload,
+    NvmeOffload,
+    Offload,
+    Placement,
+    Stage,
+    Tier,
+    parse_size,
+)
+from lightning_zero.session.settings import MIXED_DTYPES, TRUE_DTYPES, SessionSettings
+
+if TYPE_CHECKING:
+    from lightning_zero.trainer.precision import ZeroPrecision
 
 __all__ = [
     "MEASURED",
+    "Precision",
+    "adapted",
     "arguments_of",
     "memory_of",
     "model_of_config",
@@ -36,6 +47,10 @@ __all__ = [
 ]
 
 MEASURED = "measured"
+_STAGES: Mapping[str, dict[str, Any]] = {f"zero{stage}": {"stage": stage} for stage in get_args(Stage)}
+
+
+Precision: TypeAlias = "NamedPrecision | ZeroPrecision"
 
 
 def arguments_of(configured: Namespace) -> dict[str, Any]:
@@ -49,8 +64,8 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
     """Arguments of ``build_plan``, of ``estimate_memory`` for the exchange, and both: options, else the strategy's."""
     strategy, given = config.trainer.strategy, {}
     name = strategy.class_path.rpartition(".")[2] if isinstance(strategy, Namespace) else str(strategy)
-    if name.startswith("zero") and name in StrategyRegistry:
-        given = StrategyRegistry[name]["init_params"]
+    if name.startswith("zero"):
+        given = _STAGES.get(name) or _registered(name)
     if isinstance(strategy, Namespace) and (given or name == "ZeroStrategy"):
         given = {**given, **arguments_of(strategy)}
     names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers", "activations")
@@ -76,6 +91,13 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
     settings["placement"] = asked.placement.on_hosts(hosts, world_size, span=span, **asked.exchange._asdict())
     settings["world_size"] = world_size
     return settings, exchange, asked
+
+
+def _registered(name: str) -> dict[str, Any]:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    settings: dict[str, Any] = StrategyRegistry[name]["init_params"] if name in StrategyRegistry else {}
+    return settings
 
 
 def _offload(asked: str | None, configured: Any, placement: Placement) -> Offload | None:
@@ -107,15 +129,40 @@ def _world_size(devices: Any, num_nodes: int) -> int:
     return devices * num_nodes
 
 
-def precision_of(trainer: Namespace) -> ZeroPrecision:
-    """That of the Trainer's ``precision``, or of a ``ZeroPrecision`` among its plugins."""
+class NamedPrecision(NamedTuple):
+    """What a plan has to know of a precision that is a name, without Lightning."""
+
+    dtype: torch.dtype | None
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None = None
+    full_precision: Sequence[str] = ()
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast a module for the ``-true`` precisions."""
+        return module if self.dtype is None else module.to(dtype=self.dtype)
+
+
+def precision_of(config: Namespace) -> Precision:
+    """That of the Trainer's ``precision``, or of a ``ZeroPrecision`` among its plugins.
+
+    Without Lightning, where neither model nor batch is of it; see [Note: without Lightning].
+    """
+    trainer = config.trainer
+    name = str(trainer.precision or "32-true")
+    plain = not trainer.plugins and config.model is None and config.activations != MEASURED
+    if plain and name in ("32-true", *TRUE_DTYPES, *MIXED_DTYPES):
+        return NamedPrecision(TRUE_DTYPES.get(name), MIXED_DTYPES.get(name))
+    from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR_ALIAS_CONVERSION
+
+    from lightning_zero.trainer.precision import ZeroPrecision
+
     for plugin in trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]:
         if isinstance(plugin, Namespace) and plugin.class_path.rpartition(".")[2] == "ZeroPrecision":
             given = arguments_of(plugin)
             names = ("precision", "reduce_dtype", "full_precision")
             return ZeroPrecision(**{name: given[name] for name in names if name in given})
-    precision: Any = str(trainer.precision or "32-true")
-    return ZeroPrecision(_PRECISION_INPUT_STR_ALIAS_CONVERSION.get(precision, precision))
+    precision: Any = _PRECISION_INPUT_STR_ALIAS_CONVERSION.get(name, name)
+    return ZeroPrecision(precision)
 
 
 def memory_of(config: Namespace, world_size: int) -> dict[str, Any] | None:
@@ -124,9 +171,9 @@ def memory_of(config: Namespace, world_size: int) -> dict[str, Any] | None:
     activations = None if config.activations == MEASURED else parsed(config, "activations")
     if device is None and host is not None and config.trainer.accelerator == "cpu":
         device = host * config.trainer.num_nodes // world_size  # a rank's share of what is device and host in one
-    if device is None and (host or activations):
+    if device is None and (host is not None or activations is not None):
         raise ValueError("--host-memory and --activations need --device-memory beside them, for example 80GB.")
-    return device and {"device_nbytes": device, "host_nbytes": host, "activations_nbytes": activations or 0}
+    return device and {"device_nbytes": device, "host_nbytes": host, "activations_nbytes": activations}
 
 
 def parsed(config: Namespace, name: str, parse: Callable[[str], Any] = parse_size) -> Any:
@@ -159,7 +206,7 @@ def model_of_config(path: str) -> nn.Module:
     try:
         transformers: Any = importlib.import_module("transformers")  # which this package does not depend on
     except ImportError as error:
-        raise ValueError(
+        raise ImportError(
             f"--hf-config needs the package `transformers` ({error}). Install it with `pip install transformers`, or "
             "give --parameters."
         ) from error
@@ -173,6 +220,29 @@ def model_of_config(path: str) -> nn.Module:
     except Exception as error:  # whatever the library raises for a configuration that it cannot use
         reason = str(error).partition("\n")[0]
         raise ValueError(f"transformers cannot build the model of {file}: {type(error).__name__}: {reason}") from error
+    return model
+
+
+def adapted(model: nn.Module, config: Namespace) -> nn.Module:
+    """The model with the adapters of ``--lora``, which alone are trained then, where PEFT would put them."""
+    if config.lora is None:
+        if config.lora_targets is not None:
+            raise ValueError("--lora-targets needs --lora, the rank of the adapters, for example 16.")
+        return model
+    try:
+        peft: Any = importlib.import_module("peft")  # which this package does not depend on
+    except ImportError as error:
+        raise ImportError(f"--lora needs the package `peft` ({error}): pip install peft") from error
+    targets = config.lora_targets
+    if targets is not None and targets != "all-linear":
+        targets = re.split(r"[\s,]+", targets.strip("[] "))
+    try:
+        with torch.device("meta"):
+            peft.inject_adapter_in_model(peft.LoraConfig(r=config.lora, target_modules=targets), model)
+    except ValueError as error:
+        raise ValueError(
+            f"--lora: {str(error).rstrip('.')}. Name modules of the model with --lora-targets q_proj,v_proj."
+        ) from error
     return model
 
 

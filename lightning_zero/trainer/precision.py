@@ -35,6 +35,7 @@ from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_val
 from lightning_zero.optim.replicated import ReplicatedOptimizer
 from lightning_zero.optim.rules import naming_closures
 from lightning_zero.optim.sharded import ShardedOptimizer
+from lightning_zero.session.settings import MIXED_DTYPES, TRUE_DTYPES
 
 __all__ = ["PrecisionName", "ZeroPrecision"]
 
@@ -42,8 +43,6 @@ BuffersName = Literal["cast", "keep"]
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
-_TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KINDS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 _SCALES = (
@@ -99,7 +98,7 @@ class ZeroPrecision(Precision):
             raise ValueError(
                 f"ZeroPrecision takes one of {', '.join(get_args(PrecisionName))}, got precision={precision!r}."
             )
-        if reduce_dtype is not None and (reduce_dtype not in _DTYPES or precision not in _MIXED):
+        if reduce_dtype is not None and (reduce_dtype not in _DTYPES or precision not in MIXED_DTYPES):
             raise ValueError(
                 f"reduce_dtype must be one of {', '.join(_DTYPES)} and only applies to bf16-mixed and 16-mixed, got "
                 f"reduce_dtype={reduce_dtype!r} with precision={precision!r}."
@@ -112,7 +111,7 @@ class ZeroPrecision(Precision):
                 f"buffers={buffers!r} with precision={precision!r}."
             )
         named = not isinstance(full_precision, str) and all(isinstance(name, str) for name in full_precision)
-        if full_precision and (precision not in _MIXED or not named):
+        if full_precision and (precision not in MIXED_DTYPES or not named):
             raise ValueError(
                 "full_precision must be a list of class names such as ['Router'], and only applies to bf16-mixed and "
                 f"16-mixed, got full_precision={full_precision!r} with precision={precision!r}."
@@ -156,7 +155,7 @@ class ZeroPrecision(Precision):
     @property
     def param_dtype(self) -> torch.dtype | None:
         """What units compute in, ``None`` for the parameters' own dtype."""
-        return _MIXED.get(self.precision)
+        return MIXED_DTYPES.get(self.precision)
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -190,7 +189,7 @@ class ZeroPrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast a module for the ``-true`` precisions, as Lightning's own plugins do unless buffers are to be kept."""
-        dtype = _TRUE.get(self.precision)
+        dtype = TRUE_DTYPES.get(self.precision)
         if self.buffers == "keep":
             for parameter in self._cast_parameters(module):
                 parameter.data = parameter.data.to(dtype)
@@ -202,12 +201,12 @@ class ZeroPrecision(Precision):
 
     def would_cast(self, module: nn.Module) -> bool:
         """Whether ``convert_module`` changes a parameter: then the parameters' values must be in memory first."""
-        dtype = _TRUE.get(self.precision)
+        dtype = TRUE_DTYPES.get(self.precision)
         return any(parameter.dtype is not dtype for parameter in self._cast_parameters(module))
 
     def _cast_parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Floating ones made of one tensor each."""
-        for child in module.modules() if self.precision in _TRUE else ():
+        for child in module.modules() if self.precision in TRUE_DTYPES else ():
             if self.buffers == "keep" and isinstance(child, Metric | BatchNorm):
                 continue
             for parameter in child._parameters.values():
@@ -218,7 +217,7 @@ class ZeroPrecision(Precision):
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """New floating tensors get the precision's dtype."""
-        dtype = _TRUE.get(self.precision)
+        dtype = TRUE_DTYPES.get(self.precision)
         return nullcontext() if dtype is None else _DtypeContextManager(dtype)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -228,8 +227,11 @@ class ZeroPrecision(Precision):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Around every step method: autocast, or the default dtype."""
-        if self.precision in _MIXED:
-            with torch.autocast(self._device_type, dtype=_MIXED[self.precision], cache_enabled=False), _no_fast_path():
+        if self.precision in MIXED_DTYPES:
+            with (
+                torch.autocast(self._device_type, dtype=MIXED_DTYPES[self.precision], cache_enabled=False),
+                _no_fast_path(),
+            ):
                 try:
                     yield
                 except RuntimeError as error:
@@ -242,9 +244,11 @@ class ZeroPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         """Floating inputs get the dtype of the weights, for the ``-true`` precisions."""
-        if self.precision not in _TRUE:
+        if self.precision not in TRUE_DTYPES:
             return data
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=_TRUE[self.precision])
+        return apply_to_collection(
+            data, function=_convert_fp_tensor, dtype=Tensor, dst_type=TRUE_DTYPES[self.precision]
+        )
 
     def convert_output(self, data: Any) -> Any:
         """What a module returns in Fabric: in the default dtype, whatever it was computed in."""

@@ -200,9 +200,22 @@ def test_the_first_stage_that_fits_is_recommended(
 
 
 def test_the_reason_says_what_does_not_fit(estimate: MemoryEstimate) -> None:
-    reason = estimate.recommend(20 * GB).reason
-    assert "16.6 GB at peak, which fits into 20 GB and leaves 3.36 GB for activations" in reason
+    reason = estimate.recommend(20 * GB, activations_nbytes=0).reason
+    assert "16.6 GB at peak, which fits into 20 GB and leaves 3.36 GB." in reason
     assert "none needs 120 GB on the device; zero1 needs 31.4 GB on the device" in reason
+
+
+def test_nothing_is_recommended_while_nobody_knows_the_activations(estimate: MemoryEstimate) -> None:
+    advice = estimate.recommend(32 * GB)
+    assert (advice.name, advice.fits[0]) == (None, "zero1")
+    assert advice.reason.startswith(
+        "Activations are not counted. Of 32 GB so much stays free for them: 594 MB with zero1, 15.4 GB with zero2, "
+        "30.1 GB with zero3. Slots"
+    )
+    assert "16.6 GB with zero2_offload" not in advice.reason
+    assert "so much stays free for them: 1 GB with zero3_offload." in estimate.recommend(GB).reason
+    # What does not fit without any does not fit at all.
+    assert estimate.recommend(GB, host_nbytes=GB).reason.startswith("Nothing fits into 1 GB: ")
 
 
 OF_8_MACHINES = {"world_size": 64, "hosts": 8, "accelerator": True, **HALF}
@@ -217,8 +230,8 @@ def test_host_memory_is_that_of_a_machine_for_all_its_ranks() -> None:
     row = next(line for line in table.splitlines() if line.startswith("host memory of a machine, 8 ranks"))
     assert row.endswith(" 15 GB        16.9 GB")
     assert "host memory" not in estimate.describe()
-    assert estimate.recommend(GB, host_nbytes=17 * GB).name == "zero3_offload"
-    advice = estimate.recommend(GB, host_nbytes=16 * GB)
+    assert estimate.recommend(GB, host_nbytes=17 * GB, activations_nbytes=0).name == "zero3_offload"
+    advice = estimate.recommend(GB, host_nbytes=16 * GB, activations_nbytes=0)
     assert (advice.name, advice.fits) == (None, ())
     needs = "zero3_offload needs 16.9 GB of host memory for 8 ranks of a machine, which has 16 GB"
     assert f"zero2_offload needs 15 GB on the device; {needs}." in advice.reason
@@ -227,9 +240,9 @@ def test_host_memory_is_that_of_a_machine_for_all_its_ranks() -> None:
 def test_host_memory_that_is_needed_is_said_where_nobody_gave_any() -> None:
     estimate = estimate_memory("7.5B", **OF_8_MACHINES)
     sentence = "Its 8 ranks take 16.9 GB of host memory on each machine; how much there is was not said."
-    assert sentence in estimate.recommend(GB).reason
-    assert "there are 20 GB" in estimate.recommend(GB, host_nbytes=20 * GB).reason
-    assert "host memory" not in estimate.recommend(40 * GB).reason
+    assert sentence in estimate.recommend(GB, activations_nbytes=0).reason
+    assert "there are 20 GB" in estimate.recommend(GB, host_nbytes=20 * GB, activations_nbytes=0).reason
+    assert "host memory" not in estimate.recommend(40 * GB, activations_nbytes=0).reason
 
 
 def test_ranks_on_cpus_compute_in_host_memory() -> None:
@@ -238,8 +251,8 @@ def test_ranks_on_cpus_compute_in_host_memory() -> None:
     assert estimate.host_nbytes("none") == 2 * 16 * GB
     assert estimate.host_nbytes("none", activations_nbytes=GB) == 2 * 17 * GB
     assert estimate.host_nbytes("zero3_offload") == 2 * 4 * GB
-    assert estimate.recommend(16 * GB + 1, host_nbytes=32 * GB).name == "none"
-    tight = estimate.recommend(16 * GB, host_nbytes=32 * GB)
+    assert estimate.recommend(16 * GB + 1, host_nbytes=32 * GB, activations_nbytes=0).name == "none"
+    tight = estimate.recommend(16 * GB, host_nbytes=32 * GB, activations_nbytes=0)
     assert tight.name == "zero1"
     assert "none needs 16 GB on the device, which leaves nothing for activations" in tight.reason
     assert estimate.recommend(17 * GB, host_nbytes=32 * GB, activations_nbytes=GB).name == "zero1"
@@ -260,7 +273,7 @@ def test_sizes_of_memory_are_not_negative(estimate: MemoryEstimate) -> None:
 
 def test_the_table_has_a_column_for_each_stage(estimate: MemoryEstimate) -> None:
     lines = estimate.describe().splitlines()
-    assert lines[0] == "7,500,000,000 parameters, AdamW, 64 processes"
+    assert lines[0] == "7,500,000,000 parameters, AdamW, 16-mixed with gradients in float16, 64 processes"
     assert lines[2].split()[-4:] == ["none", "zero1", "zero2", "zero3"]
     rest = next(line for line in lines if line.startswith("at rest"))
     assert rest.split("  ")[-4:] == ["120 GB", "31.4 GB", "16.6 GB", "1.88 GB"]

@@ -193,7 +193,9 @@ def test_secondary_shards_of_a_number_of_parameters(half: bool) -> None:
         assert more == kept.stages[name].rest.weights == weight * 8 * P // 4
         assert kept.host_nbytes(name) == plain.host_nbytes(name) + weight * 8 * P
     assert kept.stages["zero2"] == plain.stages["zero2"]
-    assert "8,000,000 parameters, AdamW, 8 processes, 3 micro-steps in a step, secondary shards\n" in kept.describe()
+    precision = "bf16-mixed" if half else "32-true"
+    shown = f"8,000,000 parameters, AdamW, {precision}, 8 processes, 3 micro-steps in a step, secondary shards\n"
+    assert shown in kept.describe()
     sent = kept.leaving_nbytes("zero3") // 4 + kept.within_nbytes("zero3")
     row = next(line for line in kept.describe().splitlines() if line.startswith("sent in a step"))
     assert row.endswith(f" {format_size(sent)}")
