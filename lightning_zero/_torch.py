@@ -47,6 +47,8 @@ default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 foreach_copy: Callable[..., Any] = torch._foreach_copy_
 foreach_mul: Callable[..., Any] = torch._foreach_mul_
 foreach_norm: Callable[..., Any] = torch._foreach_norm
+foreach_types: list[type[Tensor]] = torch.utils._foreach_utils._foreach_supported_types
+"""The classes of tensors that torch's own functions give to ``_foreach_*`` where nobody says whether they should."""
 foreach_zero: Callable[..., Any] = torch._foreach_zero_
 make_subclass: Callable[..., Any] = Tensor._make_subclass
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
@@ -160,6 +162,10 @@ def describes_tensors(frame: FrameType) -> bool:
 
 ZERO_GRADS = tuple(id(inspect.unwrap(f).__code__) for f in (Optimizer.zero_grad, torch.nn.Module.zero_grad))
 """Ids of the code of torch's ``zero_grad``, which have a local variable ``set_to_none``."""
+
+
+SAVE_TO_STATE_DICT: Any = torch.nn.Module._save_to_state_dict
+"""Where a module's parameters go into ``state_dict()``."""
 
 
 _FLATTEN = torch.nn.RNNBase.flatten_parameters.__code__

@@ -91,7 +91,10 @@ class ControlGroup:
 
     def total(self, numbers: torch.Tensor, largest: bool = False) -> torch.Tensor:
         """As ``Totals`` has it: summed in the order of the parts. Collective: every rank."""
-        rows = self._exchange("d", numbers.tolist(), ABOUT_GRADIENTS)
+        return self.put_together(self._exchange("d", numbers.tolist(), ABOUT_GRADIENTS), largest)
+
+    def put_together(self, rows: Sequence[Sequence[float]], largest: bool = False) -> torch.Tensor:
+        """Of a row of numbers from each rank, the sums or the largest of those parts that make up a whole. Local."""
         values = torch.tensor([rows[rank] for rank in self.counted], dtype=torch.float64, device="cpu")
         return values.amax(0) if largest else sum(values[1:], values[0])
 

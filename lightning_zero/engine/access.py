@@ -22,6 +22,7 @@ from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import FlatLayout, Plan
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
 from lightning_zero.shards.flat import ParameterShard
+from lightning_zero.shards.reductions import Combine
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import values_of
 from lightning_zero.storage.tiers import MemoryTiers
@@ -47,6 +48,7 @@ class RunsUnits(Protocol):
     @property
     def gathered(self) -> bool: ...
     def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]: ...
+    def put_together(self, what: str, history: int, numbers: Tensor, combine: Combine) -> Tensor: ...
     def stay(self, unit: ShardedUnit, parameter: str) -> None: ...
     def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None: ...
 
@@ -186,6 +188,20 @@ class ParameterAccess:
 
         return self._slice_of(binding, editable, edited)
 
+    def read_slice(self, binding: Binding) -> SlicedTensor | None:
+        """This rank's slice of an absent parameter, of its master, to be read; ``None`` in a step or a backward."""
+        self._check_not_stepping(binding)
+        engine = self._engine
+        if (sliced := self.sliced(binding)) is not None or engine.in_backward or engine.updating:
+            return sliced
+        if engine.plan.offload is not None:
+            engine.tiers.settle()
+
+        def alive() -> bool:
+            return not engine.updating
+
+        return self._slice_of(binding, alive, read_only=True)
+
     def master(self, parameter: nn.Parameter) -> SlicedTensor:
         """This rank's slice of a parameter's master, to be read between steps, or written by who says so
         (``masters_changed``) on every rank."""
@@ -194,14 +210,21 @@ class ParameterAccess:
         return self._slice_of(self.bindings[parameter])
 
     def _slice_of(
-        self, binding: Binding, alive: Callable[[], bool] | None = None, edited: Callable[[int], None] | None = None
+        self,
+        binding: Binding,
+        alive: Callable[[], bool] | None = None,
+        edited: Callable[[int], None] | None = None,
+        read_only: bool = False,
     ) -> SlicedTensor:
         shard, parameter = self._engine.shards[binding.name], binding.parameter
         layout, position = self._cuts[parameter]
         cut = layout.cut_of(position)
         start = shard.start if shard.data.numel() else 0
         name, device = binding.name, self._engine.device
-        return SlicedTensor(shard.data, start, parameter.shape, name, alive, edited, device, values_of(name), cut)
+        together, meaning = self._engine.put_together, values_of(name)
+        return SlicedTensor(
+            shard.data, start, parameter.shape, name, alive, edited, device, meaning, cut, together, read_only
+        )
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""

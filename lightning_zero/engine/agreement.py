@@ -54,8 +54,9 @@ class Agreement:
             raise DivergenceError(
                 f"The ranks are in different places of the training program:\n{doing}\n"
                 "Every rank must run the same number of batches, backward passes and optimizer steps. Usual causes: a "
-                "training_step that returned None on some ranks, dataloaders of different length, or a branch that "
-                "depends on the rank's data and calls backward or the model another number of times."
+                "training_step that returned None on some ranks, dataloaders of different length, a norm or sum of a "
+                "gradient that only some ranks take, or a branch that depends on the rank's data and calls backward or "
+                "the model another number of times."
             )
         if any(notices):
             for notice in notices:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from lightning_zero.comm import ControlGroup, Totals
+from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.engine.build import build_reducer
 from lightning_zero.engine.events import Phase
@@ -64,12 +64,6 @@ class ZeroEngine(Passes):
         self._schedule.stayed = partial(self._hooks.watch_parts, self.module, self._sharded)
         for part in self.module.modules():
             _ENGINES[part] = ref(self)
-
-    @property
-    def totals(self) -> Totals:
-        """Who puts numbers about gradients together, where these rest."""
-        on_host = self.device.type == "cpu" or (self.plan.offload is not None and self.plan.offload.optimizer)
-        return self.control if on_host else self.collectives
 
     def prepare_training(self) -> None:
         """Allocate what gradients need and start to collect them. Once; evaluation needs neither."""

@@ -27,7 +27,7 @@ from lightning_zero._torch import (
     queue_backward_callback,
     take_gradient,
 )
-from lightning_zero.comm import Collectives, ControlGroup
+from lightning_zero.comm import Collectives, ControlGroup, Totals
 from lightning_zero.engine.access import ParameterAccess
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.build import UnitBuilder, check_materialisable, place_buffers
@@ -40,10 +40,11 @@ from lightning_zero.engine.units.guard import check_weights, explain_failure, re
 from lightning_zero.engine.units.schedule import UnitSchedule
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
-from lightning_zero.errors import ParameterAccessError
+from lightning_zero.errors import DivergenceError, ParameterAccessError
 from lightning_zero.init import InitRecord
 from lightning_zero.plan import FETCH_UNITS, Plan
 from lightning_zero.shards.flat import ParameterShard, Placeholders
+from lightning_zero.shards.reductions import Combine
 from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["Passes", "torn"]
@@ -382,6 +383,41 @@ class Passes:
     def computes(self) -> bool:
         """Whether a forward or a backward runs, in which units are gathered."""
         return self._depth > 0 or self.in_backward
+
+    @property
+    def totals(self) -> Totals:
+        """Who puts numbers about gradients together, where these rest."""
+        on_host = self.device.type == "cpu" or (self.plan.offload is not None and self.plan.offload.optimizer)
+        return self.control if on_host else self.collectives
+
+    def put_together(self, what: str, history: int, numbers: Tensor, combine: Combine) -> Tensor:
+        """As ``Together`` has it: the norms and sums that user code asks of tensors of which each rank has a slice."""
+        if self.in_backward:
+            raise ParameterAccessError(
+                f"{what} was called during a backward, which the ranks run at their own pace, so its result could not "
+                "be collected. Call it after the backward, for example in `on_after_backward`."
+            )
+        each = numbers.new_zeros(self.collectives.world_size, len(numbers))
+        if combine is Combine.EACH:
+            each[self.collectives.rank] = numbers
+            numbers = each.view(-1)
+        largest, count = combine is Combine.LARGEST, len(numbers)
+        # Few numbers on the host go with the agreement itself.
+        at_once = self.totals is self.control and count < self.agreement.width
+        rows = self.agree(what, [history, *(numbers.cpu().view(torch.int64).tolist() if at_once else ())])
+        other = next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), None)
+        if other is not None:
+            raise DivergenceError(
+                f"Rank {other} called {what} with other values or arguments than rank 0. Each rank holds a slice of "
+                "the whole, so all must have done the same to it: look for a mask, a factor or a noise that depends on "
+                "the rank, or use `with lightning_zero.full_gradients(module):`."
+            )
+        if at_once:
+            bits = torch.tensor([row[1 : 1 + count] for row in rows], dtype=torch.int64, device="cpu")
+            found = self.control.put_together(bits.view(torch.float64).tolist(), largest)
+        else:
+            found = self.totals.total(numbers.to(self.totals.device), largest)
+        return found.view_as(each) if combine is Combine.EACH else found
 
     def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None:
         """Note that masters got other values past the optimizer. Local.

@@ -26,7 +26,7 @@ to where the parameter is at home, so what was handed out gets memory of its own
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import (
+    SAVE_TO_STATE_DICT,
     ZERO_GRADS,
     describes_tensors,
     make_subclass,
@@ -46,6 +47,7 @@ from lightning_zero._torch import (
 )
 from lightning_zero.shards.functions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
 from lightning_zero.shards.handed_out import HandedOut
+from lightning_zero.shards.reductions import REDUCTIONS
 
 __all__ = [
     "Binding",
@@ -202,6 +204,8 @@ class _Shown:
             if (sliced := _sliced(binding)) is not None:
                 return binding.handed.note(sliced)
             if not _bring([binding], together=True):
+                if (sliced := _readable(binding)) is not None:
+                    return sliced
                 raise refusal([binding.name], "data")
         if binding.held or (owner := binding.owner()) is None:
             return get_data(self)
@@ -266,14 +270,16 @@ class _Shown:
             return int(kind.data_ptr())
         return next((weight.data_ptr() for weight in weights if not isinstance(weight, _Shown)), 0)
 
-    def detach(self: Any) -> Tensor:
+    def detach(self: Any) -> Any:
         """As every parameter's. ``nn.Parameter(parameter)`` wants one of its own class, which it then makes its own."""
-        detached = Tensor.detach(self)
-        if sys._getframe(1).f_code is not _NEW:
+        detached, caller = Tensor.detach(self), sys._getframe(1).f_code
+        if caller in (_NEW, _SAVE) and is_absent(self) and not _allowed:  # what they get has to be whole
+            binding = binding_of(self)
+            raise refusal([] if binding is None else [binding.name], "detach()")
+        if caller is not _NEW:
             return detached
         with no_subclasses():
-            made: Tensor = make_subclass(type(self), detached)
-        return made
+            return make_subclass(type(self), detached)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         with _ordinary(self):
@@ -340,8 +346,10 @@ def _ordinary(parameter: Any) -> Iterator[None]:
         parameter.__class__ = kind
 
 
+_LOOKS = frozenset(["detach", "isfinite", "isnan", "isinf"])  # what slices answer as well, beside norms and sums
 _OURS = frozenset(["__set__"])  # what the engine does to parameters, whatever they show
 _NEW: Any = nn.Parameter.__new__.__code__
+_SAVE: Any = SAVE_TO_STATE_DICT.__code__
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -380,6 +388,12 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return first
     if bindings and _bring(bindings, together=True):
         return func(*args, **kwargs)
+    if name in REDUCTIONS or name in _LOOKS:
+        slices = {id(binding.parameter): _readable(binding) for binding in bindings}
+        if bindings and None not in slices.values():
+            result = func(*_swapped(args, slices), **kwargs)
+            wanted = torch.is_grad_enabled() and any(b.parameter.requires_grad for b in bindings)
+            return _refusing_backward(result, bindings[0].name, name) if wanted and name in REDUCTIONS else result
     raise refusal([binding.name for binding in bindings], f"{name}()")
 
 
@@ -391,11 +405,43 @@ def _edit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in _absent(args[:1])):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
-    def swapped(value: Any) -> Any:
-        return [swapped(item) for item in value] if isinstance(value, tuple | list) else found.get(id(value), value)
-
-    func(*map(swapped, args), **{key: swapped(value) for key, value in kwargs.items()})
+    func(*_swapped(args, found), **dict(zip(kwargs, _swapped(list(kwargs.values()), found), strict=True)))
     return True
+
+
+def _swapped(values: Sequence[Any], slices: Mapping[int, Any]) -> list[Any]:
+    """Arguments with slices, by ids of parameters, in the place of these."""
+    return [
+        _swapped(value, slices) if isinstance(value, tuple | list) else slices.get(id(value), value) for value in values
+    ]
+
+
+class _RefusingBackward(torch.autograd.Function):
+    """A number that was made of slices: it requires grad, as the parameter does, and a backward of it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, anchor: Tensor, name: str, use: str) -> Tensor:
+        ctx.named = name, use
+        return number.view_as(number)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise refusal([ctx.named[0]], f"the backward of a {ctx.named[1]}() that was taken between steps")
+
+
+def _refusing_backward(result: Any, name: str, use: str) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(_refusing_backward(number, name, use) for number in result)
+    if not (result.is_floating_point() or result.is_complex()):
+        return result
+    apply: Any = _RefusingBackward.apply
+    return apply(result, torch.empty(0, requires_grad=True, device="cpu"), name, use)
+
+
+def _readable(binding: Binding) -> Tensor | None:
+    owner = binding.owner()
+    sliced = None if owner is None or binding.held else owner.read_slice(binding)
+    return None if sliced is None else binding.handed.note(sliced)
 
 
 def _sliced(binding: Binding) -> Tensor | None:
@@ -436,6 +482,9 @@ class Owner(Protocol):
 
     def sliced(self, binding: Binding) -> Tensor | None:
         """What stands for the values of an absent parameter where elements are enough; ``None`` if nothing does."""
+
+    def read_slice(self, binding: Binding) -> Tensor | None:
+        """What stands for the values of an absent parameter where reading elements is enough."""
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""

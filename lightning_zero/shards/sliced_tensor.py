@@ -10,10 +10,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import make_wrapper_subclass, no_functions, tree_leaves, tree_map_only, untracked
+from lightning_zero._torch import (
+    foreach_types,
+    make_wrapper_subclass,
+    no_functions,
+    tree_leaves,
+    tree_map_only,
+    untracked,
+)
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import fingerprint
 from lightning_zero.shards.functions import LIKE, NEW, QUESTIONS, SHAPES, Elementwise, elementwise, words
+from lightning_zero.shards.reductions import Reduction, Slice, Together, reduce_together
 from lightning_zero.shards.sliced_values import Meaning, Part, SlicedValues, Trace, gradient_of, history_of
 
 __all__ = ["SlicedTensor"]
@@ -25,7 +33,8 @@ class SlicedTensor(Tensor):
     It answers what a tensor is asked about itself. Elementwise functions that give the same bits for a part as for the
     whole work: in place they change the slice, out of place they give another sliced tensor. Operands are numbers,
     tensors that can be expanded to the whole shape, and tensors that were made from this one. So does an index, for
-    writing. Whatever needs elements of other ranks raises ``ParameterAccessError``, on every rank.
+    writing. Norms, sums and finite checks give ordinary tensors, by one collective, if there is who puts them
+    ``together``. Whatever else needs elements of other ranks raises ``ParameterAccessError``, on every rank.
 
     Args:
         own: 1-D, contiguous: this rank's elements. Read and written.
@@ -37,6 +46,8 @@ class SlicedTensor(Tensor):
         device: what it is asked for; by default ``own``'s.
         meaning: what it is, for messages; by default the parameter's averaged gradient.
         cut: the same on every rank; equal for tensors of one shape that are cut at the same places.
+        together: who puts the ranks' parts of norms and sums together.
+        read_only: whether writing to it raises.
     """
 
     _slice: SlicedValues
@@ -53,6 +64,8 @@ class SlicedTensor(Tensor):
         device: torch.device | None = None,
         meaning: Meaning | None = None,
         cut: tuple[int, ...] | None = None,
+        together: Together | None = None,
+        read_only: bool = False,
     ) -> SlicedTensor:
         size, meaning = torch.Size(shape), meaning or gradient_of(name)
         if own.dim() != 1 or not own.is_contiguous() or start < 0 or start + own.numel() > size.numel():
@@ -60,7 +73,7 @@ class SlicedTensor(Tensor):
                 f"A slice of the {meaning.what} must be 1-D, contiguous and inside shape {list(size)}; got shape "
                 f"{list(own.shape)} from element {start} on."
             )
-        trace = Trace(name, meaning, alive, edited, fingerprint(name), own=False)
+        trace = Trace(name, meaning, alive, edited, fingerprint(name), False, together, read_only)
         key = (name,) if cut is None else (*cut, *size)
         return _wrapped(SlicedValues(Part(size, start, own.numel()), key, own, None, trace, device or own.device))
 
@@ -157,6 +170,8 @@ class SlicedTensor(Tensor):
         return f"SlicedTensor({what}, sliced over ranks)"
 
 
+foreach_types.append(SlicedTensor)  # so that `clip_grad_norm_` asks for all norms at once
+
 _ATTRIBUTES = words(
     "shape dtype device layout ndim itemsize nbytes requires_grad grad_fn grad is_leaf is_cpu is_cuda is_sparse "
     "is_sparse_csr is_quantized is_meta is_mps is_nested is_xpu is_mtia is_mkldnn is_xla retains_grad output_nr"
@@ -197,6 +212,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _wrapped(subject._slice.get(args[1]))
     if subject is not None and name == "__setitem__":
         return subject._slice.set(*tree_map_only(SlicedTensor, attrgetter("_slice"), args[1:]))
+    if subject is not None and (reduction := Reduction.of(name, args[1:], kwargs)) is not None:
+        return _reduced(reduction, [subject], name, func, args[1:], kwargs)[0]
     return _computed(name, func, args, kwargs)
 
 
@@ -212,8 +229,54 @@ def _computed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return _wrapped(first._slice.computed(result, history)) if isinstance(result, Tensor) else result
 
 
+def _reduced(
+    reduction: Reduction, subjects: Sequence[SlicedTensor], name: str, func: Any, args: Any, kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """What a norm, a sum or a finite check gives, of each tensor. One collective for all that one engine looks after.
+
+    ``func`` gives it of one tensor, with these arguments behind that.
+    """
+    models, engines = list[Tensor](), dict[Together, list[int]]()
+    for index, subject in enumerate(subjects):
+        values, trace = subject._slice, subject._slice.trace
+        trace.check_alive(f"{name}()")
+        if trace.together is None or (reduction.needs_reals and subject.is_complex()):
+            trace.refuse(f"{name}()")
+        row = reduction.row_of(subject.shape)
+        if row is None or (values.part.picks is not None and row != subject.numel()):
+            trace.refuse(f"{name}() over dimensions other than the last ones")
+        models.append(func(torch.empty(subject.shape, dtype=subject.dtype, device="meta"), *args, **kwargs))
+        if subject.numel():
+            engines.setdefault(trace.together, []).append(index)
+        else:
+            models[-1] = func(torch.empty(subject.shape, dtype=subject.dtype, device=subject.device), *args, **kwargs)
+    for together, members in engines.items():
+        these = [subjects[index]._slice for index in members]
+        slices = [Slice(values.own, values.part.start, values.part.shape, values.device) for values in these]
+        more = f" and of {len(these) - 1} more" if len(these) > 1 else ""
+        what = f"{name}() of the {these[0].trace.meaning.what}{more}"
+        history = fingerprint(history_of(name, args, kwargs), [values.trace.history for values in these])
+        found = reduce_together(reduction, slices, [models[index] for index in members], together, what, history)
+        for index, result in zip(members, found, strict=True):
+            models[index] = result
+    return models
+
+
+def _norm_of_one(tensor: Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
+    """What ``_foreach_norm`` gives of each tensor, with the same arguments."""
+    norm: Tensor = torch.linalg.vector_norm(tensor, ord, dtype=dtype)
+    return norm
+
+
 def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
     """A function of lists of tensors, some of them sliced."""
+    if (reduction := Reduction.of(name, args[1:], kwargs)) is not None:
+        sliced = [value for value in args[0] if isinstance(value, SlicedTensor)]
+        others = [value for value in args[0] if not isinstance(value, SlicedTensor)]
+        of_slices = iter(_reduced(reduction, sliced, name, _norm_of_one, args[1:], kwargs))
+        of_others = iter(func(others, *args[1:], **kwargs) if others else ())
+        return [next(of_slices if isinstance(value, SlicedTensor) else of_others) for value in args[0]]
+    told = {place: fingerprint(value) for place, value in enumerate(args) if isinstance(value, Tensor)}
     lists = [position for position, value in enumerate(args) if isinstance(value, list | tuple)]
     given = [list(value) if isinstance(value, list | tuple) else value for value in args]
     found: list[tuple[int, SlicedTensor, int]] = []
@@ -223,7 +286,7 @@ def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if first is None:
             continue
         first._slice.trace.check_alive(f"{name}()")
-        _, history, operands = _prepared(first, name, None, each, kwargs)
+        _, history, operands = _prepared(first, name, None, each, kwargs, told)
         found.append((index, first, history))
         for position in lists:
             given[position][index] = operands[position]
@@ -239,11 +302,16 @@ def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _prepared(
-    first: SlicedTensor, name: str, module: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    first: SlicedTensor,
+    name: str,
+    module: str | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    told: Mapping[int, int] | None = None,
 ) -> tuple[Elementwise, int, list[Any]]:
     """A function that can do with a slice, what is told of a call, and what it gets: positional, then named arguments.
 
-    ``args`` are those of one tensor.
+    ``args`` are those of one tensor. ``told``: numbers that stand for arguments which many tensors share, by place.
     """
     refuse = first._slice.trace.refuse
     known = elementwise(name.removeprefix("_foreach_"), module)
@@ -253,8 +321,11 @@ def _prepared(
         refuse(f"{name}() of a tensor that is not")
     if first.shape and not known.exact(args, kwargs):
         refuse(f"{name}() with these arguments (it gives other last bits for a slice than for the whole)")
+    if known.in_place:
+        first._slice.trace.check_writable(f"{name}()")
     args, kwargs = tree_map_only(SlicedTensor, attrgetter("_slice"), (args, kwargs))
-    return known, history_of(known.name, args, kwargs), first._slice.operands(known, (*args, *kwargs.values()))
+    for_history = [told[place] if told and place in told else value for place, value in enumerate(args)]
+    return known, history_of(known.name, for_history, kwargs), first._slice.operands(known, (*args, *kwargs.values()))
 
 
 def _attribute(subject: SlicedTensor, func: Any, name: str, args: tuple[Any, ...]) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.elements import fingerprint, flat_range
 from lightning_zero.shards.functions import Elementwise
+from lightning_zero.shards.reductions import Together
 
 __all__ = [
     "Meaning",
@@ -44,9 +45,9 @@ def gradient_of(name: str) -> Meaning:
         f"averaged gradient of '{name}'",
         "Read `.grad` anew, or keep a copy of it: clone it while it is there.",
         "To read it whole: `lightning_zero.full_gradient(module, name)`. To see and edit gradients whole, as under "
-        "DDP: `with lightning_zero.full_gradients(module):`, on every rank. For norms: "
-        "`lightning_zero.grad_norm(module)`. To clip: `gradient_clip_val`, `self.clip_gradients(...)` or "
-        "`fabric.clip_gradients(...)`. Elementwise edits work as they are: `grad.mul_(mask)` or `grad[rows] = 0`.",
+        "DDP: `with lightning_zero.full_gradients(module):`, on every rank. Norms, sums and finite checks "
+        "(`grad.norm()`, `clip_grad_norm_`, `grad.isfinite().all()`) and elementwise edits (`grad.mul_(mask)`, "
+        "`grad[rows] = 0`) work as they are.",
     )
 
 
@@ -56,7 +57,7 @@ def values_of(name: str) -> Meaning:
         f"parameter '{name}'",
         "Read `.data` anew, between steps.",
         "To read it whole, or to write what needs it whole: `with lightning_zero.full_parameters(module):`, on every "
-        "rank. Elementwise edits work as they are, for example `parameter.data.mul_(0.9)`.",
+        "rank. Norms, sums, finite checks and, between steps, elementwise edits of `.data` work as they are.",
     )
 
 
@@ -81,6 +82,8 @@ class Trace:
     edited: Callable[[int], None] | None  # told of each edit
     history: int  # a number for how they came about, the same on every rank that did the same
     own: bool = True  # whether the memory is nobody else's
+    together: Together | None = None  # who puts the ranks' parts of a norm or a sum together
+    read_only: bool = False
 
     def note(self, history: int) -> None:
         """An edit was made, and this is the history now."""
@@ -95,6 +98,11 @@ class Trace:
                 f"{called} uses the {self.meaning.what} that was cleared or replaced since it was read, and its memory "
                 f"is used again. {self.meaning.again}"
             )
+
+    def check_writable(self, called: str) -> None:
+        """Raise ``ParameterAccessError`` if the values can be read only."""
+        if self.read_only:
+            self.refuse(f"writing to it here, with {called},")
 
     def refuse(self, what: str) -> NoReturn:
         """Raise ``ParameterAccessError``, and say what works instead."""
@@ -122,7 +130,7 @@ class SlicedValues:
 
     def derived(self, own: Tensor, history: int, device: torch.device | None = None) -> SlicedValues:
         """Values of their own that were made from these, one from each."""
-        trace = Trace(self.trace.name, self.trace.meaning, None, None, history)
+        trace = Trace(self.trace.name, self.trace.meaning, None, None, history, together=self.trace.together)
         return replace(self, memory=own, places=None, trace=trace, device=device or self.device)
 
     def operands(self, known: Elementwise, args: Sequence[Any]) -> list[Any]:
@@ -187,6 +195,7 @@ class SlicedValues:
         ``value``: a number, a tensor that can be expanded to what is selected, or ``get(index)`` after edits.
         """
         self._check_indexable()
+        self.trace.check_writable("an index")
         history = fingerprint("set", self.trace.history, _told(index), _told(value))
         if isinstance(value, Tensor):
             value = self._beside(value)

@@ -112,40 +112,40 @@ def add_own_noise_to_gradient(c: Context) -> Any:
         c.p.grad.add_(c.like(c.p, per_rank=True))
 
 
-@action(AFTER_BACKWARD, works="12", gradients=True)
+@action(AFTER_BACKWARD, works="123", gradients=True)
 def weight_decay_by_hand(c: Context) -> Any:
     """Decay added to the gradient."""
     if c.p.grad is not None:
         c.p.grad.add_(c.p.detach(), alpha=0.01)
 
 
-@action(AFTER_BACKWARD, gradients=True)
+@action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
 def normalise_gradient(c: Context) -> Any:
     """Divided by its own norm."""
     if c.p.grad is not None:
         c.p.grad.div_(c.p.grad.norm() + 1e-3)
 
 
-@action(AFTER_BACKWARD, gradients=True)
+@action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
 def centralise_gradient(c: Context) -> Any:
     """Its mean removed."""
     if c.p.grad is not None:
         c.p.grad.sub_(c.p.grad.mean())
 
 
-@action(AFTER_BACKWARD, gradients=True)
+@action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
 def clip_norm_by_hand(c: Context) -> Any:
     """``clip_grad_norm_``."""
     return torch.nn.utils.clip_grad_norm_(c.model.parameters(), 0.05).item()
 
 
-@action(AFTER_BACKWARD, gradients=True)
+@action(AFTER_BACKWARD, works="123", gradients=True)
 def clip_value_by_hand(c: Context) -> Any:
     """``clip_grad_value_``."""
     torch.nn.utils.clip_grad_value_(c.model.parameters(), 0.01)
 
 
-@action(AFTER_BACKWARD, gradients=True)
+@action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
 def clip_norm_of_a_layer(c: Context) -> Any:
     """``clip_grad_norm_`` for a part."""
     return torch.nn.utils.clip_grad_norm_(c.layer.parameters(), 0.01).item()

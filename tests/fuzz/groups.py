@@ -109,7 +109,7 @@ def clamp_weights_of_groups(c: Context) -> Any:
             p.clamp_(-0.1, 0.1)
 
 
-@action(TIMES, reads=True)
+@action(TIMES, reads=True, bound=1e-5)
 def norms_of_groups(c: Context) -> Any:
     """The norm of each parameter in a group."""
     return [p.detach().norm().item() for p in c.group["params"]]
@@ -123,13 +123,13 @@ def scale_gradients_of_groups(c: Context) -> Any:
             p.grad.mul_(0.5)
 
 
-@action(AFTER_BACKWARD, reads=True, gradients=True)
+@action(AFTER_BACKWARD, works="123", reads=True, bound=1e-5, gradients=True)
 def gradient_norms_of_groups(c: Context) -> Any:
     """The norms of gradients, through the groups."""
     return [None if p.grad is None else p.grad.norm().item() for p in c.group["params"]]
 
 
-@action(AFTER_BACKWARD, gradients=True)
+@action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
 def clip_norm_of_a_group(c: Context) -> Any:
     """``clip_grad_norm_`` of a group."""
     return torch.nn.utils.clip_grad_norm_(c.group["params"], 0.02).item()

@@ -10,50 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.errors import ParameterAccessError
 from tests.helpers.cases import WIDTH, Block
-from tests.helpers.world import run_world
-from tests.strategy.runs import Net, assert_same, each_strategy, fit, made, quiet, zero
-
-STAGES = (1, 2, 3)
-
-
-class ClipsByHand(Net):
-    """Clips what ``parameters()`` gives, in manual optimization, where gradients are not kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-9)
-        optimizer.step()
-
-
-class ClipsInTheHook(Net):
-    """The same in automatic optimization."""
-
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-9)
-
-
-@pytest.mark.parametrize("kind", [ClipsByHand, ClipsInTheHook])
-def test_clipping_what_is_not_there_is_an_error(kind: type[Net]) -> None:
-    """It would return 0, and the step would go on unclipped."""
-
-    def play(rank: int) -> list[str]:
-        said = []
-        for stage in STAGES:
-            with quiet(), pytest.raises(ParameterAccessError) as caught:
-                fit(zero(stage), kind(), count=1)
-            said.append(str(caught.value))
-        return said
-
-    for said in run_world(2, play):
-        assert all("clip_gradients" in text and "grad_norm" in text for text in said), said
+from tests.strategy.runs import Net, assert_same, each_strategy, fit, made
 
 
 class BackwardInBackward(Net):

@@ -399,12 +399,7 @@ GRADIENTS = {
     "whole tensor": Case("on_after_backward", at(2, lambda net: setattr(net.b.weight, "grad", torch.ones(10, 10)))),
     "module.zero_grad": Case("on_after_backward", at(2, lambda net: net.zero_grad())),
     "clip_grad_value_": Case("on_before_optimizer_step", lambda net: nn.utils.clip_grad_value_(net.parameters(), 1e-3)),
-    "clip_grad_norm_": Case(
-        "on_before_optimizer_step",
-        lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
-        everywhere("grad_norm"),
-    ),
-    "norm": Case("on_after_backward", lambda net: net.b.weight.grad.norm(), everywhere("'b.weight'")),
+    "histogram": Case("on_after_backward", lambda net: net.b.weight.grad.histc(), everywhere("'b.weight'")),
     "hook of a tensor": Case("on_train_start", lambda net: net.b.weight.register_hook(lambda grad: grad * 0.5)),
     "hook behind the accumulation": Case(
         "on_train_start", lambda net: net.b.weight.register_post_accumulate_grad_hook(halve)
@@ -430,7 +425,6 @@ GRADIENTS = {
     "weight decay by hand": Case(
         "on_before_optimizer_step",
         lambda net: [p.grad.add_(p.detach(), alpha=0.1) for p in net.parameters() if p.grad is not None],
-        SHARDED,
     ),
     "weight decay of the parameter itself": Case(
         "on_before_optimizer_step",
@@ -449,10 +443,15 @@ GRADIENTS = {
 }
 
 READS = {
-    "norm of a weight": Case("on_train_batch_end", lambda net: net.b.weight.norm(), SHARDED),
+    "median of a weight": Case("on_train_batch_end", lambda net: net.b.weight.median(), SHARDED),
+    "median of its values": Case(
+        "on_train_batch_end",
+        lambda net: net.b.weight.detach().median(),
+        {"3": "'b.weight' is sliced .*full_parameters", "3 units": "'b.weight' is sliced .*full_parameters"},
+    ),
     "state_dict": Case("on_train_batch_end", lambda net: net.state_dict(), SHARDED),
     "torch.save": Case("on_train_batch_end", lambda net: torch.save(net.b.weight, io.BytesIO()), SHARDED),
-    "detach": Case("on_train_batch_end", lambda net: net.b.weight.detach(), SHARDED),
+    "detach": Case("on_train_batch_end", lambda net: net.b.weight.detach().mul_(0.9)),
     "shape, dtype and the like": Case(
         "on_train_batch_end",
         lambda net: (

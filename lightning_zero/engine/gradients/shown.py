@@ -22,6 +22,7 @@ from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import Binding, set_gradient
 from lightning_zero.shards.elements import flat_range
+from lightning_zero.shards.reductions import Combine
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 
 __all__ = ["GradientPlace", "UserGradients"]
@@ -31,6 +32,8 @@ class RunsBackward(Protocol):
     """What runs backwards."""
 
     in_backward: bool
+
+    def put_together(self, what: str, history: int, numbers: Tensor, combine: Combine) -> Tensor: ...
 
 
 class GradientPlace(NamedTuple):
@@ -179,7 +182,10 @@ class UserGradients:
             self._writes.note(f"the gradient of '{name}'", digest)
 
         cut = bucket.flat.layout.cut_of(position)
-        sliced = SlicedTensor(own, shard.start, parameter.shape, name, alive, edited, parameter.device, cut=cut)
+        device, together = parameter.device, self._engine.put_together
+        sliced = SlicedTensor(
+            own, shard.start, parameter.shape, name, alive, edited, device, cut=cut, together=together
+        )
         self._shown[parameter] = (number, ref(sliced))
         return sliced
 
