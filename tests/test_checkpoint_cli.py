@@ -305,6 +305,8 @@ def test_consolidate_of_a_damaged_source(damaged: Path, tmp_path: Path, capsys: 
     [
         (["inspect"], "DIR"),
         (["inspect", "a", "--nonsense"], "--nonsense"),
+        (["inspect", "a", "--tensros"], "unrecognized arguments: --tensros. Did you mean --tensors?"),
+        (["consolidate", "a", "b", "--max-size=5G"], "--max-size=5G"),
         (["consolidate", "a"], "OUT"),
         (["consolidate", "a", "b.ckpt", "--format", "zip"], "--format"),
         (["consolidate", "a", "b", "--max-shard-size", "5 parsecs"], "--max-shard-size"),

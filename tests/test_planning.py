@@ -246,7 +246,6 @@ def test_a_plan_without_lightning_is_the_same(arguments: list[str]) -> None:
         ["--parameters=1B", "--config=run.yaml"],
         ["--parameters=1B", "--help-all"],
         ["--hf-config=missing", "--activations=measured"],
-        [],
     ],
 )
 def test_what_needs_lightning_is_left_to_it(arguments: list[str]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import NoReturn
 
 from lightning_zero.config import parse_size
 
@@ -105,9 +106,18 @@ def short_help(command: str, what: str) -> str:
     return f"usage: lightning-zero {command} [options]\n\n{what.strip()}\n\noptions:\n{options}\n"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Asks whether a known option was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        known = (option for action in self._actions for option in action.option_strings)
+        super().error(f"{message}.{did_you_mean(wrong[1], known)}" if wrong else message)
+
+
 def inspect_parser() -> argparse.ArgumentParser:
     """The options of ``lightning-zero inspect``."""
-    parser = argparse.ArgumentParser(prog="lightning-zero inspect", description=_INSPECT)
+    parser = _Parser(prog="lightning-zero inspect", description=_INSPECT)
     parser.add_argument("checkpoint", metavar="DIR", help="a checkpoint (directory, file or URL), or a folder of them")
     verify = "read all files and compare their checksums (default); sizes are compared always"
     parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
@@ -118,7 +128,7 @@ def inspect_parser() -> argparse.ArgumentParser:
 
 def consolidate_parser() -> argparse.ArgumentParser:
     """The options of ``lightning-zero consolidate``."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lightning-zero consolidate",
         description=_CONSOLIDATE,
         epilog=_EXAMPLES,

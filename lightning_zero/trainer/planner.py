@@ -85,7 +85,7 @@ def planner_without_lightning(args: Sequence[str]) -> Planner | None:
         config = parser.parse_args(list(args))
     except ArgumentError:  # what it is about is for the other parser to say
         return None
-    if config.activations == MEASURED or (config.hf_config or config.parameters) is None:
+    if config.activations == MEASURED:
         return None
     config.model = config.data = config.trainer.plugins = None
     return Planner(config, parser)
