@@ -289,7 +289,8 @@ def _load(
     if initial_weights is not None:
         weights = weights_of(open_one(initial_weights), initial_weights)
         base = under_own_names(in_layout_of(built, own, weights), own, initial_weights, strict=False)
-        refuse_dependent_adapters(built, initial_weights, [name for name in adapter_names(own) if name not in base])
+        unstored = [name for name in adapter_names(built, own) if name not in base]
+        refuse_dependent_adapters(built, initial_weights, unstored)
         base.update(values_from_the_base(built, own, base))
         state.update({name: base[name] for name in own if name in base and name not in state})
     tied = _tied_elsewhere(own, state)

@@ -46,15 +46,22 @@ _INDEPENDENT = frozenset(
 _INDEPENDENT_VALUES = (True, False, None, "gaussian", "orthogonal", "RANDOM")
 
 
-def adapter_names(own: Collection[str]) -> list[str]:
+def adapter_names(module: nn.Module, own: Collection[str]) -> list[str]:
     """The names of what adapters add to a module: all that lies beside a part that peft has wrapped.
 
     Args:
-        own: names of the module's state, without wrappers such as ``torch.compile``'s.
+        module: with adapters or without.
+        own: the names of its state.
     """
-    wrapped = {name[: part.start()] for name in own for part in WRAPPED_BY_PEFT.finditer(name)}
+    layers = {
+        unwrapped(f"{name}." if name else "")
+        for name, child in module.named_modules()
+        if hasattr(type(child), "adapter_layer_names")  # so does peft mark its layers; others may have a `base_layer`
+    }
+    plain = {name: unwrapped(name) for name in own}
+    wrapped = {name[: part.start()] for name in plain.values() for part in WRAPPED_BY_PEFT.finditer(name)} & layers
     bases = {place[: part.end()] for place in wrapped for part in _TUNER.finditer(place)}
-    models = {name[: part.start()] for name in own for part in _BASE.finditer(name)}
+    models = {name[: part.start()] for name in plain.values() for part in _BASE.finditer(name)}
 
     def is_added(name: str) -> bool:
         for start in (0, *(dot.end() for dot in re.finditer(r"\.", name))):
@@ -67,7 +74,7 @@ def adapter_names(own: Collection[str]) -> list[str]:
                 return True
         return False
 
-    return [name for name in own if is_added(name)]
+    return [name for name in own if is_added(plain[name])]
 
 
 def refuse_dependent_adapters(module: nn.Module, path: str | os.PathLike[str], missing: Collection[str]) -> None:

@@ -25,7 +25,7 @@ from lightning_zero.session.adapters import (
     refuse_dependent_adapters,
     values_from_the_base,
 )
-from lightning_zero.session.names import in_layout_of, under_own_names, unwrapped
+from lightning_zero.session.names import base_name, in_layout_of, under_own_names, unwrapped
 from lightning_zero.shards.binding import placeholders_allowed
 
 __all__ = [
@@ -225,12 +225,12 @@ def load_initial_weights(
     checkpoint = open_checkpoint(path, control, verify=verify or "sample")
     weights = weights_of(checkpoint, path)
     own = state.save()
-    adapters = adapter_names(own)
+    adapters = adapter_names(state.module, own)
     hint = f" {ADAPTED}" if adapters else ""
     stored: OrderedDict[str, Any] = OrderedDict(
         under_own_names(in_layout_of(state.module, own, weights), own, path, strict)
     )
-    optional = adapters if not any(name in stored for name in adapters) else []  # the files are those of a base
+    of_a_base = not any(name in stored for name in adapters) and all(base_name(name) == name for name in weights)
     stored.update(values_from_the_base(state.module, own, stored))
     unstored = [name for name in adapters if name not in stored]
     refuse_dependent_adapters(state.module, path, unstored)
@@ -248,7 +248,7 @@ def load_initial_weights(
             "CheckpointPolicy(frozen_as_built=True) if the module was built with the values it is to have."
         )
     try:
-        state.load(stored, strict=strict, optional=optional)
+        state.load(stored, strict=strict, optional=adapters if of_a_base else ())
     except RuntimeError as error:
         if isinstance(error, ZeroError):
             raise

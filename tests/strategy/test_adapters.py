@@ -40,6 +40,8 @@ class Norms(nn.Module):
 class Lora(nn.Module):
     """A layer with an adapter: ``X.weight`` is called ``X.base_layer.weight``."""
 
+    adapter_layer_names = ("lora_A", "lora_B")
+
     def __init__(self, layer: nn.Linear, dora: bool = False) -> None:
         super().__init__()
         self.base_layer = layer.requires_grad_(False)
@@ -56,6 +58,8 @@ class Lora(nn.Module):
 
 class Saved(nn.Module):
     """A layer of ``modules_to_save``: the copy trains."""
+
+    adapter_layer_names = ("modules_to_save",)
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -256,6 +260,24 @@ def test_adapters_in_one_process_on_files_of_the_base(files: Path, tmp_path: Pat
         assert torch.equal(value, values[name]), name
 
 
+class Part(nn.Module):
+    adapter_layer_names = ()
+
+
+def tree(names: list[str], parts: tuple[str, ...]) -> nn.Module:
+    """A module with parameters of these names, in which some modules are layers of peft."""
+    root = nn.Module()
+    for name in names:
+        *path, last = name.split(".")
+        module = root
+        for end, key in enumerate(path, 1):
+            if key not in module._modules:
+                module.add_module(key, Part() if ".".join(path[:end]) in parts else nn.Module())
+            module = module._modules[key]
+        module.register_parameter(last, nn.Parameter(torch.ones(1)))
+    return root
+
+
 def test_what_adapters_add() -> None:
     own = [
         "base_model.model.q.base_layer.weight",
@@ -270,6 +292,22 @@ def test_what_adapters_add() -> None:
         "base_model.vera_A.default",
         "prompt_encoder.default.embedding.weight",
         "value_head.weight",
+        "backbone.base_layer.weight",  # another library's, with a part of that name
+        "backbone.level.weight",
     ]
-    assert adapter_names(own) == [own[at] for at in (1, 3, 5, 7, 9, 10)]
-    assert not adapter_names(["base_model.model.x.weight", "base_model.head.weight", "head.weight"])
+    layers = ("q", "experts", "experts.base_layer", "head", "wte", "wte.token_adapter")
+    module = tree(own, tuple(f"base_model.model.{name}" for name in layers))
+    assert adapter_names(module, own) == [own[at] for at in (1, 3, 5, 7, 9, 10)]
+    plain = tree(own, ())
+    assert adapter_names(plain, own) == [own[10]]
+    assert not adapter_names(module, ["base_model.model.x.weight", "base_model.head.weight", "head.weight"])
+
+
+def test_a_checkpoint_that_has_lost_its_adapters_is_no_base(tmp_path: Path) -> None:
+    """Its names are those of the module, so that what is missing is missing."""
+    state = {name: value for name, value in Tuned().state_dict().items() if "lora_" not in name}
+    torch.save({"state_dict": state}, tmp_path / "half.ckpt")
+
+    errors = errors_of(tmp_path / "half.ckpt", lambda module: None, stages=(3,))
+    assert len(errors) == 2
+    assert '"net.base_model.model.stem.lora_A.default.weight"' in errors[0]
