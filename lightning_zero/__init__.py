@@ -12,30 +12,65 @@ from lightning_zero.cli import answer_early
 answer_early()  # `lightning-zero fit --help` and `lightning-zero plan` end here, before the imports that take seconds
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jsonargparse.typing import class_from_function
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zero.activations import measure_activations
 from lightning_zero.analysis import ZeroPlan, build_plan, estimate_memory
-from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.comm import Compression
-from lightning_zero.config import ActivationPolicy, CheckpointPolicy, HostOffload, LoaderPolicy, NvmeOffload
+from lightning_zero.config import (
+    ActivationPolicy,
+    CheckpointPolicy,
+    HostOffload,
+    LoaderPolicy,
+    NvmeOffload,
+    Offload,
+    OffloadLike,
+)
 from lightning_zero.debug import full_gradient, full_gradients, full_optimizer_state, full_parameters, grad_norm
-from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
-from lightning_zero.trainer.cli import ZeroCLI
+from lightning_zero.errors import ZeroError
+from lightning_zero.loading import (
+    let_command_lines_load_directories,
+    let_lightning_load_directories,
+    load_from_checkpoint,
+    load_full_state_dict,
+)
 from lightning_zero.trainer.fabric import ZeroFabricStrategy
 from lightning_zero.trainer.loaders import NoBatch
 from lightning_zero.trainer.monitors.communication import CommunicationMonitor
 from lightning_zero.trainer.monitors.memory import MemoryMonitor
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.strategy import ZeroStrategy
+
+if TYPE_CHECKING:
+    from lightning_zero.activations import measure_activations
+    from lightning_zero.checkpoint import verify_checkpoint
+    from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+    from lightning_zero.trainer.cli import ZeroCLI
+else:
+    # What a training does not need, and takes long to import.
+    _LATER = {
+        "ZeroCLI": "trainer.cli",
+        "consolidate_checkpoint": "checkpoint.consolidate",
+        "measure_activations": "activations.measure",
+        "verify_checkpoint": "checkpoint.load",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "ActivationPolicy",
@@ -48,6 +83,7 @@ __all__ = [
     "NoBatch",
     "NvmeOffload",
     "ZeroCLI",
+    "ZeroError",
     "ZeroFabricStrategy",
     "ZeroPlan",
     "ZeroPrecision",
@@ -64,15 +100,18 @@ __all__ = [
     "load_full_state_dict",
     "measure_activations",
     "register_strategies",
+    "verify_checkpoint",
 ]
 
 
 def register_strategies() -> None:
     """Make ``zero1``, ``zero2`` and ``zero3`` known to Trainer and Fabric, and the same with ``_offload`` behind.
 
-    Those keep the optimizer in host memory, ``zero3_offload`` the parameters too. A name that somebody registered
-    before stays theirs. To command lines and configurations each is also a class, ``lightning_zero.zero3``, with the
-    arguments of ``ZeroStrategy`` but for ``stage``: ``--trainer.strategy=zero3 --trainer.strategy.prefetch=2``.
+    Those keep the optimizer in host memory, ``zero3_offload`` the parameters too, and ``zero3_offload_nvme`` both in
+    files in ``/local_nvme``, as ``deepspeed_stage_3_offload_nvme`` does. ``zero_3`` and ``zero3-offload`` are spellings
+    of these. A name that somebody registered before stays theirs. To command lines and configurations each is also a
+    class, ``lightning_zero.zero3``, with the arguments of ``ZeroStrategy`` but for ``stage``:
+    ``--trainer.strategy=zero3 --trainer.strategy.prefetch=2``.
     """
     on_host, parameters_too = HostOffload(), HostOffload(parameters=True)
     for stage, what, offload in (
@@ -83,20 +122,29 @@ def register_strategies() -> None:
         description = f"ZeRO stage {stage}: shards {what}"
         _register(f"zero{stage}", description, stage)
         _register(f"zero{stage}_offload", f"{description}; keeps it in host memory", stage, offload)
+    in_files = NvmeOffload("/local_nvme", parameters=True)  # the default of Lightning's DeepSpeedStrategy
+    _register(f"zero{stage}_offload_nvme", f"{description}; keeps it in files", stage, in_files)
 
 
-def _register(name: str, description: str, stage: Any, default: HostOffload | None = None) -> None:
-    def make(offload: HostOffload | NvmeOffload | None = default, **others: Any) -> ZeroStrategy:
+def _register(name: str, description: str, stage: Any, default: Offload | None = None) -> None:
+    for spelling in (name, name.replace("zero", "zero_"), name.replace("zero", "zero-"), name.replace("_", "-")):
+        if spelling.isidentifier() and spelling not in StrategyRegistry and spelling not in globals():
+            globals()[spelling] = _class_with_arguments(spelling, stage, default)
+        for registry, strategy in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):
+            if spelling not in registry:
+                registry.register(spelling, strategy, description=description, stage=stage, offload=default)
+
+
+def _class_with_arguments(name: str, stage: Any, default: Offload | None) -> type:
+    """What jsonargparse takes a name for: a class whose instances are ``ZeroStrategy`` of a stage.
+
+    ``class_from_function`` of jsonargparse does the same, but reads the source of all callers: half of the import.
+    """
+
+    def make(cls: type, offload: OffloadLike = default, **others: Any) -> ZeroStrategy:
         return ZeroStrategy(stage, offload=offload, **others)
 
-    if name not in StrategyRegistry and name not in globals():
-        class_from_function(make, ZeroStrategy, name=name)  # becomes an attribute of this module
-    for registry, strategy in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):
-        if name not in registry:
-            registry.register(name, strategy, description=description, stage=stage, offload=default)
-
-
-_TWIN = "pytorch_lightning.strategies"
+    return type(name, (ZeroStrategy,), {"__new__": make, "__module__": __name__, "__doc__": ZeroStrategy.__doc__})
 
 
 def _tell(twin: Any) -> None:
@@ -107,25 +155,32 @@ def _tell(twin: Any) -> None:
     twin.Strategy.register(ZeroStrategy)
 
 
-class _TwinFinder(MetaPathFinder):
-    """Waits for ``pytorch_lightning``, which this package does not import, to tell it."""
+class _Finder(MetaPathFinder):
+    """Calls ``then`` with the module ``name`` when somebody has imported it: this package does not."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path) if fullname == _TWIN else None
+        spec = PathFinder.find_spec(fullname, path) if fullname == self._name else None
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def run_and_tell(module: ModuleType) -> None:
+            def run_and_then(module: ModuleType) -> None:
                 run(module)
-                _tell(module)
+                self._then(module)
 
-            spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
+            spec.loader.exec_module = run_and_then  # type: ignore[method-assign]
         return spec
 
 
 register_strategies()
-if _TWIN in sys.modules:
-    _tell(sys.modules[_TWIN])
-else:
-    sys.meta_path.insert(0, _TwinFinder())
 let_lightning_load_directories()
+for _name, _then in (
+    ("pytorch_lightning.strategies", _tell),
+    ("lightning.pytorch.cli", let_command_lines_load_directories),
+):
+    if _name in sys.modules:
+        _then(sys.modules[_name])
+    else:
+        sys.meta_path.insert(0, _Finder(_name, _then))

@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from enum import Enum
-from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 __all__ = [
+    "ActivationsLike",
     "ActivationPolicy",
+    "CheckpointLike",
     "CheckpointPolicy",
+    "UnitsLike",
     "HostOffload",
     "LoaderPolicy",
+    "LoadersLike",
     "NvmeOffload",
     "Offload",
+    "OffloadLike",
     "Placement",
     "Residence",
     "ShardWithin",
     "Stage",
+    "StageLike",
     "Tier",
+    "TimeoutLike",
     "Uneven",
     "check_whole",
     "choose_prefetch",
@@ -38,11 +45,16 @@ __all__ = [
     "validate_offload",
     "validate_prefetch",
     "validate_shard_within",
+    "validate_timeout",
     "validate_units",
 ]
 
 Stage = Literal[1, 2, 3]
 ShardWithin = Literal["node"] | int | None
+# What users may write; the functions at the end of this file turn it into what the package works with.
+StageLike = Literal[1, 2, 3, "1", "2", "3"]
+UnitsLike = str | type | Sequence[str | type] | Set[str | type]
+TimeoutLike = timedelta | float | None
 
 _LEAST_NBYTES = 100_000  # of a size without a unit
 
@@ -96,8 +108,10 @@ class Placement:
         return self.gradients is Residence.SHARDED
 
     @classmethod
-    def from_stage(cls, stage: int) -> Placement:
-        """What a ZeRO stage number means; ValueError if it is not 1, 2 or 3."""
+    def from_stage(cls, stage: int | str) -> Placement:
+        """What a ZeRO stage number means, also as a string; ValueError if it is not 1, 2 or 3."""
+        if isinstance(stage, str) and stage.isdecimal():
+            stage = int(stage)
         if stage not in _PLACEMENTS or isinstance(stage, bool):
             raise ValueError(
                 f"ZeRO stage must be one of {', '.join(map(str, get_args(Stage)))}, got {stage!r}. Stage 1 shards the "
@@ -189,7 +203,7 @@ class NvmeOffload:
     Source: ZeRO-Infinity (arXiv:2104.07857).
     """
 
-    path: str
+    path: str = field(kw_only=False)
     optimizer: bool = True
     parameters: bool = False
     buffer_mib: float = 256.0
@@ -210,6 +224,7 @@ class NvmeOffload:
 
 
 Offload = HostOffload | NvmeOffload
+OffloadLike = Offload | Literal["cpu", "host"] | bool | None
 
 
 def _check_offloaded(policy: Offload) -> None:
@@ -221,10 +236,10 @@ def _check_offloaded(policy: Offload) -> None:
         check_whole(f"{name}.threads", policy.threads, least=1, unit="threads")
 
 
-def _check_switches(policy: object, *fields: str) -> None:
-    for field in fields:
-        if not isinstance(value := getattr(policy, field), bool):
-            raise ValueError(f"{type(policy).__name__}.{field} must be true or false, got {value!r}.")
+def _check_switches(policy: object, *names: str) -> None:
+    for name in names:
+        if not isinstance(value := getattr(policy, name), bool):
+            raise ValueError(f"{type(policy).__name__}.{name} must be true or false, got {value!r}.")
 
 
 def _check_mib(name: str, mib: float, least: float) -> None:
@@ -254,8 +269,8 @@ class ActivationPolicy:
     Args:
         checkpointing: modules whose forward is run again in backward instead of keeping what it computed: ``"units"``
             for the modules that stage 3 gathers, in any stage (but for those inside of others, and single layers of
-            torch), or class names; ``None`` for none. What a cache among the arguments holds stays in memory until
-            then: switch caches off in training.
+            torch), or classes or their names; ``None`` for none. What a cache among the arguments holds stays in
+            memory until then: switch caches off in training.
         offload: keep what autograd saves in host memory until its backward. On CPUs this saves no memory: both sides
             are host memory.
         min_kib: saved tensors smaller than this stay where they are, in KiB.
@@ -264,14 +279,14 @@ class ActivationPolicy:
         ValueError: naming the setting.
     """
 
-    checkpointing: Literal["units"] | list[str] | None = None
+    checkpointing: UnitsLike | None = field(default=None, kw_only=False)
     offload: bool = False
     min_kib: float = 64.0
 
     def __post_init__(self) -> None:
         if self.checkpointing is not None and self.checkpointing != "units":
             try:
-                validate_units(self.checkpointing)
+                object.__setattr__(self, "checkpointing", list(validate_units(self.checkpointing) or ()))
             except ValueError:
                 raise ValueError(
                     "ActivationPolicy.checkpointing must be 'units', a list of class names such as ['Block'], or left "
@@ -280,6 +295,10 @@ class ActivationPolicy:
         _check_switches(self, "offload")
         if isinstance(self.min_kib, bool) or not isinstance(self.min_kib, (int, float)) or not self.min_kib >= 0:
             raise ValueError(f"ActivationPolicy.min_kib must be a number of KiB, 0 or more, got {self.min_kib!r}.")
+
+
+ActivationsLike = ActivationPolicy | UnitsLike | None
+Format = Literal["sharded", "consolidated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +327,7 @@ class CheckpointPolicy:
         ValueError: naming the setting.
     """
 
-    format: Literal["sharded", "consolidated"] = "sharded"
+    format: Format = field(default="sharded", kw_only=False)
     async_save: bool = False
     exclude_frozen: bool = False
     verify: bool = False
@@ -317,7 +336,7 @@ class CheckpointPolicy:
     frozen_as_built: bool = False
 
     def __post_init__(self) -> None:
-        if self.format not in ("sharded", "consolidated"):
+        if self.format not in get_args(Format):
             raise ValueError(f"CheckpointPolicy.format must be 'sharded' or 'consolidated', got {self.format!r}.")
         _check_switches(self, "async_save", "exclude_frozen", "verify", "strict_initial_weights", "frozen_as_built")
         if self.initial_weights is not None and not (isinstance(self.initial_weights, str) and self.initial_weights):
@@ -342,6 +361,7 @@ class CheckpointPolicy:
         )
 
 
+CheckpointLike = CheckpointPolicy | Format
 Uneven = Literal["error", "join", "stop"]
 
 
@@ -371,14 +391,38 @@ class LoaderPolicy:
                 raise ValueError(f"LoaderPolicy.{name} must be one of {known}, got {getattr(self, name)!r}.")
 
 
+LoadersLike = LoaderPolicy | Uneven
+
 # ------------------------------------------------------------------ each raises ValueError, or returns what is usable
+
+_NO_MIB = 100_000.0
+"""No model has gradients for 8 buckets of so many MiB: who says so many means elements."""
 
 
 def validate_bucket_mib(bucket_mib: float) -> float:
     """The size of a bucket in MiB is a positive, finite number."""
     if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, (int, float)) or not 0 < bucket_mib < float("inf"):
         raise ValueError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}. The default is 100.")
+    if bucket_mib >= _NO_MIB:
+        mib = max(round(bucket_mib * 4 / 2**20), 1)
+        raise ValueError(
+            f"bucket_mib={bucket_mib:g} is more MiB than any model has; DeepSpeed's reduce_bucket_size is in elements. "
+            f"For {bucket_mib:g} elements write bucket_mib={mib}, or half of it where gradients have 16 bits."
+        )
     return float(bucket_mib)
+
+
+def validate_timeout(timeout: TimeoutLike) -> timedelta | None:
+    """How long ranks wait for one another: a time of more than zero, or so many seconds."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if timeout is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < _MAX_SECONDS:
+        raise ValueError(f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}.")
+    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=seconds)
+
+
+_MAX_SECONDS = timedelta.max.total_seconds()
 
 
 def validate_shard_within(within: ShardWithin) -> None:
@@ -387,9 +431,22 @@ def validate_shard_within(within: ShardWithin) -> None:
         check_whole("shard_within, where it is not 'node',", within, least=2, unit="ranks")
 
 
-def validate_offload(offload: Offload | None, placement: Placement) -> Offload | None:
-    """What is offloaded is nothing or a policy, which offloads parameters only where they are sharded."""
-    _validate_policy("offload", "a HostOffload or an NvmeOffload", Offload | None, offload)
+def validate_offload(offload: OffloadLike, placement: Placement) -> Offload | None:
+    """What is offloaded is nothing or a policy, which offloads parameters only where they are sharded.
+
+    ``"cpu"``, ``"host"`` and ``True`` mean all that a stage can keep on the host, as in ``zero3_offload``.
+    """
+    if offload is True or (isinstance(offload, str) and offload in ("cpu", "host")):
+        return HostOffload(parameters=placement.shards_parameters)
+    if offload is False:
+        return None
+    if isinstance(offload, str) and offload in ("nvme", "disk"):
+        raise ValueError(
+            f"offload={offload!r} does not say in which directory. Write offload=NvmeOffload('/local'), with a "
+            "directory on a fast local disk."
+        )
+    if offload is not None and not isinstance(offload, Offload):
+        raise ValueError(f"offload must be a HostOffload, an NvmeOffload or 'cpu', got {offload!r}.")
     if offload is not None and offload.parameters and not placement.shards_parameters:
         raise ValueError(
             f"{type(offload).__name__}.parameters is for stage 3 only: in stages 1 and 2 every rank computes with full "
@@ -398,15 +455,34 @@ def validate_offload(offload: Offload | None, placement: Placement) -> Offload |
     return offload
 
 
-def _validate_policy(name: str, wanted: str, kind: Any, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
-    return value
+def validate_activations(activations: ActivationsLike) -> ActivationPolicy | None:
+    """What happens to activations is nothing or a policy, or what is checkpointed: ``"units"``, or classes."""
+    if activations is None or isinstance(activations, ActivationPolicy):
+        return activations
+    try:
+        return ActivationPolicy(activations)
+    except ValueError:
+        raise ValueError(
+            f"activations must be an ActivationPolicy, 'units' or class names such as ['Block'], got {activations!r}."
+        ) from None
 
 
-validate_activations = partial(_validate_policy, "activations", "an ActivationPolicy", ActivationPolicy | None)
-validate_checkpoint = partial(_validate_policy, "checkpoint", "a CheckpointPolicy", CheckpointPolicy)
-validate_loaders = partial(_validate_policy, "loaders", "a LoaderPolicy", LoaderPolicy)
+def validate_checkpoint(checkpoint: CheckpointLike) -> CheckpointPolicy:
+    """What is saved is a policy, or its format."""
+    if isinstance(checkpoint, CheckpointPolicy):
+        return checkpoint
+    if isinstance(checkpoint, str) and checkpoint in get_args(Format):
+        return CheckpointPolicy(checkpoint)
+    raise ValueError(f"checkpoint must be a CheckpointPolicy, 'sharded' or 'consolidated', got {checkpoint!r}.")
+
+
+def validate_loaders(loaders: LoadersLike) -> LoaderPolicy:
+    """What happens where data end is a policy, or one of its words, which is then for training and evaluation."""
+    if isinstance(loaders, LoaderPolicy):
+        return loaders
+    if isinstance(loaders, str) and loaders in get_args(Uneven):
+        return LoaderPolicy(training=loaders, evaluation=loaders)
+    raise ValueError(f"loaders must be a LoaderPolicy, {', '.join(map(repr, get_args(Uneven)))}; got {loaders!r}.")
 
 
 def validate_prefetch(prefetch: int | None) -> None:
@@ -436,15 +512,24 @@ def parse_size(size: str | int) -> int:
     return max(1, int(number * (1024 if matched[3] else 1000) ** power))
 
 
-def validate_units(units: object) -> tuple[str, ...] | None:
-    """Class names that become units, as a tuple, or ``None`` for the automatic rule."""
+def validate_units(units: UnitsLike | None) -> tuple[str, ...] | None:
+    """Names of the classes that become units, as a tuple, or ``None`` for the automatic rule.
+
+    A class counts by its name, and of a dotted name its last part. Sets are sorted: their order is not that of other
+    ranks.
+    """
     if units is None:
         return None
-    if isinstance(units, str) or not isinstance(units, (list, tuple)):
+    given: Any = [units] if isinstance(units, (str, type)) else units
+    if not isinstance(given, Sequence | Set):
         raise ValueError(f"units must be a list of class names such as ['Block'], got {units!r}.")
-    if not units:
-        raise ValueError("units must name at least one class, or be left out to find units automatically; got [].")
-    for name in units:
-        if not isinstance(name, str) or not name.isidentifier():
+    names = [unit.__name__ if isinstance(unit, type) else unit for unit in given]
+    if not names:
+        raise ValueError(
+            f"units must name at least one class, or be left out to find units automatically; got {units!r}."
+        )
+    for name in names:
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
             raise ValueError(f"units must hold class names such as 'Block', got {name!r}.")
-    return tuple(units)
+    names = [name.rpartition(".")[2] for name in names]
+    return tuple(sorted(set(names)) if isinstance(units, Set) else dict.fromkeys(names))

@@ -16,13 +16,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping
 from itertools import chain
 from tempfile import TemporaryDirectory
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import datamodule, saving
 from lightning.pytorch.core import module as lightning_module
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint, pl_legacy_patch
@@ -44,7 +43,15 @@ from lightning_zero.session.adapters import adapter_names, refuse_dependent_adap
 from lightning_zero.session.module_state import left_out_of, weights_of
 from lightning_zero.session.names import in_layout_of, under_own_names
 
-__all__ = ["let_lightning_load_directories", "load_from_checkpoint", "load_full_state_dict"]
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
+
+__all__ = [
+    "let_command_lines_load_directories",
+    "let_lightning_load_directories",
+    "load_from_checkpoint",
+    "load_full_state_dict",
+]
 
 AnyPath = str | os.PathLike[str]
 MapLocation = (
@@ -141,16 +148,28 @@ def let_lightning_load_directories() -> None:
     """Have Lightning take a checkpoint directory in the places where it opens a file itself. Once is enough.
 
     These ask no module or strategy, so there is no seam, and the functions are wrapped: ``load_from_checkpoint`` loads
-    a directory, ``LightningCLI`` takes its hyperparameters from one, and a strategy that reads files says what makes a
-    file of it. All other paths go on as they came.
+    a directory, and a strategy that reads files says what makes a file of it. All other paths go on as they came.
     """
-    for place, name, wrap in (
+    _wrap(
         (lightning_module, "_load_from_checkpoint", _with_directories),  # private: 2.6
         (datamodule, "_load_from_checkpoint", _with_directories),
-        (LightningCLI, "_parse_ckpt_path", _with_hyperparameters),
-        (LightningCLI, "_run_subcommand", _once_parsed),
         (TorchCheckpointIO, "load_checkpoint", _or_consolidate),
-    ):
+    )
+
+
+def let_command_lines_load_directories(cli: Any) -> None:
+    """Have ``LightningCLI`` take its hyperparameters from a checkpoint directory: that of ``lightning.pytorch.cli``.
+
+    The module is not imported here, because jsonargparse takes long, and few trainings use it.
+    """
+    _wrap(
+        (cli.LightningCLI, "_parse_ckpt_path", _with_hyperparameters),  # private: 2.6
+        (cli.LightningCLI, "_run_subcommand", _once_parsed),
+    )
+
+
+def _wrap(*functions: tuple[Any, str, Callable[..., Any]]) -> None:
+    for place, name, wrap in functions:
         original = getattr(place, name, None)
         if original is not None and not hasattr(original, _OURS):
             wrapped = functools.wraps(original)(wrap(original))

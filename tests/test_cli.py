@@ -184,20 +184,20 @@ CLASS = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {%s}}"
             "trainer.strategy: lightning_zero.zero2 has no argument 'bucket_mbi'. Did you mean bucket_mib?",
         ),
         (CLASS % "bucket_mbi: 3", [], "ZeroStrategy has no argument 'bucket_mbi'. Did you mean bucket_mib?"),
-        (CLASS % "checkpoint: {asnyc_save: true}", [], "'checkpoint.asnyc_save'. Did you mean checkpoint.async_save?"),
+        (CLASS % "checkpoint: {asnyc_save: true}", [], "no argument 'asnyc_save'. Did you mean async_save?"),
         (
             "",
             [f"{STRATEGY}zero2", "--trainer.strategy.stage=3"],
             "zero2 has no argument 'stage'. There are offload, un",
         ),
         (CLASS % "bucket_mib: much", [], "trainer.strategy.bucket_mib: expected float, found 'much'."),
-        (CLASS % "stage: 4", [], "trainer.strategy.stage: expected one of 1, 2, 3, found '4'."),
+        (CLASS % "stage: 4", [], "trainer.strategy.stage: expected one of 1, 2, 3, '1', '2', '3', found '4'."),
         (
             "",
             ["--trainer.strategy.checkpoint.format=shraded"],
             "checkpoint.format: expected one of 'sharded', 'consolidated', found 'shraded'. Did you mean sharded?",
         ),
-        (CLASS % "offload: HostOfload", [], ".NvmeOffload, null, found 'HostOfload'. Did you mean HostOffload?"),
+        (CLASS % "offload: HostOfload", [], ", bool, null, found 'HostOfload'. Did you mean HostOffload?"),
         (
             "",
             ["--trainer.strategy.bucket_mib=-3"],

@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch import cli as lightning_cli
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import datamodule as core_datamodule
 from lightning.pytorch.core import module as core_module
@@ -33,7 +34,12 @@ from lightning_zero.checkpoint import StoredTensor, open_checkpoint, save_checkp
 from lightning_zero.checkpoint.format import torch_file
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError
-from lightning_zero.loading import let_lightning_load_directories, load_from_checkpoint, load_full_state_dict
+from lightning_zero.loading import (
+    let_command_lines_load_directories,
+    let_lightning_load_directories,
+    load_from_checkpoint,
+    load_full_state_dict,
+)
 from lightning_zero.session.checkpoints import require_lightning
 from lightning_zero.session.names import under_own_names
 from tests.checkpoint.samples import control
@@ -962,7 +968,7 @@ def test_a_command_line_that_has_looked_before_this_package_was_there(
 ) -> None:
     class Late(Parsed):
         def before_instantiate_classes(self) -> None:
-            let_lightning_load_directories()
+            let_command_lines_load_directories(lightning_cli)
 
     for name in ("_parse_ckpt_path", "_run_subcommand"):
         monkeypatch.setattr(LightningCLI, name, getattr(LightningCLI, name).__wrapped__)

@@ -122,6 +122,7 @@ HERE = NvmeOffload(path=".", parameters=True)
         (["--trainer.strategy=zero1_offload"], HostOffload()),
         (["--trainer.strategy=zero2_offload"], HostOffload()),
         (["--trainer.strategy=zero3_offload"], HostOffload(parameters=True)),
+        (["--trainer.strategy=zero3", "--trainer.strategy.offload=cpu"], HostOffload(parameters=True)),
         (["--trainer.strategy=zero3_offload", "--offload=none"], None),
         (["--trainer.strategy=zero3_offload", "--offload=nvme"], HERE),
         (by_class(), None),

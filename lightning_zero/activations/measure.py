@@ -33,7 +33,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_zero import _torch
 from lightning_zero._torch import WeakStorage, storage_key, tree_leaves, tree_map_only
 from lightning_zero.activations.checkpointing import Checkpointing
-from lightning_zero.config import ActivationPolicy
+from lightning_zero.config import ActivationPolicy, ActivationsLike, UnitsLike, validate_activations
 from lightning_zero.plan import Plan, find_recomputed
 
 __all__ = ["ActivationBytes", "measure_activations"]
@@ -73,8 +73,8 @@ def measure_activations(
     param_dtype: torch.dtype | None = None,
     full_precision: Sequence[str] = (),
     accelerator: bool = False,
-    policy: ActivationPolicy | None = None,
-    units: Sequence[str] | None = None,
+    policy: ActivationsLike = None,
+    units: UnitsLike | None = None,
 ) -> ActivationBytes:
     """Bytes of the activations of a training step, which is run without memory; see [Note: a step of fake tensors].
 
@@ -89,7 +89,7 @@ def measure_activations(
     Raises:
         ValueError: if the step depends on values, or fails; saying where. And if the policy does not fit the model.
     """
-    policy = policy or ActivationPolicy()
+    policy = validate_activations(policy) or ActivationPolicy()
     again = () if policy.checkpointing is None else find_recomputed(model, policy.checkpointing, units)
     plan = Plan.build(model, stage=1, world_size=1, param_dtype=param_dtype, full_precision=full_precision)
     dtypes = {spec.name: layout.compute_dtype for layout in plan.layouts for spec in layout.parameters}

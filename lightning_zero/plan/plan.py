@@ -22,9 +22,11 @@ from torch import nn
 
 from lightning_zero.config import (
     Offload,
+    OffloadLike,
     Placement,
     Residence,
     Tier,
+    UnitsLike,
     check_whole,
     validate_bucket_mib,
     validate_offload,
@@ -305,13 +307,13 @@ class Plan:
         placement: Placement | None = None,
         stage: int = 3,
         world_size: int,
-        units: Sequence[str] | None = None,
+        units: UnitsLike | None = None,
         bucket_mib: float = 100.0,
         prefetch: int = 1,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         full_precision: Sequence[str] = (),
-        offload: Offload | None = None,
+        offload: OffloadLike = None,
         broadcast_buffers: bool = True,
     ) -> AnyPlan:
         """Turn a module, settings and a world size into a plan. Needs no process group, no device and no data.
@@ -321,7 +323,7 @@ class Plan:
             placement: what is sharded; None: that of ``stage``. One rank alone may keep parameters whole all the same.
             stage: used only if ``placement`` is None.
             world_size: of all ranks.
-            units: class names whose modules become units; None: found automatically. Checked in every stage.
+            units: classes whose modules become units, or their names; None: found automatically. Checked in any stage.
             bucket_mib: size of a gradient bucket in MiB of the reduce dtype. Used only where parameters are replicated.
             prefetch: units gathered ahead of the one computing; 0 switches it off.
             param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
@@ -341,6 +343,7 @@ class Plan:
         keep = tree.in_batch_norm() | names_inside(tree, full_precision)
         dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=keep)
         chosen = placement if placement is not None else Placement.from_stage(stage)
+        offload = validate_offload(offload, chosen)
         alone = offload is None and (chosen.span or world_size) == 1
         if alone and not any(dtypes.narrows(held.spec) for held in tree.parameters):
             # Its shard is the whole, and what the module computes with: no slot, no gather, no hook around a unit.
@@ -361,7 +364,7 @@ class Plan:
 
 
 def _specs(
-    tree: ModuleTree, placement: Placement, units: Sequence[str] | None, bucket_nbytes: int, dtypes: DtypeRules
+    tree: ModuleTree, placement: Placement, units: UnitsLike | None, bucket_nbytes: int, dtypes: DtypeRules
 ) -> tuple[UnitSpec, ...]:
     """Units of modules, or buckets where parameters are replicated."""
     if placement.shards_parameters:

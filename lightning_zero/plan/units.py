@@ -28,13 +28,12 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
-from lightning_zero.config import validate_units
+from lightning_zero.config import UnitsLike, validate_units
 from lightning_zero.plan.layout import ParameterSpec
 from lightning_zero.plan.tree import ModuleNode, ModuleTree
 
@@ -167,24 +166,23 @@ def names_inside(tree: ModuleTree, full_precision: Sequence[str]) -> frozenset[s
     )
 
 
-def find_recomputed(
-    module: nn.Module, checkpointing: Literal["units"] | Sequence[str], rules: Sequence[str] | None
-) -> tuple[str, ...]:
+def find_recomputed(module: nn.Module, checkpointing: UnitsLike, rules: UnitsLike | None) -> tuple[str, ...]:
     """First paths of the modules that run their forward again in backward, in registration order.
 
     Args:
         module: the root; may be on the meta device.
-        checkpointing: class names, each module of such a class is taken, nested ones too; or ``"units"``: all units of
-            stage 3, but no unit inside of another one (it would run a third time), and no single layer such as a
-            ``Linear`` (it keeps its input in any case, so that there is nothing to gain).
-        rules: class names of the units; ``None``: found automatically.
+        checkpointing: classes, or their names; each module of such a class is taken, nested ones too. Or ``"units"``:
+            all units of stage 3, but no unit inside of another one (it would run a third time), and no single layer
+            such as a ``Linear`` (it keeps its input in any case, so that there is nothing to gain).
+        rules: classes of the units, or their names; ``None``: found automatically.
 
     Raises:
         ValueError: for a class that is not there or cannot be called, and if there is no module to recompute.
     """
     tree = ModuleTree(module)
     if checkpointing != "units":
-        return tuple(node.name for node in _of_classes(tree, checkpointing, "ActivationPolicy.checkpointing"))
+        classes = validate_units(checkpointing) or ()
+        return tuple(node.name for node in _of_classes(tree, classes, "ActivationPolicy.checkpointing"))
     units = [unit for unit in find_units(tree, validate_units(rules)) if unit.name]
     by_name = {node.name: node.module for node in tree.nodes}
     names: list[str] = []

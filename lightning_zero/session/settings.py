@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from lightning_zero.config import (
     Offload,
     Placement,
     ShardWithin,
+    StageLike,
     validate_activations,
     validate_bucket_mib,
     validate_checkpoint,
@@ -37,12 +38,14 @@ MIXED_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 class SessionSettings:
     """How a module is sharded, and what is saved of it: the arguments of ``ZeroStrategy``, which explains them.
 
+    They may be given as users write them there: the fields hold what ``config`` makes of that.
+
     Raises:
         ValueError: if a setting is not usable.
     """
 
     placement: Placement
-    units: Sequence[str] | None = None
+    units: tuple[str, ...] | None = None
     shard_within: ShardWithin = None
     compression: Compression | None = None
     secondary_shards: bool = False
@@ -59,16 +62,22 @@ class SessionSettings:
         return Exchange(self.compression, self.secondary_shards)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "units", validate_units(self.units))
         validate_bucket_mib(self.bucket_mib)
         validate_prefetch(self.prefetch)
-        validate_offload(self.offload, self.placement)
-        validate_activations(self.activations)
-        validate_checkpoint(self.checkpoint)
+        usable = {
+            "units": validate_units(self.units),
+            "offload": validate_offload(self.offload, self.placement),
+            "activations": validate_activations(self.activations),
+            "checkpoint": validate_checkpoint(self.checkpoint),
+        }
+        for name, value in usable.items():
+            object.__setattr__(self, name, value)
         validate_shard_within(self.shard_within)
         if self.compression is not None:
             if not isinstance(self.compression, Compression):
-                raise ValueError(f"compression must be a Compression, got {self.compression!r}.")
+                raise ValueError(
+                    f"compression must be a Compression, got {self.compression!r}. Write Compression(gradients='int8')."
+                )
             self.compression.check(self.shard_within)
         for name in ("broadcast_buffers", "secondary_shards"):
             if not isinstance(getattr(self, name), bool):
@@ -77,6 +86,11 @@ class SessionSettings:
             raise ValueError("secondary_shards is for stage 3: in stages 1 and 2 weights are gathered once a step.")
         if self.secondary_shards and self.shard_within is not None:
             raise ValueError("shard_within keeps all shards within groups: leave secondary_shards out, or the other.")
+
+    @classmethod
+    def from_user(cls, stage: StageLike, **settings: Any) -> SessionSettings:
+        """The settings of a strategy, with a stage in the place of ``placement``."""
+        return cls(placement=Placement.from_stage(stage), **settings)
 
     def check(self, plan: ZeroPlan, scales_loss: bool = False) -> None:
         """Raise ValueError where a setting does not go with how the module is laid out, or with a loss scale."""

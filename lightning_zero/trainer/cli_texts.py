@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from typing import NoReturn
 
 from lightning_zero.config import parse_size
+from lightning_zero.trainer.foreign import answer, did_you_mean
 
 __all__ = [
     "PLAN",
@@ -176,7 +176,7 @@ _REASON = re.compile(r"^ *- (?!Expected |Does not validate )(.+)$", re.MULTILINE
 def no_strategy(found: str, registered: Iterable[str]) -> str:
     """What to say of a strategy that does not exist; ``registered`` are those that do."""
     names = ["auto", *registered, "lightning_zero.ZeroStrategy"]
-    ours = ", ".join(name for name in names if name.startswith("zero"))
+    ours = ", ".join(name for name in names if re.match("zero[0-9](?!.*-)", name))  # without other spellings
     theirs = ", ".join(name for name in names if "_" not in name and not name.startswith("zero"))
     there_are = f"There are {ours}, and Lightning's {theirs}, ..."
     if found.startswith("{"):
@@ -213,7 +213,8 @@ def in_one_line(message: str, options_of: Callable[[str], list[str]], strategies
         name, options = ".".join(filter(None, unknown.groups())), options_of(owner)
         if not owner:
             return f"{text}.{did_you_mean(name, options)}"
-        meant = did_you_mean(name, options) or f" There are {', '.join(options)}."
+        near = answer(name, options) if owner.startswith("lightning_zero.") else did_you_mean(name, options)
+        meant = near or f" There are {', '.join(options)}."
         unnamed = owner == "lightning.LightningModule"  # what stands for a class that is not said
         return f"{key}: {owner} has no argument {name!r}.{_NAMELESS if unnamed else meant}"
     found = _FOUND.search("\n".join(lines[first:]))
@@ -230,9 +231,3 @@ def in_one_line(message: str, options_of: Callable[[str], list[str]], strategies
     types = _TYPE.sub(lambda part: part[1] or part[2] or "", types).replace("NoneType", "null")
     choices = [name for choice in re.findall(r"[\w.-]+", types) for name in (choice, choice.rpartition(".")[2])]
     return f"{key}: expected {'one of ' * (', ' in types)}{types}, found {value!r}.{did_you_mean(value, choices)}"
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question for the known name that is nearest to a wrong one, if one is near."""
-    near = get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]}?" if near else ""

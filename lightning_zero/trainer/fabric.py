@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric import wrappers
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_zero._torch import compiler_of_frames, opaque_to_dynamo, tree_map_only
 from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
-from lightning_zero.config import Placement
+from lightning_zero.config import StageLike, TimeoutLike, validate_timeout
 from lightning_zero.debug import full_parameters, note_optimizers
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.init import InitRecorder
@@ -41,6 +41,7 @@ from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.callbacks import attribute_of_ddp, refuse_synced_norms
+from lightning_zero.trainer.foreign import answer_foreign_names
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, leave_group_of_one
 
@@ -132,12 +133,13 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
         start_method: how ``fabric.launch`` starts processes: ``popen`` runs the script again; those of ``spawn`` and
             ``fork`` run the function that it is given, and end with it. ``None``: ``popen``, in notebooks ``fork``.
-        timeout: how long a rank waits for the others before it raises; also for their part of a checkpoint.
+        timeout: how long a rank waits for the others before it raises, as a timedelta or in seconds; also for their
+            part of a checkpoint.
         settings: ``units``, ``shard_within``, ``compression``, ``secondary_shards``, ``bucket_mib``, ``prefetch``,
             ``offload``, ``activations``, ``checkpoint`` and ``broadcast_buffers``, as for ``ZeroStrategy``.
 
     Raises:
-        TypeError: for an unknown setting.
+        TypeError: for an unknown argument. That of another strategy is answered with what to write here.
         ValueError: if a setting is not usable.
     """
 
@@ -149,9 +151,10 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         "`fabric.setup_optimizers(optimizer)` on every rank, and use what that returns."
     )
 
+    @answer_foreign_names(field.name for field in fields(SessionSettings) if field.name != "placement")
     def __init__(
         self,
-        stage: Literal[1, 2, 3] = 3,
+        stage: StageLike = 3,
         *,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -159,13 +162,14 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        timeout: TimeoutLike = DEFAULT_TIMEOUT,
         **settings: Any,
     ) -> None:
-        self.settings = SessionSettings(placement=Placement.from_stage(stage), **settings)
+        self.settings = SessionSettings.from_user(stage, **settings)
         super().__init__(accelerator, parallel_devices, cluster_environment, precision=precision)
         self._num_nodes = 1
-        self.process_group_backend, self._timeout, self._start_method = process_group_backend, timeout, start_method
+        self.process_group_backend, self._start_method = process_group_backend, start_method
+        self._timeout = validate_timeout(timeout)
         self._backward_sync_control = self
         self._recorder, self._in_backward = InitRecorder(), False
         self._module: _ShardedModule | None = None

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -333,6 +332,8 @@ class _LockStep:
 def first_batch(module: LightningModule, configured: Any) -> Any:
     """The first batch that one process would train with: of data as configurations have them (arguments may stand
     beside ``class_path``), or of the module, which has a Trainer or what stands for one; else raises ValueError."""
+    from lightning.pytorch.cli import LightningArgumentParser  # imports jsonargparse, which a training does not need
+
     source: Any = module
     try:
         if configured:

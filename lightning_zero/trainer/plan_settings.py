@@ -27,6 +27,7 @@ from lightning_zero.config import (
     Stage,
     Tier,
     parse_size,
+    validate_offload,
 )
 from lightning_zero.session.settings import MIXED_DTYPES, TRUE_DTYPES, SessionSettings
 
@@ -79,12 +80,13 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
         raise ValueError(
             f"trainer.strategy is {shown}, which has no ZeRO stage: give --stage, or --trainer.strategy zero3"
         )
-    settings["placement"] = Placement.from_stage(settings.pop("stage"))
-    settings["offload"] = _offload(config["offload"], settings.get("offload"), settings["placement"])
+    settings["placement"] = placement = Placement.from_stage(settings.pop("stage"))
+    settings["offload"] = _offload(config["offload"], settings.get("offload"), placement)
     for found, name, kind in ((exchange, "compression", Compression), (settings, "activations", ActivationPolicy)):
         if isinstance(chosen := found.get(name), Namespace):
             found[name] = kind(**arguments_of(chosen))
     asked = SessionSettings(**settings, **exchange)
+    settings |= {name: getattr(asked, name) for name in ("units", "activations") if name in settings}
     world_size = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
     hosts: int = config.trainer.num_nodes
     exchange["shard_within"] = span = shard_span(asked.shard_within, world_size // hosts, world_size)
@@ -105,10 +107,10 @@ def _offload(asked: str | None, configured: Any, placement: Placement) -> Offloa
 
     ``configured`` is the strategy's ``offload``: a policy, or what it would be made of.
     """
-    policy: Offload | None = configured
     if isinstance(configured, Namespace):
         settings = arguments_of(configured)
-        policy = (NvmeOffload if "path" in settings else HostOffload)(**settings)
+        configured = (NvmeOffload if "path" in settings else HostOffload)(**settings)
+    policy = validate_offload(configured, placement)
     tier = {"host": Tier.HOST, "nvme": Tier.DISK}.get(asked or "")
     if asked is None or (policy is not None and policy.tier is tier):
         return policy

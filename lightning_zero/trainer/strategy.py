@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -22,14 +21,18 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Compression
 from lightning_zero.comm.watch import current_watch
 from lightning_zero.config import (
-    ActivationPolicy,
+    ActivationsLike,
+    CheckpointLike,
     CheckpointPolicy,
-    HostOffload,
     LoaderPolicy,
-    NvmeOffload,
-    Placement,
+    LoadersLike,
+    OffloadLike,
     ShardWithin,
+    StageLike,
+    TimeoutLike,
+    UnitsLike,
     validate_loaders,
+    validate_timeout,
 )
 from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import ZeroEngine
@@ -58,6 +61,7 @@ from lightning_zero.trainer.callbacks import (
     watch_names,
     without_modules,
 )
+from lightning_zero.trainer.foreign import answer_foreign_names
 from lightning_zero.trainer.loaders import Batches
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, StartMethod
@@ -73,7 +77,7 @@ class ZeroStrategy(Batches):
 
     Args:
         stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
-        units: class names of the modules whose parameters are gathered together (stage 3), for example
+        units: classes of the modules whose parameters are gathered together (stage 3), or their names, for example
             ``["TransformerBlock"]``; ``None`` finds them automatically.
         shard_within: who shares what is sharded, ``"node"`` or so many ranks in a row; ``None``: all ranks. Each group
             holds all of it, and averages gradients with the others before a step: less traffic between, more memory.
@@ -84,18 +88,22 @@ class ZeroStrategy(Batches):
             stage 2, of 1 MiB or more. A single larger parameter is a bucket of its own.
         prefetch: units gathered ahead of the one that computes (stage 3); ``None``: one, where a gather takes time.
         offload: what rests in host memory, or in files, between uses; ``None``: everything stays on the device.
+            ``"cpu"`` or ``True``: the optimizer, in stage 3 the parameters too, on the host, as in ``zero3_offload``.
         activations: what is computed again in backward, or kept on the host until then; ``None``: autograd keeps all.
-        checkpoint: what is saved and how, and where the first weights come from.
-        loaders: what happens where data end on some ranks earlier than on others.
+            ``"units"`` or classes: ``ActivationPolicy(checkpointing=...)`` of these.
+        checkpoint: what is saved and how, and where the first weights come from. Or the format alone.
+        loaders: what happens where data end on some ranks earlier than on others. Or one word, for all loaders.
         broadcast_buffers: whether all ranks get rank 0's buffers (running statistics) whenever DDP would give them.
         accelerator, parallel_devices, cluster_environment: as for every Lightning strategy.
         precision_plugin: ``ZeroPrecision``, or one of Lightning's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
         start_method: how the Trainer starts processes: ``popen`` runs the script again; those of ``spawn`` and ``fork``
             hand whole weights over and end. ``None``: ``fork`` in notebooks, else ``popen``.
-        timeout: how long a rank waits for the others before it raises; also for their part of a checkpoint.
+        timeout: how long a rank waits for the others before it raises, as a timedelta or in seconds; also for their
+            part of a checkpoint.
 
     Raises:
+        TypeError: for an unknown argument. That of another strategy is answered with what to write here.
         ValueError: if a setting is not usable.
 
     Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857).
@@ -109,20 +117,21 @@ class ZeroStrategy(Batches):
         "`trainer.strategy.setup_optimizers(trainer)` on every rank."
     )
 
+    @answer_foreign_names()
     def __init__(
         self,
-        stage: Literal[1, 2, 3] = 3,
+        stage: StageLike = 3,
         *,
-        units: Sequence[str] | None = None,
+        units: UnitsLike | None = None,
         shard_within: ShardWithin = None,
         compression: Compression | None = None,
         secondary_shards: bool = False,
         bucket_mib: float = 100.0,
         prefetch: int | None = None,
-        offload: HostOffload | NvmeOffload | None = None,
-        activations: ActivationPolicy | None = None,
-        checkpoint: CheckpointPolicy = _DEFAULT_POLICY,
-        loaders: LoaderPolicy = _DEFAULT_LOADERS,
+        offload: OffloadLike = None,
+        activations: ActivationsLike = None,
+        checkpoint: CheckpointLike = _DEFAULT_POLICY,
+        loaders: LoadersLike = _DEFAULT_LOADERS,
         broadcast_buffers: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -130,10 +139,10 @@ class ZeroStrategy(Batches):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        timeout: TimeoutLike = DEFAULT_TIMEOUT,
     ) -> None:
-        self.settings = SessionSettings(
-            placement=Placement.from_stage(stage),
+        self.settings = SessionSettings.from_user(
+            stage,
             units=units,
             shard_within=shard_within,
             compression=compression,
@@ -146,10 +155,11 @@ class ZeroStrategy(Batches):
             broadcast_buffers=broadcast_buffers,
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, precision_plugin=precision_plugin)
-        self.placement, self.offload = self.settings.placement, offload
+        self.placement, self.offload = self.settings.placement, self.settings.offload
         self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
-        self.process_group_backend, self._timeout, self._start_method = process_group_backend, timeout, start_method
+        self.process_group_backend, self._start_method = process_group_backend, start_method
+        self._timeout = validate_timeout(timeout)
         self._recorder, self._replaced, self._held = InitRecorder(), Replaced(), Replaced()
         self._laid_out = False  # in the running fit, validation, ...
         self._averages: Averages | None = None

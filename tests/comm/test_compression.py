@@ -305,7 +305,7 @@ def test_what_is_not_finite_is_found() -> None:
         (lambda: Compression(weights="int4"), "weights must be one of bfloat16, int8, got 'int4'"),  # type: ignore[arg-type]
         (lambda: Compression(gradients="int2"), "gradients must be one of bfloat16, int8, int4"),  # type: ignore[arg-type]
         (lambda: ZeroStrategy(3, compression=BOTH, shard_within="node"), "leave weights out"),
-        (lambda: ZeroStrategy(3, compression="int8"), "must be a Compression"),  # type: ignore[arg-type]
+        (lambda: ZeroStrategy(3, compression="int8"), "Write Compression\\("),  # type: ignore[arg-type]
     ],
 )
 def test_settings_that_cannot_be(make_it: Any, told: str) -> None:

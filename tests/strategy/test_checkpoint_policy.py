@@ -41,11 +41,6 @@ def test_a_wrong_setting_is_named(setting: dict[str, Any], message: str) -> None
         CheckpointPolicy(**setting)
 
 
-def test_a_strategy_takes_nothing_but_a_policy() -> None:
-    with pytest.raises(ValueError, match="checkpoint must be a CheckpointPolicy, got 'sharded'"):
-        ZeroStrategy(checkpoint="sharded")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("options", ["sharded", {"formt": "sharded"}, {"format": "zip"}, {"async": "yes"}])
 def test_storage_options_that_nobody_knows_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match=r"storage_options|CheckpointPolicy\.(format|async_save)"):

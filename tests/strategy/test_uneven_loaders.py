@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero import LoaderPolicy, NoBatch, ZeroStrategy
+from lightning_zero import LoaderPolicy, NoBatch
 from tests.helpers.cases import WIDTH, Stack
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
@@ -362,5 +362,3 @@ def test_to_join_by_hand_is_refused_at_set_up() -> None:
 def test_a_policy_is_one_of_three() -> None:
     with pytest.raises(ValueError, match=r"LoaderPolicy\.training must be one of error, join, stop, got 'wait'"):
         LoaderPolicy(training="wait")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="loaders must be a LoaderPolicy"):
-        ZeroStrategy(loaders="join")  # type: ignore[arg-type]

@@ -19,15 +19,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.15
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from lightning_zero.checkpoint.format.claims import follow
 from lightning_zero.checkpoint.format.flat_shard import Box, tile
@@ -246,6 +237,17 @@ def _expect(form: str, value: Any) -> Any:
 
 def to_metadata(index: Index) -> bytes:
     """The content of ``.metadata``, for the readers of stock directories."""
+    # Takes longer to import than this package, and many trainings save nothing.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.15
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for name, item in index.items.items():

@@ -20,15 +20,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lightning_zero._torch import make_wrapper_subclass
 from lightning_zero.storage.file_tensor import FileTensor
+
+if TYPE_CHECKING:  # it takes longer to import than this package, and only DCP itself asks for its classes
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["Box", "FlatShard", "boxes", "elements_before", "is_range", "linear", "memory_identity", "tile"]
 
@@ -160,6 +162,9 @@ class FlatShard(Tensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """DCP: what this rank writes."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties, written = TensorProperties(dtype=self.dtype), []
         for chunk in self.__create_chunk_list__():
             data = TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
@@ -168,6 +173,8 @@ class FlatShard(Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """DCP: what this rank wants to read."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

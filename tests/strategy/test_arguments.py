@@ -1,0 +1,275 @@
+"""What users write as arguments of the strategies: other words for our settings, and names of other strategies."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeed
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    StrategyRegistry,
+)
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_zero
+from lightning_zero import (
+    ActivationPolicy,
+    CheckpointPolicy,
+    HostOffload,
+    LoaderPolicy,
+    NvmeOffload,
+    ZeroCLI,
+    ZeroFabricStrategy,
+    ZeroStrategy,
+    build_plan,
+    measure_activations,
+)
+from lightning_zero.config import validate_units
+from lightning_zero.trainer.foreign import answer
+
+
+class Block(nn.Linear):
+    """A unit."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+class Other(Block):
+    """Another one."""
+
+
+AGAIN = ActivationPolicy(checkpointing=["Block"])
+BOTH: Any = [ZeroStrategy, ZeroFabricStrategy]
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"stage": "2"}, {"stage": 2}),
+        ({"units": "Block"}, {"units": ["Block"]}),
+        ({"units": Block}, {"units": ["Block"]}),
+        ({"units": {Other, Block}}, {"units": ["Block", "Other"]}),
+        ({"units": [Other, "my.models.Block", Block]}, {"units": ["Other", "Block"]}),
+        ({"offload": "cpu"}, {"offload": HostOffload(parameters=True)}),
+        ({"offload": True}, {"offload": HostOffload(parameters=True)}),
+        ({"offload": "cpu", "stage": "1"}, {"offload": HostOffload(), "stage": 1}),
+        ({"offload": True, "stage": 2}, {"offload": HostOffload(), "stage": 2}),
+        ({"offload": False}, {}),
+        ({"offload": NvmeOffload("/local")}, {"offload": NvmeOffload(path="/local")}),
+        ({"activations": "units"}, {"activations": ActivationPolicy(checkpointing="units")}),
+        ({"activations": ActivationPolicy("units")}, {"activations": ActivationPolicy(checkpointing="units")}),
+        ({"activations": ["Block"]}, {"activations": AGAIN}),
+        ({"activations": Block}, {"activations": AGAIN}),
+        ({"activations": ActivationPolicy({Block})}, {"activations": AGAIN}),
+        ({"checkpoint": "consolidated"}, {"checkpoint": CheckpointPolicy(format="consolidated")}),
+        ({"checkpoint": CheckpointPolicy("consolidated")}, {"checkpoint": CheckpointPolicy(format="consolidated")}),
+        ({"checkpoint": "sharded"}, {}),
+    ],
+)
+def test_other_words_for_a_setting(strategy: Any, given: dict[str, Any], meant: dict[str, Any]) -> None:
+    made = strategy(**given)
+    assert made.settings == strategy(**meant).settings
+    assert ZeroStrategy(**given).offload == made.settings.offload
+
+
+@pytest.mark.parametrize("word", ["error", "join", "stop"])
+def test_a_word_is_for_all_loaders(word: Any) -> None:
+    assert ZeroStrategy(loaders=word).loaders == LoaderPolicy(training=word, evaluation=word)
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+def test_a_timeout_is_a_time_or_seconds(strategy: Any) -> None:
+    for timeout in (60, 60.0, timedelta(minutes=1)):
+        assert strategy(timeout=timeout)._timeout == timedelta(minutes=1)
+    assert strategy(timeout=None)._timeout is None
+    for wrong in (0, -1, True, "60", float("nan"), float("inf"), 1e300, timedelta(0), timedelta(seconds=-3)):
+        with pytest.raises(ValueError, match=r"^timeout must be a positive number of seconds or a timedelta, got "):
+            strategy(timeout=wrong)
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bucket_mib": 2e8}, r"is in elements\. For 2e\+08 elements write bucket_mib=763, or half"),
+        ({"bucket_mib": 500_000}, r"write bucket_mib=2, or half"),
+        ({"offload": "nvme"}, r"does not say in which directory\. Write offload=NvmeOffload\('/local'\)"),
+        ({"offload": "gpu"}, r"offload must be a HostOffload, an NvmeOffload or 'cpu', got 'gpu'"),
+        ({"offload": 1}, r"offload must be a HostOffload, an NvmeOffload or 'cpu', got 1"),
+        ({"stage": "4"}, r"ZeRO stage must be one of 1, 2, 3, got 4"),
+        ({"stage": "three"}, r"ZeRO stage must be one of 1, 2, 3, got 'three'"),
+        ({"units": 3}, r"units must be a list of class names"),
+        ({"units": {Block, 3}}, r"units must hold class names such as 'Block', got 3"),
+        ({"units": set()}, r"units must name at least one class, .* got set\(\)"),
+        ({"activations": True}, r"activations must be an ActivationPolicy, 'units' or class names .*, got True"),
+        ({"checkpoint": "full"}, r"checkpoint must be a CheckpointPolicy, 'sharded' or 'consolidated', got 'full'"),
+        ({"compression": "int8"}, r"got 'int8'\. Write Compression\(gradients='int8'\)"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(strategy: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        strategy(**given)
+
+
+def test_loaders_that_nobody_knows() -> None:
+    with pytest.raises(ValueError, match="loaders must be a LoaderPolicy, 'error', 'join', 'stop'; got 'wait'"):
+        ZeroStrategy(loaders="wait")  # type: ignore[arg-type]
+
+
+def test_a_plan_takes_them_too() -> None:
+    model = nn.Sequential(Block(), Other())
+    with_names = build_plan(model, world_size=2, units=["Block"], offload=HostOffload(parameters=True))
+    assert build_plan(model, world_size=2, units={Block}, offload="cpu", stage="3") == with_names  # type: ignore[arg-type]
+    assert measure_activations(model, model[0].weight, policy=[Block]) == measure_activations(
+        model, model[0].weight, policy=AGAIN
+    )
+    assert validate_units({Other, Block}) == validate_units({Block, Other})  # on every rank the same
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments of other strategies
+
+THEIRS: list[Callable[..., Any]] = [
+    *(DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy),
+    *(FabricDDP, FabricDeepSpeed, FabricFSDP, FabricModelParallel),
+    *(DistributedDataParallel, FullyShardedDataParallel, fully_shard),
+]
+
+
+def names_of(strategy: Callable[..., Any]) -> set[str]:
+    return {n for n, p in inspect.signature(strategy).parameters.items() if p.kind is not p.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize("theirs", THEIRS, ids=lambda theirs: f"{theirs.__module__}.{theirs.__name__}")
+def test_every_argument_of_another_strategy_is_answered(theirs: Callable[..., Any]) -> None:
+    ours = names_of(ZeroStrategy)
+    unanswered = sorted(name for name in names_of(theirs) - ours if not answer(name))
+    assert not unanswered
+    for strategy in BOTH:
+        known = ours | {"precision"} if strategy is ZeroFabricStrategy else ours
+        for name in names_of(theirs) - known:
+            with pytest.raises(TypeError) as raised:
+                strategy(stage=2, **{name: True})
+            assert str(raised.value) == f"{strategy.__name__} has no argument {name!r}.{answer(name)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("cpu_offload", "Write offload='cpu'."),
+        ("auto_wrap_policy", "Write units=['Block'] with your classes, or leave it out."),
+        ("find_unused_parameters", "Leave it out: a step may use any part of the parameters."),
+        ("state_dict_type", "Write checkpoint='consolidated' for 'full', or leave it out for 'sharded'."),
+        ("bucket_mbi", "Did you mean bucket_mib?"),
+        ("pay_later", ""),
+    ],
+)
+def test_the_answer_names_the_strategy(name: str, line: str) -> None:
+    class Mine(ZeroStrategy):
+        """As ``RayZeroStrategy``."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    for strategy in (*BOTH, Mine):
+        with pytest.raises(TypeError) as raised:
+            strategy(**{name: 1})
+        assert str(raised.value) == f"{strategy.__name__} has no argument {name!r}. {line}".rstrip()
+
+
+def test_what_the_answers_say_to_write_can_be_written() -> None:
+    """Arguments that a sentence shows are accepted, by name."""
+    for shown in (
+        {"offload": NvmeOffload("/local", io_threads=4)},
+        {"offload": NvmeOffload("/local", parameters=True), "stage": 3},
+        {"offload": NvmeOffload("/local", buffer_mib=256.0)},
+        {"activations": ActivationPolicy("units", offload=True)},
+        {"shard_within": 8},
+        {"stage": 3, "secondary_shards": True},
+        {"compression": lightning_zero.Compression(weights="int8", gradients="int4")},
+    ):
+        ZeroStrategy(**shown)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configurations
+
+
+@pytest.mark.parametrize("cli", [LightningCLI, ZeroCLI])
+@pytest.mark.parametrize(
+    ("settings", "meant"),
+    [
+        ("{units: Block, offload: cpu}", {"units": ["Block"], "offload": HostOffload(parameters=True)}),
+        ("{units: [Block, Other], offload: true}", {"units": ["Block", "Other"], "offload": "cpu"}),
+        ("{stage: '2', activations: units}", {"stage": 2, "activations": ActivationPolicy("units")}),
+        ("{activations: [Block], checkpoint: consolidated}", {"activations": AGAIN, "checkpoint": "consolidated"}),
+        ("{activations: {checkpointing: Block}, loaders: join}", {"activations": AGAIN, "loaders": "join"}),
+        ("{timeout: 60}", {"timeout": 60}),
+        ("{timeout: '0:01:00'}", {"timeout": 60}),
+    ],
+)
+def test_a_configuration_takes_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: type[LightningCLI], settings: str, meant: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script"])
+    file, expected = tmp_path / "config.yaml", ZeroStrategy(**meant)
+    text = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: %s}"
+    file.write_text(f"trainer: {{accelerator: cpu, devices: 1, logger: false, {text % settings}}}")
+    for _ in range(2):  # what LightningCLI saves beside the checkpoints gives the same again
+        made = cli(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
+        strategy = made.trainer.strategy
+        assert strategy.settings == expected.settings
+        assert (strategy._timeout, strategy.loaders) == (expected._timeout, expected.loaders)
+        file.write_text(made.parser.dump(made.config))
+
+
+def test_the_command_line_answers_as_the_constructor_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script"])
+    for options in (["--trainer.strategy=zero3"], ["--trainer.strategy=lightning_zero.ZeroStrategy"]):
+        with pytest.raises(SystemExit):
+            ZeroCLI(BoringModel, run=False, args=[*options, "--trainer.strategy.cpu_offload=true"])
+        assert "has no argument 'cpu_offload'. Write offload='cpu'." in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+NAMES = [f"zero{stage}{more}" for stage in (1, 2, 3) for more in ("", "_offload")] + ["zero3_offload_nvme"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_spellings_of_a_name(name: str) -> None:
+    for spelling in (name.replace("zero", "zero_"), name.replace("zero", "zero-"), name.replace("_", "-")):
+        for registry in (StrategyRegistry, STRATEGY_REGISTRY):
+            assert registry[spelling]["init_params"] == registry[name]["init_params"]
+    strategy = Trainer(accelerator="cpu", devices=1, logger=False, strategy=name.replace("zero", "zero_")).strategy
+    assert isinstance(strategy, ZeroStrategy)
+    assert strategy.settings == Trainer(accelerator="cpu", devices=1, logger=False, strategy=name).strategy.settings  # type: ignore[attr-defined]
+
+
+def test_the_name_with_nvme_has_the_path_of_deepspeed() -> None:
+    """What is not there is refused at set-up, as for any path."""
+    expected = inspect.signature(DeepSpeedStrategy).parameters["nvme_path"].default
+    assert StrategyRegistry["zero3_offload_nvme"]["init_params"]["offload"] == NvmeOffload(expected, parameters=True)
