@@ -593,7 +593,7 @@ def test_what_needs_other_ranks_is_refused_on_every_rank(what: str) -> None:
         text = str(caught.value)
         assert what.strip() in text
         assert "'layer.weight' is sliced over the ranks" in text
-        for way in ("full_gradient(module, name)", "full_gradients(module)", "grad_norm(module)", "clip_gradients"):
+        for way in ("full_gradient(module, name)", "full_gradients(module)", "clip_grad_norm_"):
             assert way in text
         assert same(before, part.own)
         assert reports == []

@@ -455,6 +455,30 @@ def test_looking_inside() -> None:
     assert_same(under_ddp_and_stages(play), bound=1e-6)
 
 
+def test_a_loop_that_clips_and_skips_by_hand() -> None:
+    """As nanoGPT's, with a log of norms, the noise of gradients, and steps left out that are not finite."""
+
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric, module = launched(strategy), built()
+        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+        logged: list[Tensor] = []
+        for step in range(4):
+            for micro in range(2):
+                with fabric.no_backward_sync(model, enabled=micro == 0):
+                    fabric.backward(model(data(2 * step + micro, fabric.global_rank)[0]).square().mean() / 2)
+            if step == 2:
+                next(model.parameters()).grad[0] = float("inf")  # type: ignore[index]
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            means = [(p.grad.mean() ** 2 + p.grad.std() ** 2).sqrt() for p in model.parameters() if p.grad is not None]
+            logged += [norm, *means, *(p.detach().norm() for p in model.parameters())]
+            if torch.isfinite(norm):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return {"logged": [x for x in logged if x.isfinite()], "norm": [bool(x.isfinite()) for x in logged]}
+
+    assert_same(under_ddp_and_stages(play), bound=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -325,3 +326,65 @@ def test_one_rank_alone_does_not_wait_for_ever() -> None:
     for text in run_world(2, lambda rank: alone(waits_at_a_barrier, 1, "on_after_backward"), timeout=60):
         assert "rank 0 has waited for" in text
         assert "norm() of the averaged gradient of 'model.stem.weight'" in text
+
+
+class Reads(Acts):
+    """What raises, by name."""
+
+    def __init__(self, act: Act) -> None:
+        super().__init__(act, "on_before_optimizer_step")
+        self.told: list[str] = []
+
+    def run(self, hook: str) -> None:
+        if hook == self.hook:
+            with raised(self.told):
+                self.act(self.model)
+
+
+def in_the_next_backward(model: nn.Module) -> None:
+    kept = model.stem.weight.detach()  # type: ignore[union-attr, operator]
+    model.scale.register_hook(lambda grad: grad * kept.norm())  # type: ignore[union-attr, operator]
+
+
+REFUSED: dict[str, tuple[Act, str]] = {
+    "backward of a norm": (
+        lambda m: m.stem.weight.norm().backward(),  # type: ignore[union-attr, operator]
+        r"'model\.stem\.weight' are not in memory here, and the backward of a norm\(\) that was taken between steps",
+    ),
+    "columns": (lambda m: m.stem.weight.grad.norm(dim=0), r"norm\(\) over dimensions other than the last ones"),  # type: ignore[union-attr]
+    "median": (lambda m: m.stem.weight.grad.median(), "full_gradients"),  # type: ignore[union-attr]
+    "matrix norm": (lambda m: torch.linalg.norm(m.stem.weight.grad, 2), "full_gradients"),  # type: ignore[union-attr]
+    "state_dict": (lambda m: m.state_dict(), r"detach\(\) needs them"),
+}
+
+
+ONCE: dict[str, Act] = {
+    "read only": lambda m: m.stem.weight.detach().mul_(0.5),  # type: ignore[union-attr, operator]
+    "backward": in_the_next_backward,
+}
+
+
+def test_everything_else_raises_by_name() -> None:
+    def run(rank: int) -> dict[str, list[str]]:
+        found = {}
+        for name, (act, _) in REFUSED.items():
+            module = Reads(act)
+            with quiet(), contextlib.suppress(RuntimeError):
+                fit(zero(3), module, count=1)
+            found[name] = module.told
+        errors: dict[str, list[str]] = {"read only": [], "backward": []}
+        for name, act in ONCE.items():
+            with quiet(), raised(errors[name]):
+                fit(zero(1), Acts(act, "on_before_optimizer_step"), count=2, precision="bf16-mixed")
+        return {**found, **errors}
+
+    for found in run_world(2, run, timeout=60):
+        told = {name: text for name, (_, text) in REFUSED.items()}
+        told |= {
+            "read only": "'model.stem.weight' is sliced .*full_parameters",
+            "backward": "called during a backward",
+        }
+        for name, text in told.items():
+            assert len(found[name]) == 1, (name, found[name])
+            assert found[name][0].startswith("ParameterAccessError"), found[name]
+            assert re.search(text, found[name][0]), (name, found[name])
