@@ -39,9 +39,14 @@ from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder
-from lightning_zero.session.adapters import adapter_names, refuse_dependent_adapters, values_from_the_base
 from lightning_zero.session.module_state import left_out_of, weights_of
-from lightning_zero.session.names import in_layout_of, under_own_names
+from lightning_zero.session.names import (
+    adapter_names,
+    in_layout_of,
+    refuse_dependent_adapters,
+    under_own_names,
+    values_from_the_base,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI

@@ -22,8 +22,8 @@ from lightning_zero.comm.control import collect
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
-from lightning_zero.session.adapters import described_models
 from lightning_zero.session.module_state import read_slice
+from lightning_zero.session.names import described_models
 from lightning_zero.session.random_state import RandomState
 
 __all__ = ["Checkpoints", "require_lightning"]

@@ -19,13 +19,16 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
-from lightning_zero.session.adapters import (
+from lightning_zero.session.names import (
     ADAPTED,
     adapter_names,
+    base_name,
+    in_layout_of,
     refuse_dependent_adapters,
+    under_own_names,
+    unwrapped,
     values_from_the_base,
 )
-from lightning_zero.session.names import base_name, in_layout_of, under_own_names, unwrapped
 from lightning_zero.shards.binding import placeholders_allowed
 
 __all__ = [
