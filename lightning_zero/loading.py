@@ -320,6 +320,12 @@ def _load(
     tied = _tied_elsewhere(own, state)
     left_out = under_own_names(dict.fromkeys(left_out_of(checkpoint)), own, path, strict=False)
     unsaved = [name for name in left_out if name in own and name not in state and name not in tied]
+    if unsaved and initial_weights is not None:
+        raise CheckpointError(
+            f"'{os.fspath(path)}' was saved without its frozen parameters, and the initial weights "
+            f"'{os.fspath(initial_weights)}' do not hold {some(unsaved)}: these would keep random values. Name the "
+            "model that the frozen parameters came from, or leave `initial_weights` out if the module itself loads them."
+        )
     _materialise(built, {id(own[name]) for name in own if name in state}, device or torch.device("cpu"), record)
     if device is not None:
         built.to(device)

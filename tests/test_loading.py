@@ -729,6 +729,15 @@ def test_adapters_on_the_base_they_were_trained_on(tmp_path: Path) -> None:
         assert torch.equal(module.state_dict()[name], value), name
 
 
+def test_initial_weights_without_a_frozen_parameter_are_refused(tmp_path: Path) -> None:
+    adapters, _, expected = adapters_and_base(tmp_path)
+    state = {"inner.weight": expected.state_dict()["base.inner.weight"]}
+    save_file(state, tmp_path / "part.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"part\.safetensors' do not hold base\.inner\.bias: "):
+        load_from_checkpoint(Adapted, adapters, initial_weights=tmp_path / "part.safetensors", strict=False)
+
+
 def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
     """As safetensors files hold it."""
     weight = torch.rand(5, 3)
