@@ -324,7 +324,7 @@ def _load(
         raise CheckpointError(
             f"'{os.fspath(path)}' was saved without its frozen parameters, and the initial weights "
             f"'{os.fspath(initial_weights)}' do not hold {some(unsaved)}: these would keep random values. Name the "
-            "model that the frozen parameters came from, or leave `initial_weights` out if the module itself loads them."
+            "model that they came from, or leave `initial_weights` out if the module itself loads them."
         )
     _materialise(built, {id(own[name]) for name in own if name in state}, device or torch.device("cpu"), record)
     if device is not None:
