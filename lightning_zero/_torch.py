@@ -7,7 +7,8 @@ import gc
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import methodcaller
 from types import FrameType
@@ -355,6 +356,17 @@ def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 def _recomputes_selectively() -> bool:
     stack = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     return any(type(mode).__module__ == torch.utils.checkpoint.__name__ for mode in stack)
+
+
+@contextmanager
+def without_swaps() -> Iterator[None]:
+    """While active, modules fill and move their parameters in place, whatever is set for their conversion."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 class untracked:

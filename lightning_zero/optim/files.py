@@ -232,13 +232,20 @@ class OffloadedUpdate:
         holders: dict[FlatParameters, list[Member]] = {}
         for member in everything:
             holders.setdefault(member.entry.flat, []).append(member)
+        grouped = set(self._parameters)  # what was taken out of the groups, for a while, may have state in any window
+        unseen = any(parameter not in grouped for parameter in self._optimizer.state)
         windows: list[_Window] = []
         for flat, found in by_flat.items():
-            windows += self._plan_flat(flat, found, holders[flat], store)
+            windows += self._plan_flat(flat, found, holders[flat], store, unseen)
         return windows
 
     def _plan_flat(
-        self, flat: FlatParameters, members: Sequence[Member], holders: Sequence[Member], store: NvmeStore
+        self,
+        flat: FlatParameters,
+        members: Sequence[Member],
+        holders: Sequence[Member],
+        store: NvmeStore,
+        unseen: bool,
     ) -> Iterator[_Window]:
         kinds = {member: self._kinds(member) for member in members}
         needed = list(dict.fromkeys(chain.from_iterable(kinds.values())))
@@ -256,7 +263,7 @@ class OffloadedUpdate:
                 )
             ]
             reads = {
-                kind: any(member.start < end and start < member.end for member in stored[kind])
+                kind: unseen or any(member.start < end and start < member.end for member in stored[kind])
                 for kind in dict.fromkeys(kind for member in inside for kind in kinds[member])
             }
             yield _Window(flat, members[0].entry.unit, start, end - start, ranges, reads)

@@ -23,7 +23,7 @@ optimizer is adapted anew. Nothing here holds the optimizer: one that nobody nee
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -39,8 +39,9 @@ from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.state import StateHomes
 from lightning_zero.optim.whole import WholeState, resharded
+from lightning_zero.storage.file_tensor import FileTensor
 
-__all__ = ["Kept", "StepHooks", "holds", "kept_of"]
+__all__ = ["Kept", "StepHooks", "holds", "keep_in_memory", "kept_of"]
 
 # The ids of the pre-hook and the post-hook on each optimizer that has them.
 _IDS: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
@@ -127,6 +128,16 @@ def kept_of(optimizer: Optimizer) -> Kept | None:
     return None if keep is None else keep()
 
 
+def keep_in_memory(optimizers: Iterable[Optimizer]) -> None:
+    """Note the state of optimizers for their next set-up, all of it in memory: files are about to go. Local.
+
+    Raises ``OffloadError`` if a disk failed.
+    """
+    for optimizer in optimizers:
+        if (kept := kept_of(optimizer)) is not None:
+            kept.read_files()
+
+
 class Kept:
     """The state of one optimizer between two fits, by parameter name, each rank's slices of it; ``state`` gives it,
     collectively if the optimizer had whole parameters. A step meanwhile is an error, because it would train nothing."""
@@ -143,6 +154,7 @@ class Kept:
         self._label = label
         self._entries = list(entries)
         self._state: Callable[[], dict[str, WholeState]] | None = state
+        self._in_files = homes.store is not None
         self._handle = optimizer.register_step_pre_hook(self._refuse)
         holds(optimizer, self.keep)
 
@@ -155,6 +167,15 @@ class Kept:
         if self.homes.store is not None:
             self._state = None
             self.homes.release()
+
+    def read_files(self) -> None:
+        """Hold in memory what is in files."""
+        if self.homes.store is None or self._state is None:
+            return
+        found = self._state()
+        for one in found.values():
+            one.slices.update({k: v.read() for k, v in one.slices.items() if isinstance(v, FileTensor)})
+        self._state, self._in_files = lambda: found, False
 
     def let_go(self) -> None:
         """Nothing is kept any more: the optimizer was adapted anew."""
@@ -170,16 +191,16 @@ class Kept:
         rank."""
         pairs = [(entry, owned[entry.user]) for entry in self._entries if entry.user in owned]
         moved = any(new.shard is not old.shard for old, new in pairs)
-        if self._state is None or (self.homes.store is not None and moved):
+        found = {} if self._state is None else self._state()
+        if self._state is None or (found and self._in_files and moved):
             raise UnsupportedOptimizerError(
                 f"{self._label} has trained in an earlier fit that kept its state in files, and these are gone. Build "
                 "a new one in configure_optimizers, or resume from a checkpoint: `trainer.fit(..., ckpt_path=...)`."
             )
-        found = self._state()
         state = [found.get(old.name, WholeState()) for old, _ in pairs]
         if moved:
             state = resharded(state, pairs, collectives, next(iter(owned)).device)
-        return {new.name: one for (_, new), one in zip(pairs, state, strict=True)}
+        return {new.name: one for (_, new), one in zip(pairs, state, strict=True) if one.slices or one.values}
 
     def _refuse(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise RuntimeError(

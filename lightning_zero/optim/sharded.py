@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives
-from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
+from lightning_zero.errors import OffloadError, UnsupportedOptimizerError, some
 from lightning_zero.optim.agreement import Fingerprint
 from lightning_zero.optim.files import OffloadedUpdate
 from lightning_zero.optim.groups import BeforeStep, Note, OffloadedSteps, OwnedParameter, ParamGroups, restore_options
@@ -77,6 +77,7 @@ class ShardedOptimizer:
         self._collectives = collectives
         self._before_step = before_step
         self._after_step = after_step
+        self._owned = owned
         self._members = ParamGroups(optimizer, label, owned)
         self._adopted: dict[OwnedParameter, None] = {}
         self._dealt: dict[OwnedParameter, int] = {}  # what is whole at owners, and its place there
@@ -140,8 +141,7 @@ class ShardedOptimizer:
         self._hooks.remove()
         self._leave()
         self._take_over()
-        entries = list(self._adopted)
-        kept = Kept(self.optimizer, self.label, entries, self._named_state_of(entries), self.homes)
+        kept = Kept(self.optimizer, self.label, list(self._owned.values()), self._named_state_of(), self.homes)
         self._view.let_go()
         self._forget_segments()
         return kept
@@ -273,16 +273,16 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------- state
 
     def named_state(self) -> dict[str, WholeState]:
-        """Optimizer state by parameter name. Collective: every rank, for an optimizer with whole parameters; local
-        otherwise."""
+        """Optimizer state by parameter name, also of parameters that were taken out of the groups. Collective: every
+        rank, for an optimizer with whole parameters; local otherwise."""
         self._take_over()
-        return self._named_state_of(self.entries)()
+        return self._named_state_of()()
 
-    def _named_state_of(self, entries: Iterable[OwnedParameter]) -> Callable[[], dict[str, WholeState]]:
+    def _named_state_of(self) -> Callable[[], dict[str, WholeState]]:
         """What gives the state as it is now, and does not hold the optimizer."""
         named: dict[str, WholeState] = {}
         if self._whole is None:
-            for entry in entries:
+            for entry in self._owned.values():
                 if state := self.state.get(entry.target):
                     slices = {key: value for key, value in state.items() if covers(value, entry.slice.numel)}
                     values = {key: value for key, value in state.items() if key not in slices}
@@ -330,6 +330,12 @@ class ShardedOptimizer:
         self.state.clear()
         self._forget_segments()
         if self._whole is not None:
+            if lost := sorted(state.keys() - {entry.name for entry in self._dealt}):
+                raise UnsupportedOptimizerError(
+                    f"{self.label} has state for {some(map(repr, lost))}, which are in none of its param groups, and "
+                    f"would lose it now that the module is laid out anew: {type(self.optimizer).__name__} needs whole "
+                    "parameters. Leave them in their groups, with `requires_grad` set to False."
+                )
             self._whole.load()
             self._whole_is_stale = False
             found = self._whole.state_from_slices([state.get(entry.name, WholeState()) for entry in self._dealt])
@@ -337,9 +343,9 @@ class ShardedOptimizer:
                 if values and (whole := self._owned_whole(entry)) is not None:
                     self.state[whole] = values
         else:
-            for entry in self.entries:
-                loaded = state.get(entry.name)
-                if loaded is not None:
+            for entry in self._owned.values():  # also what the user has taken out of the groups, for a while perhaps
+                if (loaded := state.get(entry.name)) is not None:
+                    self._view.users.setdefault(entry.target, entry.user)
                     slices = {key: self.homes.put(entry, key, value) for key, value in loaded.slices.items()}
                     self.state[entry.target] = {**loaded.values, **slices}
         self._view.show()

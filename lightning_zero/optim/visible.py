@@ -367,6 +367,7 @@ class OptimizerView:
         if entry is None:
             self.state[key] = values
         else:
+            self.users[entry.target] = key
             put(entry, values)
 
     def cut(self, entry: OwnedParameter, state: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import untracked, without_swaps
 from lightning_zero.checkpoint import FlatShard, StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.format.flat_shard import memory_identity
 from lightning_zero.comm import ControlGroup
@@ -153,7 +153,7 @@ class ModuleState:
         hook = self.module.register_load_state_dict_post_hook(forgive)
         noted = _NotedCopies(self._engine)
         try:
-            with noted:
+            with noted, without_swaps():
                 self.module.load_state_dict(state, strict=strict)
         finally:
             hook.remove()

@@ -30,25 +30,39 @@ class OptimizerState:
     def __init__(self, engine: ZeroEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine
         self._optimizer = optimizer
+        # In a checkpoint parameters are called what the module calls them now: user code may have put one elsewhere
+        # since set-up (`register_parametrization`, a wrapper around its layer).
+        now = {parameter: name for name, parameter in engine.module.named_parameters()}
+        self._names: dict[OwnedParameter, str] = {
+            entry: unwrapped(now.get(entry.user, entry.shard.spec.name)) for entry in optimizer.entries
+        }
 
     def save(self) -> dict[str, Any]:
         """This rank's part of ``optimizer.state_dict()``, with names in place of parameter indices.
 
-        Collective: every rank, for an optimizer with whole parameters; local otherwise.
+        Raises ``ValueError`` if a parameter that has state was taken out of all param groups, where torch's own raises
+        ``KeyError``. Collective: every rank, for an optimizer with whole parameters; local otherwise.
         """
+        label = self._optimizer.label
         entries = {entry.shard.spec.name: entry for entry in self._optimizer.entries}
         state = {}
         for name, parts in self._optimizer.named_state().items():
+            if name not in entries:
+                raise ValueError(
+                    f"{label} has state for '{name}', which is in none of its param groups, so no run that resumes "
+                    "could take it. Put the parameter back into a group, or delete its state, before you save: "
+                    f"`del optimizer.state[parameter]`."
+                )
             shard = entries[name].shard
             wrapped = {key: FlatShard(part, shard.spec.shape, shard.start) for key, part in parts.slices.items()}
-            state[unwrapped(name)] = {**parts.values, **wrapped}
+            state[self._names[entries[name]]] = {**parts.values, **wrapped}
         groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [_name(entry) for entry in members]}
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [self._names[entry] for entry in members]}
             for group, members in zip(self._optimizer.optimizer.param_groups, self._optimizer.groups, strict=True)
         ]
         return {"state": state, "param_groups": groups}
 
-    def load(self, saved: Mapping[str, Any], *, strict: bool = True, weights: Mapping[str, Any] | None = None) -> None:
+    def load(self, saved: Mapping[str, Any], *, weights: Mapping[str, Any] | None = None) -> None:
         """Take over what ``save`` gave, or an ordinary optimizer state dict with parameter indices.
 
         State goes by name, whatever the order of the parameters: a parameter that the checkpoint does not know starts
@@ -56,36 +70,36 @@ class OptimizerState:
 
         Args:
             saved: the state dict.
-            strict: whether state of a parameter that is not in the optimizer any more, or that has another shape now,
-                is an error; it is left out otherwise.
             weights: the ``state_dict`` of the checkpoint, as ``ModuleState.load`` got it. State follows a weight that
                 was stored under another name than it is loaded under, and takes over the dtype of the weights if it
                 was saved in that of the stored ones.
 
-        Collective: every rank. ``ValueError`` if state or param groups do not fit.
+        Collective: every rank. ``ValueError`` if state or param groups do not fit: also if state is of a parameter that
+        is not in the optimizer any more, or that has another shape now.
         """
         label = self._optimizer.label
         saved_groups = [dict(group) for group in saved["param_groups"]]
-        own_names = [[_name(entry) for entry in members] for members in self._optimizer.groups]
+        own_names = [[self._names[entry] for entry in members] for members in self._optimizer.groups]
         rename = self._renaming(saved_groups, own_names, weights or {})
         for group in saved_groups:
             group["params"] = [rename(key) for key in group["params"]]
-        entries = {_name(entry): entry for entry in self._optimizer.entries}
+        entries = {self._names[entry]: entry for entry in self._optimizer.entries}
         found: dict[str, Mapping[str, Any]] = {}
-        left_out: list[str] = []
+        unfit: list[str] = []
         for key, values in saved["state"].items():
             entry = entries.get(rename(key))
             if entry is not None and (wrong := self._misfit(entry, values)) is not None:
-                left_out.append(f"'{rename(key)}' ({wrong})")
+                unfit.append(f"'{rename(key)}' ({wrong})")
             elif entry is not None:
-                found[_name(entry)] = values
+                found[self._names[entry]] = values
             elif values:
-                left_out.append(f"'{rename(key)}' (not in the optimizer)")
-        if left_out and strict:
+                unfit.append(f"'{rename(key)}' (not in the optimizer)")
+        if unfit:
             raise ValueError(
-                f"The checkpoint holds optimizer state that does not fit {label}: {some(left_out)}. "
-                "Build the optimizer over the same parameters as when the checkpoint was saved, rename them in "
-                "`on_load_checkpoint`, or set `strict_loading = False` in the module to go on without that state."
+                f"The checkpoint holds optimizer state that does not fit {label}: {some(unfit)}. "
+                "Build the optimizer over the same parameters as when the checkpoint was saved, or rename them in "
+                "`on_load_checkpoint`. To go on without that state, delete it there: "
+                "`del checkpoint['optimizer_states'][index]['state'][name]`."
             )
         known = {name for group in saved_groups for name in group["params"]}
         fresh = [name for names in own_names for name in names if name not in known and name not in found]
@@ -100,10 +114,12 @@ class OptimizerState:
 
         collect(self._engine.control, f"load the state of {label}", read)
         self._optimizer.load_named_state(state, options)
-        if (left_out or fresh) and self._engine.control.rank == 0:
-            new = f"{len(fresh)} parameters that it does not know start fresh ({some(map(repr, fresh))})"
-            parts = [f"state was left out for {some(left_out)}"] * bool(left_out) + [new] * bool(fresh)
-            warnings.warn(f"{label} does not fit the checkpoint everywhere: {'; '.join(parts)}.", stacklevel=2)
+        if fresh and self._engine.control.rank == 0:
+            warnings.warn(
+                f"{label} does not fit the checkpoint everywhere: {len(fresh)} parameters that it does not know start "
+                f"fresh ({some(map(repr, fresh))}).",
+                stacklevel=2,
+            )
 
     def _renaming(
         self, saved_groups: Sequence[Mapping[str, Any]], own_names: Sequence[Sequence[str]], weights: Mapping[str, Any]
@@ -120,7 +136,7 @@ class OptimizerState:
                 )
             names.update(zip(keys, chain.from_iterable(own_names), strict=True))
         for entry in self._optimizer.entries:
-            names.update((unwrapped(alias), _name(entry)) for alias in entry.shard.spec.aliases)
+            names.update((unwrapped(alias), self._names[entry]) for alias in entry.shard.spec.aliases)
         own = set(chain.from_iterable(own_names))
         for name, value in weights.items():
             if isinstance(value, StoredTensor) and unwrapped(name) in own:
@@ -194,8 +210,3 @@ def _matched(
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         matched.append({k: v.read() if isinstance(v, StoredTensor) else v for k, v in options.items()})
     return matched
-
-
-def _name(entry: OwnedParameter) -> str:
-    """What a parameter of an optimizer is called in a checkpoint."""
-    return str(unwrapped(entry.shard.spec.name))

@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 
 from lightning_zero.analysis import ZeroPlan, build_plan
 from lightning_zero.comm import Collectives, Groups, Streams, choose_collectives
+from lightning_zero.comm.control import collect
 from lightning_zero.config import choose_prefetch
 from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import gathered_whole, give_back, whole_gradients
 from lightning_zero.errors import DivergenceError, ParameterAccessError, some
 from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.optim.agreement import agree_on_set_up
+from lightning_zero.optim.hooks import keep_in_memory
 from lightning_zero.optim.replicated import ReplicatedOptimizer
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
@@ -243,6 +245,7 @@ class ZeroSession:
         with self.relaying():
             gradients = whole_gradients(former)
             optimizers = [adapter.optimizer for adapter in self._adapters.values()]
+            collect(former.control, "read optimizer state from files", lambda: keep_in_memory(optimizers))
             if self._activations is not None:
                 self._activations.detach()
             self.shard(former.module, self._dtypes, cast=False)
@@ -311,6 +314,17 @@ class ZeroSession:
         """The sharded view of one of the optimizers of ``shard_optimizers``; ``KeyError`` for any other."""
         return self._adapters[id(optimizer)]
 
+    def adopt_changes(self) -> None:
+        """Take over what user code has thawed, and the param groups it has added, since the last step or set-up.
+
+        Whoever loads optimizer states calls this first, so that every parameter that trains is there to take its own.
+        Collective: every rank.
+        """
+        if thawed := self.engine.thawed():
+            self._lay_out_anew(thawed)
+        for adapter in self._adapters.values():
+            adapter.adopt_new_groups()
+
     # -------------------------------------------------------------------- steps
 
     @contextmanager
@@ -326,10 +340,8 @@ class ZeroSession:
         """
         if self._buffers is None:
             raise RuntimeError(f"The run has not begun: there is no module to run {name} of.")
-        if training and (thawed := self.engine.thawed()):
-            self._lay_out_anew(thawed)
-        for adapter in self._adapters.values() if training else ():
-            adapter.adopt_new_groups()
+        if training:
+            self.adopt_changes()
         with self._activations.training() if training and self._activations is not None else nullcontext():
             self._buffers.before_forward(name)
             with self.engine.step(name):

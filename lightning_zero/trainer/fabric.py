@@ -27,7 +27,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero._torch import compiler_of_frames, opaque_to_dynamo, tree_map_only
+from lightning_zero._torch import compiler_of_frames, opaque_to_dynamo, tree_map_only, without_swaps
 from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
 from lightning_zero.config import StageLike, TimeoutLike, validate_timeout
@@ -252,7 +252,8 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         self._recorder = InitRecorder()
         session.relaying = self._relaying
         session.checkpoints.begin(training=True)
-        module.to(self.root_device)  # what is neither a parameter nor a buffer of the engine (metric states)
+        with without_swaps():
+            module.to(self.root_device)  # what is neither a parameter nor a buffer of the engine (metric states)
         self.precision.attach(self.root_device, session.engine.totals, self.adapter)
         session.begin(training=any(parameter.requires_grad for parameter in module.parameters()))
         with self._relaying():
@@ -398,6 +399,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             raise ValueError("Load an optimizer's state by `fabric.load(path, {'optimizer': optimizer})`.")
         wanted: dict[str, Any] = {_WEIGHTS: state} if isinstance(state, nn.Module) else state or {}
         if any(isinstance(value, Optimizer) for value in wanted.values()):
+            self.session.adopt_changes()
             self.session.checkpoints.load_residuals(found, self.session.engine)
         if not isinstance(state, nn.Module):
             self._rename(found, wanted)
@@ -408,7 +410,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             if self._is_sharded(target):
                 self.session.module_state().load(value, strict, excluded)
             elif isinstance(target, Optimizer):
-                self._state_of(target).load(value, strict=strict, weights=weights)
+                self._state_of(target).load(value, weights=weights)
             else:
                 value = tree_map_only(StoredTensor, StoredTensor.read, value)
                 if isinstance(target, _Stateful):

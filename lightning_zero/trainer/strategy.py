@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero._torch import without_swaps
 from lightning_zero.comm import Compression
 from lightning_zero.comm.watch import current_watch
 from lightning_zero.config import (
@@ -210,7 +211,8 @@ class ZeroStrategy(Batches):
 
     def model_to_device(self) -> None:
         """Move what is not a parameter or buffer of the engine (metric states, for example)."""
-        self._module.to(self.root_device)
+        with without_swaps():
+            self._module.to(self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, build the optimizers, adapt them. Collective: every rank."""
@@ -421,9 +423,9 @@ class ZeroStrategy(Batches):
                 f"{len(self.optimizers)}. To start with fresh optimizers, set checkpoint['optimizer_states'] = [] in "
                 "`on_load_checkpoint`, or load the weights only."
             )
+        self.session.adopt_changes()
         for optimizer, state in zip(self.optimizers, states, strict=False):
-            strict, weights = self._module.strict_loading, checkpoint.get("state_dict")
-            self._state_of(optimizer).load(state, strict=strict, weights=weights)
+            self._state_of(optimizer).load(state, weights=checkpoint.get("state_dict"))
         self.checkpoints.load_random_state(checkpoint, self.root_device)
         self.checkpoints.load_residuals(checkpoint, self.engine)
 

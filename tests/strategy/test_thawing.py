@@ -273,6 +273,7 @@ def test_averages_offload_and_recomputation_go_along(stage: int, tmp_path: Path)
         ways: dict[str, dict[str, Any]] = {
             "plain": {},
             "host": {"offload": HostOffload()},
+            "nvme": {"offload": NvmeOffload(path=tmp_path)},
             "recomputed": {"activations": ActivationPolicy(checkpointing=["Block"])},
         }
         with quiet():
@@ -281,17 +282,9 @@ def test_averages_offload_and_recomputation_go_along(stage: int, tmp_path: Path)
                 callbacks = [CALLBACKS["backbone"](), EMAWeightAveraging(decay=0.9)]
                 trainer = fit(zero(stage, **options), module, 4, val=1, callbacks=callbacks, **OPTIONS)
                 results[name] = made(module, trainer)
-            module, errors = Backbone(), list[str]()
-            with raised(errors):
-                offload = NvmeOffload(path=tmp_path)
-                fit(zero(stage, offload=offload), module, 2, callbacks=[CALLBACKS["backbone"]()], **OPTIONS)
-            results["nvme"] = {"errors": errors}
         return results
 
-    results = run_world(2, play)
-    assert_same(results, ["host", "recomputed"], expected="plain")
-    for result in results:
-        assert all("kept its state in files" in error for error in result["nvme"]["errors"])
+    assert_same(run_world(2, play), ["host", "recomputed", "nvme"], expected="plain")
 
     def averaged(strategy: Strategy) -> dict[str, Any]:
         module = Backbone()
@@ -329,11 +322,214 @@ def makers() -> dict[str, Any]:
 
 
 class Save(pl.Callback):
-    """Saves where the third epoch ends: the backbone was thawed at its beginning."""
+    """Saves where an epoch ends, by default the third: the backbone was thawed at its beginning."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, epoch: int = 2) -> None:
+        self.path, self.epoch = path, epoch
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 2:
+        if trainer.current_epoch == self.epoch:
             trainer.save_checkpoint(self.path)
+
+
+class Turns(Both):
+    """Two optimizers if ``two``; the parts ``frozen`` are frozen from the start; data are alike on all ranks.
+
+    Args:
+        optimizer: of each part.
+        frozen: by index in the backbone.
+        parts: what the first optimizer has: the head, all, or what trains.
+        two: whether the second block of the backbone has an optimizer of its own.
+    """
+
+    def __init__(
+        self, optimizer: Any = torch.optim.Adam, frozen: Any = (), parts: str = "head", two: bool = False
+    ) -> None:
+        super().__init__(optimizer)
+        self.parts, self.automatic_optimization = parts, not two
+        for index in frozen:
+            self.backbone[index].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        chosen = {"head": self.head.parameters(), "all": self.parameters()}.get(
+            self.parts, (p for p in self.parameters() if p.requires_grad)
+        )
+        optimizers = [self.optimizer(chosen, lr=0.02)]
+        if not self.automatic_optimization:
+            optimizers.append(self.optimizer(self.backbone[2].parameters(), lr=0.02))
+        return optimizers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizers = self.optimizers()
+            self.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in optimizers:  # type: ignore[union-attr]
+                optimizer.step()
+        return loss
+
+
+class At(pl.Callback):
+    """Does ``what(moment, trainer, module, resumed)`` at set-up and where the fit, training and an epoch start."""
+
+    def __init__(self, what: Any, resumed: bool) -> None:
+        self.what, self.resumed = what, resumed
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.what("setup", trainer, pl_module, self.resumed)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.what("fit", trainer, pl_module, self.resumed)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.what("train", trainer, pl_module, self.resumed)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.what(trainer.current_epoch, trainer, pl_module, self.resumed)
+
+
+def add(trainer: pl.Trainer, module: Any, part: int, optimizer: int = 0) -> None:
+    module.backbone[part].requires_grad_(True)
+    trainer.optimizers[optimizer].add_param_group({"params": list(module.backbone[part].parameters()), "lr": 0.01})
+
+
+def again_and_more(moment: Any, trainer: pl.Trainer, module: Any, resumed: bool) -> None:
+    """A part thaws in the second epoch, and before optimizer states are loaded; another one after the resumption."""
+    if moment == "setup":
+        module.backbone.requires_grad_(False)
+    if moment == ("fit" if resumed else 1):
+        add(trainer, module, 0)
+    if moment == 3:
+        add(trainer, module, 2)
+    if moment == "train" and resumed:  # what user code sees of the state that was loaded
+        optimizer = trainer.optimizers[0]
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        if not isinstance(optimizer, torch.optim.Adafactor):
+            assert len(optimizer.state_dict()["state"]) == len(members)
+            assert all(key is parameter for key, parameter in zip(optimizer.state, members, strict=True))
+
+
+def in_the_second(moment: Any, trainer: pl.Trainer, module: Any, resumed: bool) -> None:
+    if moment == "setup":
+        module.backbone[0].requires_grad_(False)
+    if moment == ("fit" if resumed else 1):
+        add(trainer, module, 0, optimizer=1)
+
+
+def taken_out(moment: Any, trainer: pl.Trainer, module: Any, resumed: bool) -> None:
+    """A group is out of the optimizer while another part thaws; it comes back with the state that it had."""
+    optimizer = trainer.optimizers[0] if trainer.optimizers else None
+    if moment == "setup":
+        module.backbone[2].requires_grad_(False)
+    if moment == 0:
+        add(trainer, module, 0)
+    if moment == 1 and optimizer is not None:
+        module.out = optimizer.param_groups.pop()
+    if moment == 2:
+        add(trainer, module, 2)
+    if moment == 3 and optimizer is not None:
+        optimizer.param_groups.append(module.out)
+    if moment == "fit" and resumed:
+        add(trainer, module, 2)
+        add(trainer, module, 0)
+
+
+def by_turns(moment: Any, trainer: pl.Trainer, module: Any, resumed: bool) -> None:
+    if moment == "setup" and resumed:
+        module.backbone[0].requires_grad_(False)
+    if isinstance(moment, int):
+        module.backbone[0].requires_grad_(moment % 2 == 1)
+        module.head.requires_grad_(moment % 2 == 0)
+
+
+def nothing(moment: Any, trainer: pl.Trainer, module: Any, resumed: bool) -> None:
+    """The module's ``__init__`` does it all."""
+
+
+RESUMED: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
+    # What is done, the epoch at whose end it is saved, and how the module is built before and after.
+    "thawed again": (again_and_more, 2, {}, {}),
+    "thawed again, at owners": (again_and_more, 2, {"optimizer": torch.optim.Adafactor}, {}),
+    "in the second optimizer": (in_the_second, 2, {"two": True}, {}),
+    "taken out": (taken_out, 3, {}, {}),
+    "by turns": (by_turns, 1, {"parts": "all"}, {}),
+    "frozen by __init__ afterwards": (nothing, 1, {"parts": "all"}, {"frozen": [0]}),
+}
+
+
+def test_state_of_what_thaws_comes_back(tmp_path: Path) -> None:
+    """Whatever changes what trains, between set-up and loading, or between saving and loading; wherever state is."""
+    nvme = NvmeOffload(path=tmp_path)
+    ways: dict[str, Any] = {"ddp": lambda: DDPStrategy(find_unused_parameters=True), **makers()}
+    offloaded = {
+        "host": lambda: zero(3, offload=HostOffload()),
+        "nvme": lambda: zero(3, offload=nvme),
+        "nvme, stage 1": lambda: zero(1, offload=nvme),
+    }
+
+    def play(make: Any, row: str, path: Path) -> dict[str, Any]:
+        what, epoch, before, after = RESUMED[row]
+        callbacks = [At(what, False), Save(path, epoch)]
+        make_trainer(make(), callbacks=callbacks, max_epochs=epoch + 1).fit(Turns(**before), batches(1))
+        module = Turns(**{**before, **after})
+        trainer = make_trainer(make(), callbacks=[At(what, True)], max_epochs=5)
+        trainer.fit(module, batches(1), ckpt_path=str(path))
+        return made(module, trainer)
+
+    def world(rank: int) -> dict[str, dict[str, Any]]:
+        with quiet():
+            return {
+                f"{name}: {row}": play(make, row, tmp_path / f"{name} {row}")
+                for row in RESUMED
+                for name, make in {**ways, **(offloaded if row in ("thawed again", "taken out") else {})}.items()
+            }
+
+    results = run_world(2, world)
+    for row in RESUMED:
+        names = [name for name in results[0] if name.endswith(f": {row}") and not name.startswith("ddp")]
+        assert_same(results, names, expected=f"ddp: {row}")
+
+
+def test_state_that_nobody_takes_is_an_error_by_name(tmp_path: Path) -> None:
+    """When it is loaded, also where weights need not fit; and when it is saved, as torch's own ``KeyError``."""
+
+    class Loose(Turns):
+        strict_loading = False
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.drops:
+                state = checkpoint["optimizer_states"][0]["state"]
+                for name in [name for name in state if name.startswith(("model.0.", "backbone.0."))]:
+                    del state[name]
+
+    def world(rank: int) -> list[list[str]]:
+        found = []
+        for stage in STAGES.values():
+            errors: list[str] = []
+            with quiet():
+                fit(zero(stage), Turns(parts="trained"), 2).save_checkpoint(tmp_path / f"{stage}")
+                for module in (Turns(parts="trained", frozen=[0]), Loose(parts="trained", frozen=[0])):
+                    module.drops = False
+                    with raised(errors):
+                        trainer = make_trainer(zero(stage), max_epochs=2)
+                        trainer.fit(module, batches(2), ckpt_path=str(tmp_path / f"{stage}"))
+                module = Loose(parts="trained", frozen=[0])
+                module.drops = True
+                trainer = make_trainer(zero(stage), max_epochs=2)
+                trainer.fit(module, batches(2), ckpt_path=str(tmp_path / f"{stage}"))
+                with raised(errors):
+                    group = trainer.optimizers[0].param_groups[0]
+                    group["params"] = [p for p in group["params"] if p is not module.head.up.weight]
+                    trainer.save_checkpoint(tmp_path / "never")
+            found.append(errors)
+        return found
+
+    for by_stage in run_world(2, world):
+        for errors in by_stage:
+            assert len(errors) == 3, errors
+            for error in errors[:2]:
+                assert "ValueError: The checkpoint holds optimizer state that does not fit Adam: 'model.0." in error
+                assert "not in the optimizer" in error
+            assert "Adam has state for 'model.3.up.weight', which is in none of its param groups" in errors[2]
+    assert not (tmp_path / "never").exists()
