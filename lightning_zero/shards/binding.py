@@ -33,6 +33,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_zero._torch import (
@@ -107,6 +108,8 @@ class Binding:
         self.held = False
         """Whether it shows full values in the user's hands (``full_parameters``): it may be pointed anywhere."""
         self.handed = HandedOut()
+        self._unswappable = ref(parameter)  # `torch.utils.swap_tensors`, which would take our hooks away, refuses it
+        self._warned_of_set = False
         self.place: Any = None
         self.let_go: Callable[[Any], None] | None = None  # where its gradient is collected, and what `zero_grad` calls
         self.last_hook: int | None = None
@@ -245,8 +248,19 @@ class _Shown:
         self.grad = None
 
     def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As every parameter's, which torch tells no torch function of. An absent one is assigned the tensor."""
-        if not is_absent(self) or (binding := binding_of(self)) is None:
+        """As every parameter's, which torch tells no torch function of. An absent one is assigned the tensor.
+
+        Autograd forgets DDP's hooks then, and not ours. (``torch.utils.swap_tensors`` would take ours as well.)
+        """
+        binding = binding_of(self)
+        if binding is not None and self.requires_grad and not binding._warned_of_set:
+            binding._warned_of_set = True
+            rank_zero_warn(
+                f"'{binding.name}' was changed by `set_()`, as `torch.nn.utils.parametrize` does. DDP stops averaging "
+                "the gradient of such a parameter, and its ranks drift apart. Here it is still averaged. For the same "
+                "numbers with both, register parametrizations before `trainer.fit`."
+            )
+        if not is_absent(self) or binding is None:
             return Tensor.set_(self, *args, **kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             raise refusal([binding.name], "set_()")

@@ -248,12 +248,11 @@ class ShardedUnit(Unit):
     def check_holders(self) -> None:
         """Raise ParameterAccessError if user code has put another parameter in the place of one of these."""
         for owner, key, name, parameter in self.holders:
-            held = owner["_parameters"]  # under another name where `torch.nn.utils.prune` and its kin have put it
-            shown = held.get(key)  # another tensor, for a moment, in `torch.func.functional_call`
+            shown = owner["_parameters"].get(key)  # another tensor, for a moment, in `torch.func.functional_call`
             if shown is parameter:
                 continue
             own = isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter)
-            if not own and held.get(f"{key}_orig") is not parameter and not called_functionally():
+            if not own and not _holds(owner, parameter) and not called_functionally():
                 raise ParameterAccessError(
                     f"Parameter '{name}' of unit '{self.name}' was replaced by another object after set-up "
                     "(load_state_dict(assign=True), a re-assigned attribute, or a re-tied weight). Change its values "
@@ -358,6 +357,13 @@ class ShardedUnit(Unit):
             f"Unit '{self.name}' is {self.state.name} and cannot {what}. This is an error in lightning_zero itself; "
             "please report it with the model that shows it."
         )
+
+
+def _holds(owner: dict[str, Any], parameter: nn.Parameter) -> bool:
+    """Whether a module, by its ``vars``, still has the parameter under another name: ``torch.nn.utils.prune`` and
+    ``register_parametrization`` put it there, and take it back."""
+    inside = (part for child in owner["_modules"].values() if child is not None for part in child.parameters())
+    return any(part is parameter for part in (*owner["_parameters"].values(), *inside))
 
 
 def _fetch(fetcher: Fetcher, source: Tensor, own: Tensor) -> OffloadError | None:
