@@ -39,6 +39,7 @@ __all__ = [
     "in_layout_of",
     "refuse_dependent_adapters",
     "under_own_names",
+    "unmoved",
     "unwrapped",
     "values_from_the_base",
 ]
@@ -71,6 +72,8 @@ _INDEPENDENT = frozenset(
 )
 _INDEPENDENT_VALUES = (True, False, None, "gaussian", "orthogonal", "RANDOM")
 
+_MOVED = re.compile(r"\b(?:parametrizations\.(\w+)\.original|(\w+)_orig)$")
+
 
 def unwrapped(key: Any) -> Any:
     """A name without what wraps its blocks; an index as it is."""
@@ -83,6 +86,11 @@ def unwrapped(key: Any) -> Any:
 def base_name(name: str) -> str:
     """The name that a weight had before peft wrapped its layer."""
     return _WRAPPED_BY_PEFT.sub("", name)
+
+
+def unmoved(name: str) -> str:
+    """What a parameter was called before ``torch.nn.utils.prune`` or ``parametrize`` put it elsewhere in its layer."""
+    return _MOVED.sub(r"\1\2", name)
 
 
 def under_own_names(

@@ -17,7 +17,7 @@ from lightning_zero.errors import some
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.session.module_state import read_slice
-from lightning_zero.session.names import unwrapped
+from lightning_zero.session.names import unmoved, unwrapped
 
 __all__ = ["OptimizerState"]
 
@@ -90,9 +90,9 @@ class OptimizerState:
             entry = entries.get(rename(key))
             if entry is not None and (wrong := self._misfit(entry, values)) is not None:
                 unfit.append(f"'{rename(key)}' ({wrong})")
-            elif entry is not None:
-                found[self._names[entry]] = values
-            elif values:
+            elif entry is not None and found.setdefault(self._names[entry], values) is not values:
+                unfit.append(f"'{unwrapped(key)}' (also stored as '{rename(key)}': two parameters that are one now)")
+            elif entry is None and values:
                 unfit.append(f"'{rename(key)}' (not in the optimizer)")
         if unfit:
             raise ValueError(
@@ -143,7 +143,14 @@ class OptimizerState:
                 stored = unwrapped(value.key.partition(".")[2])
                 if stored not in own:
                     names.setdefault(stored, unwrapped(name))
-        return lambda key: names.get(plain, plain) if (plain := unwrapped(key)) not in own else plain
+        # `ModelPruning` saves weights under the names from before it, and its module has the others.
+        former = {unmoved(name): name for name in own}
+
+        def rename(key: Any) -> Any:
+            plain = unwrapped(key)
+            return plain if plain in own else names.get(plain) or former.get(unmoved(str(plain)), plain)
+
+        return rename
 
     def _misfit(self, entry: OwnedParameter, values: Mapping[str, Any]) -> str | None:
         """What is wrong with the shapes of a parameter's state; only known of elementwise optimizers."""

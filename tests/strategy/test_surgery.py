@@ -289,3 +289,19 @@ def test_conversions_by_swapping_leave_parameters_alone(tmp_path: Path) -> None:
         return results
 
     assert_same(run_world(2, world), ["stage 1", "stage 3"])
+
+
+def test_state_of_two_parameters_that_are_one_now_is_an_error(tmp_path: Path) -> None:
+    def world(rank: int) -> list[list[str]]:
+        found: list[list[str]] = [[], []]
+        for stage, errors in zip((1, 3), found, strict=True):
+            operated(zero(stage), None, _data, max_epochs=1)[1].save_checkpoint(tmp_path / f"{stage}")
+            with raised(errors), quiet():
+                trainer = make_trainer(zero(stage), max_epochs=2)
+                trainer.fit(Parts(_tied, False), batches(1), ckpt_path=str(tmp_path / f"{stage}"))
+        return found
+
+    for found in run_world(2, world):
+        for errors in found:
+            assert "ValueError: The checkpoint holds optimizer state that does not fit Adam" in errors[0]
+            assert "two parameters that are one now" in errors[0]
