@@ -292,6 +292,10 @@ class Collectives(ABC):
         if memory.untyped_storage().resizable():
             memory.untyped_storage().resize_(memory.nbytes)
 
+    def freeze(self, memory: Sequence[Tensor]) -> None:  # noqa: B027
+        """Have processes that are forked from now on see what memory of ``allocate`` holds now, whatever is written to
+        it later. Ordinary memory is so by itself. Empty: nobody is forked soon, so that copies can be given back."""
+
     def abandon(self, transfers: Sequence[Pending]) -> None:
         """Take over transfers that an error left under way: nobody else waits for them."""
         self.abandoned += [transfer for transfer in transfers if not transfer.done]
@@ -430,6 +434,9 @@ class WrappedCollectives(Collectives):
 
     def occupy(self, memory: Tensor) -> None:
         self.inner.occupy(memory)
+
+    def freeze(self, memory: Sequence[Tensor]) -> None:
+        self.inner.freeze(memory)
 
     def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
         """The inner wire does."""

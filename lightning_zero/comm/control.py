@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,16 @@ import torch.distributed as dist
 from lightning_zero.comm.watch import ANY_AGREEMENT, current_watch
 from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError, OffloadError
 
-__all__ = ["ABOUT_GRADIENTS", "ControlGroup", "Totals", "collect", "failure_text", "naming_failures", "raise_failure"]
+__all__ = [
+    "ABOUT_GRADIENTS",
+    "ControlGroup",
+    "Totals",
+    "collect",
+    "failure_text",
+    "naming_failures",
+    "parent_rank",
+    "raise_failure",
+]
 
 ABOUT_GRADIENTS = "the agreement on a norm or an overflow of gradients"
 T = TypeVar("T")
@@ -27,9 +37,34 @@ _SAME_PROGRAM = (
 )
 
 
+_inherited: tuple[Any, int] | None = None  # in a process that a rank has forked: the default group, and the rank
+
+
+def parent_rank() -> int | None:
+    """The rank that this process was forked from, as a loader's worker is; ``None`` where it is a rank itself."""
+    return _inherited[1] if _inherited is not None and _inherited[0] is dist.group.WORLD else None
+
+
+def _after_fork() -> None:
+    global _inherited
+    _inherited = (dist.group.WORLD, dist.get_rank()) if dist.is_initialized() else None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 @contextmanager
 def naming_failures(what: str, rank: int) -> Iterator[None]:
-    """Turn a transport's error (a dead peer, a timeout) into one that says what was being done and what to do next."""
+    """Turn a transport's error (a dead peer, a timeout) into one that says what was being done and what to do next.
+
+    In a process that a rank has forked nothing is done: it would write into the rank's connections.
+    """
+    if _inherited is not None and (parent := parent_rank()) is not None:
+        raise CommunicationError(
+            f"{what} was asked for in a process that rank {parent} has forked (a worker of a DataLoader, say), which "
+            "cannot reach the other ranks. Do it in the rank itself, in a step method or a hook, and let the worker "
+            "return what it needs."
+        )
     try:
         yield
     except RuntimeError as error:

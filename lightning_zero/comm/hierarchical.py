@@ -167,6 +167,9 @@ class HierarchicalOverGloo(HierarchicalCollectives, GlooCollectives):
     def occupy(self, memory: Tensor) -> None:
         self._within.occupy(memory)
 
+    def freeze(self, memory: Sequence[Tensor]) -> None:
+        self._within.freeze(memory)
+
     def _carried(self, kind: str, what: str, hops: Sequence[Callable[[], None]], keep: Sequence[Tensor]) -> Pending:
         return Pending(what, self._told, works=[self._hops.relay(kind).carry(what, hops)], keep=keep)
 

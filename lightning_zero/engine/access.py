@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
-from weakref import proxy
+from typing import Any, Protocol
+from weakref import proxy, ref
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import FlatLayout, Plan
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
 from lightning_zero.shards.flat import ParameterShard
+from lightning_zero.shards.functions import refusal
 from lightning_zero.shards.reductions import Combine
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import values_of
+from lightning_zero.shards.workers import WORKER, for_worker
 from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["ParameterAccess"]
@@ -230,7 +232,33 @@ class ParameterAccess:
         """``.grad = value``."""
         self.gradients.write(binding, value)
 
+    def shows_for_good(self, binding: Binding) -> bool:
+        """Whether what a parameter shows is its own until it is changed, and not only while a module runs."""
+        unit = self._units[binding.parameter]
+        return binding.external or unit.held or unit in self._plain
+
+    def for_worker(self, binding: Binding) -> tuple[Any, ...]:
+        """What a parameter without values is pickled as for a process that is being spawned."""
+        return for_worker(binding)
+
+    def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
+        """What is raised where ``use`` needs the values of absent parameters."""
+        return refusal(names, use)
+
     # ---------------------------------------------------------- what the engine asks
+
+    @property
+    def plain_memory(self) -> list[Tensor]:
+        """What parameters that show their values all the time lie in."""
+        return [memory for unit in self._plain for memory in unit.memory]
+
+    def leave_to_worker(self) -> None:
+        """In a process that this rank has forked: no parameter is the engine's any more. Those that show values for a
+        while only are absent."""
+        for binding in self.bindings.values():
+            if not self.shows_for_good(binding):
+                binding.hide()
+            binding.owner = ref(WORKER)
 
     def note_written(self) -> None:
         """Look for writes to parameters that show their values all the time. Local."""

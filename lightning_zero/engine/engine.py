@@ -6,6 +6,7 @@ A step: ``before_optimizer_step`` -> ``after_optimizer_step``; where masters are
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from lightning_zero.comm import ControlGroup
+from lightning_zero.comm.control import parent_rank
 from lightning_zero.config import Tier
 from lightning_zero.engine.build import build_reducer
 from lightning_zero.engine.events import Phase
@@ -37,6 +39,26 @@ def engine_of(module: nn.Module) -> ZeroEngine | None:
     """The engine that looks after ``module`` (the root or any module below it), if there is one."""
     engine = _ENGINES.get(module)
     return None if engine is None else engine()
+
+
+def _engines() -> set[ZeroEngine]:
+    return {engine for weak in list(_ENGINES.values()) if (engine := weak()) is not None}
+
+
+def _before_fork() -> None:
+    for engine in _engines():
+        engine.freeze_shown(True)
+
+
+def _after_fork() -> None:
+    if parent_rank() is None:  # what is forked becomes a rank itself
+        return
+    for engine in _engines():
+        engine.leave_to_worker()
+    _ENGINES.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class ZeroEngine(Passes):
@@ -199,6 +221,12 @@ class ZeroEngine(Passes):
         self._stepped = None
         self._returned.clear()
         super().abandon()
+
+    def leave_to_worker(self) -> None:
+        """Let go of the module in a process that was forked from this rank, which has none of its threads and must not
+        use its connections."""
+        self._hooks.remove()
+        self.access.leave_to_worker()
 
     def detach(self) -> None:
         """Take the hooks off the module. Its parameters stay as they are."""

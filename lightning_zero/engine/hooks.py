@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
@@ -269,8 +270,11 @@ class _Attached:
         self._refuse("A script")
 
     def check_shown(self, what: str) -> None:
-        """Raise ParameterAccessError if values would be missing in ``what`` is made of the module."""
-        module = self._module()
+        """Raise ParameterAccessError if values would be missing in ``what`` is made of the module.
+
+        Not while a process is spawned, a loader's worker: there an absent parameter raises when it is read.
+        """
+        module = None if get_spawning_popen() is not None else self._module()
         if module is not None and any(map(is_absent, nn.Module.parameters(module))):
             self._refuse(what)
 

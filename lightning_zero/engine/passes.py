@@ -129,6 +129,7 @@ class Passes:
         self.weights = PublishedWeights(self._replicated, collectives, self.spans, self.access.writes, module)
         self._running: dict[str, Span | None] = {}  # stretches of time that begin and end in different calls
         self._depth, self._scope, self._segment = 0, "", 0
+        self._shown_frozen = False  # there is a copy of what parameters show, for processes that are forked
         self.forwards, self._backwards, self._trained = 0, 0, 0  # the last: forwards of training steps
         self.in_backward = False  # a backward runs
         self._explicit = False
@@ -137,6 +138,11 @@ class Passes:
         self._active: list[ShardedUnit] = []
         self._calls: list[ForwardCall] = []
         self._tied: list[TiedLayer] = []  # while training
+
+    def freeze_shown(self, frozen: bool) -> None:
+        """Have processes that are forked see what parameters show now, whatever it becomes; or no more of them."""
+        self._shown_frozen = frozen
+        self.collectives.freeze(self.access.plain_memory if frozen else ())
 
     # ----------------------------------------------------------------- forward
 
@@ -153,6 +159,8 @@ class Passes:
                 self._refuse_thawed()
             for unit in self._sharded:
                 unit.outstanding = 0
+            if self._shown_frozen:
+                self.freeze_shown(False)
         self.enter(name)
         try:
             with tied(self._tied) if self._tied and self._depth == 1 and torch.is_grad_enabled() else _NOTHING:

@@ -29,6 +29,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Protocol
 from weakref import ref
 
@@ -46,6 +47,7 @@ from lightning_zero._torch import (
     untracked,
     weights_to_move,
 )
+from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.functions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
 from lightning_zero.shards.handed_out import HandedOut
 from lightning_zero.shards.reductions import REDUCTIONS
@@ -209,7 +211,7 @@ class _Shown:
             if not _bring([binding], together=True):
                 if (sliced := _readable(binding)) is not None:
                     return sliced
-                raise refusal([binding.name], "data")
+                raise _refused([binding], "data")
         if binding.held or (owner := binding.owner()) is None:
             return get_data(self)
         owner.handed_out(binding)
@@ -263,7 +265,7 @@ class _Shown:
         if not is_absent(self) or binding is None:
             return Tensor.set_(self, *args, **kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            raise refusal([binding.name], "set_()")
+            raise _refused([binding], "set_()")
         self.data = args[0]
         return self
 
@@ -289,7 +291,7 @@ class _Shown:
         detached, caller = Tensor.detach(self), sys._getframe(1).f_code
         if caller in (_NEW, _SAVE) and is_absent(self) and not _allowed:  # what they get has to be whole
             binding = binding_of(self)
-            raise refusal([] if binding is None else [binding.name], "detach()")
+            raise _refused([] if binding is None else [binding], "detach()")
         if caller is not _NEW:
             return detached
         with no_subclasses():
@@ -300,6 +302,10 @@ class _Shown:
             return self.__deepcopy__(memo)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        binding = binding_of(self)
+        owner = None if binding is None or get_spawning_popen() is None else binding.owner()
+        if binding is not None and owner is not None and (is_absent(self) or not owner.shows_for_good(binding)):
+            return owner.for_worker(binding)
         with _ordinary(self):
             return self.__reduce_ex__(protocol)
 
@@ -351,7 +357,7 @@ def _ordinary(parameter: Any) -> Iterator[None]:
     """
     binding = binding_of(parameter)
     if isinstance(parameter, _Absent) and binding is not None and not _bring([binding]):
-        raise refusal([binding.name], "a copy")
+        raise _refused([binding], "a copy")
     kind = type(parameter)
     parameter.__class__ = original_kind(parameter)
     try:
@@ -408,7 +414,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             result = func(*_swapped(args, slices), **kwargs)
             wanted = torch.is_grad_enabled() and any(b.parameter.requires_grad for b in bindings)
             return _refusing_backward(result, bindings[0].name, name) if wanted and name in REDUCTIONS else result
-    raise refusal([binding.name for binding in bindings], f"{name}()")
+    raise _refused(bindings, f"{name}()")
 
 
 def _edit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -474,6 +480,11 @@ def _bring(bindings: Sequence[Binding], together: bool = False) -> bool:
     return all((owner := binding.owner()) is not None and owner.bring(binding, together) for binding in bindings)
 
 
+def _refused(bindings: Sequence[Binding], use: str) -> ParameterAccessError:
+    names, owner = [binding.name for binding in bindings], bindings[0].owner() if bindings else None
+    return refusal(names, use) if owner is None else owner.refusal(names, use)
+
+
 def _same_memory(value: Tensor, data: Tensor) -> bool:
     alike = value.shape == data.shape and value.dtype == data.dtype and storage_key(value) == storage_key(data)
     return alike and (value.storage_offset(), value.stride()) == (data.storage_offset(), data.stride())
@@ -504,3 +515,12 @@ class Owner(Protocol):
         """What ``.grad`` is. ``local``: what autograd holds there."""
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None: ...
+
+    def shows_for_good(self, binding: Binding) -> bool:
+        """Whether what a parameter shows is its own until it is changed, and not only while a module runs."""
+
+    def for_worker(self, binding: Binding) -> tuple[Any, ...]:
+        """What a parameter without values is pickled as for a process that is being spawned."""
+
+    def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
+        """What is raised where ``use`` needs the values of absent parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import json
 import logging
 import mmap
 import os
@@ -12,6 +13,7 @@ import re
 import signal
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -145,6 +147,49 @@ def test_what_a_forked_process_allocates_takes_no_pages_of_its_rank() -> None:
         os._exit(0)
     os.wait()
     assert os.fstat(heap.file).st_blocks == blocks
+    heap.close()
+
+
+class Forker:
+    """Whose memory it is."""
+
+
+def test_a_forked_process_sees_what_was_frozen() -> None:
+    """And keeps what it writes to itself. One copy serves many processes, while nothing changes."""
+    heap = Heap(2, b"label")
+    tensor, other = (heap.allocate(numel, torch.float32).fill_(1) for numel in (3 * 4096, 1000))
+
+    def forked() -> list[float]:
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.read(go, 1)
+            seen = [*tensor[::4096].tolist(), float(other[0])]
+            tensor.add_(10)
+            os.write(writer, json.dumps([*seen, float(tensor.sum())]).encode())
+            os._exit(0)
+        tensor.fill_(2)
+        other.fill_(2)
+        os.write(going, b"!")
+        os.wait()
+        return json.loads(os.read(reader, 1000))
+
+    (go, going), owner, another = os.pipe(), Forker(), Forker()
+    heap.freeze(owner, [tensor, torch.ones(3)])
+    first = heap._frozen[owner]
+    assert forked() == [1, 1, 1, 2, 11 * 3 * 4096]
+    heap.freeze(owner, [tensor, other])
+    second = heap._frozen[owner]
+    assert first.keys() < second.keys()
+    assert first.items().isdisjoint(second.items()), "it has changed"
+    assert forked() == [2, 2, 2, 2, 12 * 3 * 4096]
+    assert float(tensor.sum()) == 2 * 3 * 4096
+    heap.freeze(another, [])
+    heap.freeze(owner, [tensor, other])
+    assert heap._frozen[owner] == second
+    heap.freeze(owner, [])
+    copies = [weakref.ref(copy) for copy in (*first.values(), *second.values())]
+    del first, second
+    assert not any(copy() for copy in copies)
     heap.close()
 
 

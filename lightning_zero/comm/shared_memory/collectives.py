@@ -75,6 +75,9 @@ class SharedMemoryCollectives(Collectives):
         if not self.transport.heap.occupy(memory):
             super().occupy(memory)
 
+    def freeze(self, memory: Sequence[Tensor]) -> None:
+        self.transport.heap.freeze(self, memory)
+
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:

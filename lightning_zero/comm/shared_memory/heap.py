@@ -9,7 +9,10 @@ need, which costs nothing: pages exist once they are written to.
 [Note: forked processes]
 Memory that ranks share would be shared with a forked process too, and what a DataLoader's worker writes to a weight
 would be the rank's own weight. So a forked process maps the file anew, at the same addresses, as one that keeps what it
-writes to itself. What it has not written to shows what its rank has there now, not what it had at the fork.
+writes to itself. What it has not written to would show what its rank has there now, not what it had at the fork. What
+user code may read (``freeze``) is therefore copied before the fork to memory that is not shared, which the forked
+process moves to the addresses of the original. That is what the system does with ordinary memory, but at once: a copy
+of the weights for all workers of a loader, for as long as they live.
 
 [Note: pages of 2 MiB]
 A page of 4 KiB costs half a microsecond and more when it is first written to, and again when it is given back, and
@@ -30,6 +33,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -67,6 +71,8 @@ class Heap:
         self._taking = threading.Lock()
         self._closed = False
         self._forked = False
+        # What forked processes are to see, by who has frozen it, and by offset and length.
+        self._frozen: weakref.WeakKeyDictionary[object, dict[tuple[int, int], _Copy]] = weakref.WeakKeyDictionary()
         self._collapses = True
         _HEAPS.add(self)
 
@@ -109,6 +115,21 @@ class Heap:
             self._collapse(offset, tensor.nbytes)
         return bool(offset)
 
+    def freeze(self, owner: object, memory: Iterable[Tensor]) -> None:
+        """Have processes that are forked from now on see what an owner's tensors hold now, of those that lie here.
+
+        Costs a copy of them, or only a look where nothing has changed since the last one. With no tensors, the copy is
+        given back: processes that were forked before have it for themselves.
+        """
+        before, frozen = self._frozen.pop(owner, {}), dict[tuple[int, int], _Copy]()
+        for tensor in memory:
+            if offset := self.offset(tensor):
+                place = offset, -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+                copy, start = before.get(place), self._memory.start + offset
+                frozen[place] = copy if copy is not None and copy.equals(start) else _Copy(start, place[1])
+        if frozen:
+            self._frozen[owner] = frozen
+
     @property
     def used_nbytes(self) -> int:
         """Bytes handed out and not given back."""
@@ -125,6 +146,9 @@ class Heap:
         if not self._forked:
             flags = mmap.MAP_PRIVATE | _FIXED_UNRESERVED
             _MMAP(self._memory.start, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self.file, 0)
+            for (offset, _), copy in (each for frozen in self._frozen.values() for each in frozen.items()):
+                copy.move_to(self._memory.start + offset)
+            self._frozen.clear()
             self._forked, self._collapses = True, False  # collapsing gives pages to the file, the rank's
 
     def _take(self, nbytes: int, alignment: int) -> int:
@@ -214,14 +238,43 @@ class _Mapping:
         self._memory.madvise(advice, self._skipped + offset, nbytes)
 
 
-def _libc_mmap() -> Any:
-    call = ctypes.CDLL(None, use_errno=True).mmap
-    number = ctypes.c_int
-    call.restype = ctypes.c_void_p
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_ssize_t]
+class _Copy:
+    """A copy of whole pages, in memory of this process alone."""
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.start, self.nbytes = _MMAP(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0), nbytes
+        if self.start == _FAILED:
+            raise OSError(ctypes.get_errno(), f"no memory for a copy of {nbytes} bytes of weights for a forked process")
+        self._end = weakref.finalize(self, _MUNMAP, self.start, nbytes)
+        self._end.atexit = False
+        ctypes.memmove(self.start, start, nbytes)
+
+    def equals(self, start: int) -> bool:
+        """Whether there are the same bytes from an address on."""
+        return not _MEMCMP(self.start, start, self.nbytes)
+
+    def move_to(self, start: int) -> None:
+        """Have it in the place of what is at an address, for good."""
+        if _MREMAP(self.start, self.nbytes, self.nbytes, _MAYMOVE_FIXED, start) != start:
+            raise OSError(ctypes.get_errno(), "a copy of weights could not be moved to where they are")
+        self._end.detach()
+
+
+def _of_libc(name: str, result: Any, *arguments: Any) -> Any:
+    call = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if call is not None:  # other systems lack some, and the files that this needs
+        call.restype, call.argtypes = result, arguments
     return call
 
 
-_MMAP = _libc_mmap()  # now: a forked process should load nothing
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_FAILED = ctypes.c_void_p(-1).value
+_MAYMOVE_FIXED = 1 | 2  # MREMAP_MAYMOVE and MREMAP_FIXED of Linux
+# Now: a forked process should load nothing.
+_MMAP = _of_libc("mmap", _POINTER, _POINTER, _SIZE, _INT, _INT, _INT, ctypes.c_ssize_t)
+_MREMAP = _of_libc("mremap", _POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER)
+_MUNMAP = _of_libc("munmap", _INT, _POINTER, _SIZE)
+_MEMCMP = _of_libc("memcmp", _INT, _POINTER, _POINTER, _SIZE)
 _HEAPS: weakref.WeakSet[Heap] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: list(map(Heap.keep_writes_to_itself, list(_HEAPS))))
