@@ -33,7 +33,14 @@ from lightning_zero.config import (
     Offload,
     OffloadLike,
 )
-from lightning_zero.debug import full_gradient, full_gradients, full_optimizer_state, full_parameters, grad_norm
+from lightning_zero.debug import (
+    ema_update,
+    full_gradient,
+    full_gradients,
+    full_optimizer_state,
+    full_parameters,
+    grad_norm,
+)
 from lightning_zero.errors import ZeroError
 from lightning_zero.loading import (
     let_command_lines_load_directories,
@@ -90,6 +97,7 @@ __all__ = [
     "ZeroStrategy",
     "build_plan",
     "consolidate_checkpoint",
+    "ema_update",
     "estimate_memory",
     "full_gradient",
     "full_gradients",

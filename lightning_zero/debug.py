@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -23,7 +23,7 @@ from lightning_zero._torch import storage_key, untracked, use_count
 from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.engine.events import Span
-from lightning_zero.engine.full import gather_layout, gathered, gathered_gradients
+from lightning_zero.engine.full import average_into, gather_layout, gathered, gathered_gradients
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import ReplicatedUnit
 from lightning_zero.errors import OffloadError
@@ -37,6 +37,7 @@ from lightning_zero.storage import FileTensor
 __all__ = [
     "Beside",
     "MemoryStats",
+    "ema_update",
     "full_gradient",
     "full_gradients",
     "full_optimizer_state",
@@ -97,6 +98,66 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
             "full_parameters and load the file, or call it there.",
             stacklevel=3,
         )
+
+
+def ema_update(
+    average: nn.Module, module: nn.Module, momentum: float, *, buffers: Literal["keep", "copy", "average"] = "keep"
+) -> None:
+    """Move the weights of ``average``, a momentum teacher or another running average, towards those of ``module``.
+
+    Each parameter becomes ``average.mul_(momentum).add_(module * (1 - momentum))``, with the bits that this line has on
+    whole parameters under DDP, which are those of ``m * average + (1 - m) * module`` too (DINO, BYOL, MoCo). ``lerp_``
+    and ``add_(..., alpha=...)`` round in another way. In ``zero3`` and in mixed precision each rank averages its slices
+    of the masters, without a message, in whatever tier they rest. Units of ``module`` whose parameters are cut over the
+    ranks at other places than those of ``average`` are gathered, one after the other.
+
+    Args:
+        average: frozen or not. A part of the LightningModule, or a module that nothing has sharded.
+        module: has parameters of the same names and shapes.
+        momentum: what is kept of the average, between 0 and 1. Another number at each call makes a schedule.
+        buffers: ``keep``: those of ``average`` stay what they are. ``copy``: they become those of ``module``.
+            ``average``: the floating ones are averaged as parameters are, and others copied.
+
+    Raises:
+        ValueError: if names or shapes differ, or for another momentum.
+        ParameterAccessError: in a step method or a backward.
+
+    Collective: every rank, with the same momentum, between steps (``on_train_batch_start``, ``on_train_batch_end``).
+
+    Example::
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            lightning_zero.ema_update(self.teacher, self.student, 0.996)
+    """
+    average, module = _without_fabric(average), _without_fabric(module)
+    if not 0 <= momentum <= 1 or buffers not in ("keep", "copy", "average"):
+        raise ValueError(
+            "ema_update needs a momentum between 0 and 1, and buffers='keep', 'copy' or 'average'; got "
+            f"momentum={momentum!r}, buffers={buffers!r}."
+        )
+    pairs = _pairs(dict(average.named_parameters()), dict(module.named_parameters()), "parameter")
+    more = [] if buffers == "keep" else _pairs(dict(average.named_buffers()), dict(module.named_buffers()), "buffer")
+    engines = dict.fromkeys(engine for part in (average, module) if (engine := engine_of(part)) is not None)
+    average_into(list(engines), pairs, momentum)
+    with torch.no_grad():
+        for target, source in more:
+            if buffers == "average" and (target.is_floating_point() or target.is_complex()):
+                target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
+            else:
+                target.copy_(source)
+
+
+def _pairs(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], kind: str) -> list[tuple[Any, Any]]:
+    """Those of one name; not what is one tensor in both."""
+    for name in [*targets, *sources]:
+        shapes = [tuple(found[name].shape) if name in found else "nothing" for found in (targets, sources)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"ema_update needs {kind}s of the same names and shapes, but '{name}' is {shapes[0]} in the average "
+                f"and {shapes[1]} in the module. Pass the parts that are alike: `ema_update(teacher.backbone, "
+                "student.backbone, momentum)`."
+            )
+    return [(target, sources[name]) for name, target in targets.items() if target is not sources[name]]
 
 
 def full_gradient(module: nn.Module, name: str) -> Tensor | None:

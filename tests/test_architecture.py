@@ -310,6 +310,7 @@ def test_public_names_are_frozen() -> None:
             "ZeroStrategy",
             "build_plan",
             "consolidate_checkpoint",
+            "ema_update",
             "estimate_memory",
             "full_gradient",
             "full_gradients",

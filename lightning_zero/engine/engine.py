@@ -7,7 +7,7 @@ A step: ``before_optimizer_step`` -> ``after_optimizer_step``; where masters are
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -200,15 +200,21 @@ class ZeroEngine(Passes):
                 if on_disk or flat.rest.master is not Tier.DISK:
                     flat.take_over_shown()
 
-    def masters_changed(self, units: Sequence[int]) -> None:
-        """Publish masters that were written from outside (a loaded checkpoint). Not inside a step. Collective."""
+    def masters_changed(self, units: Sequence[int], parameters: Container[nn.Parameter] | None = None) -> None:
+        """Publish masters that were written from outside (a loaded checkpoint). Not inside a step. Collective.
+
+        ``parameters``: those of the units that were written; by default all of them.
+        """
         torn, self.updating = self.updating, False
         firsts = [self.units[index].flats[0].layout.parameters[0] for index in units if self.units[index].parameters]
         self.weights.settle()
         if self.plan.offload is not None:
             self.tiers.settle()
             self._returned.clear()
-        self.after_optimizer_step({index: self.units[index].parameters for index in units})
+        written = {index: self.units[index].parameters for index in units}
+        if parameters is not None:
+            written = {index: [p for p in every if p in parameters] for index, every in written.items()}
+        self.after_optimizer_step(written)
         self.updating = torn
         self.masters_were_written(", ".join(f"unit of '{spec.name}'" for spec in firsts))
 

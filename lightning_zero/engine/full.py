@@ -13,13 +13,15 @@ from lightning_zero._torch import current_graph_task, untracked
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.hooks import unhooked
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
-from lightning_zero.errors import DivergenceError, OffloadError
+from lightning_zero.errors import DivergenceError, OffloadError, ParameterAccessError
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
-from lightning_zero.shards.elements import checksum, fingerprint
+from lightning_zero.shards.elements import checksum, fingerprint, flat_range
 from lightning_zero.shards.flat import FlatParameters, cut, views_of
+from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
 __all__ = [
+    "average_into",
     "gather_layout",
     "gathered",
     "gathered_gradients",
@@ -122,6 +124,80 @@ def whole_slices(engine: ZeroEngine, slices: Mapping[nn.Parameter, Tensor]) -> d
             views = views_of(gather_layout(engine, flat, shard, "slices of the whole module"), flat.layout)
         found.update((p, view.cpu()) for p, view in zip(flat.parameters, views, strict=True) if p in slices)
     return found
+
+
+def average_into(
+    engines: Sequence[ZeroEngine], pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], momentum: float
+) -> None:
+    """Make each first parameter ``momentum`` times itself plus ``1 - momentum`` times the second. Between steps.
+
+    Where both have their values here that is all. Where they are cut at the same places, each rank averages its slices.
+    Where they are not, the units of the second are gathered, one after the other.
+
+    Args:
+        engines: those of the parameters, which may have none.
+        pairs: of one shape each. The same on every rank.
+        momentum: the same on every rank, which compare it at their next agreement.
+
+    Raises:
+        ParameterAccessError: in a forward or backward.
+
+    Collective: every rank.
+    """
+    what = "ema_update"
+    for engine in engines:
+        if engine.computes:
+            raise ParameterAccessError(
+                f"{what} was called in a forward or backward, where weights are in use. Call it in a hook between "
+                "steps: `on_train_batch_start` in place of the beginning of `training_step`, or `on_train_batch_end`."
+            )
+        engine.take_over_shown()
+        if engine.plan.offload is not None:
+            engine.tiers.settle()
+    owner = {parameter: engine for engine in engines for parameter in engine.access.bindings}
+    absent = [pair for pair in pairs if is_absent(pair[0]) or is_absent(pair[1])]
+    with torch.no_grad():
+        for target, source in pairs:
+            if not (is_absent(target) or is_absent(source)):
+                _mix(target, source, momentum)
+    with untracked():
+        masters = {p: owner[p].access.master(p) for pair in absent for p in pair if is_absent(p)}
+        apart: dict[nn.Parameter, list[nn.Parameter]] = {}  # by the second of them: what is made of its whole values
+        for target, source in absent:
+            if is_absent(target) and is_absent(source) and masters[target].is_cut_as(masters[source]):
+                _mix(masters[target].own, masters[source].own, momentum)
+            elif is_absent(source):
+                apart.setdefault(source, []).append(target)
+            else:
+                _mix_whole(masters[target], source, momentum)
+        for engine in engines if apart else ():
+            engine.access.compare(f"the beginning of {what}")
+            for flat in (flat for unit in engine.units for flat in unit.flats):
+                if apart.keys().isdisjoint(flat.parameters):
+                    continue
+                views = views_of(gather_layout(engine, flat, flat.master, what), flat.layout)
+                for source, view in zip(flat.parameters, views, strict=True):
+                    for target in apart.get(source, ()):
+                        _mix_whole(masters.get(target, target), view, momentum)
+    changed = [target for target, _ in absent if is_absent(target)]
+    for engine in engines:
+        own = {target: None for target in changed if owner[target] is engine}  # in an order that all ranks have
+        if own:
+            engine.access.writes.note(f"the average of {what}", fingerprint(momentum, [engine.names[p] for p in own]))
+            engine.masters_changed(
+                [unit.index for unit in engine.units if not own.keys().isdisjoint(unit.parameters)], own
+            )
+
+
+def _mix(target: Tensor, source: Tensor, momentum: float) -> None:
+    target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
+
+
+def _mix_whole(target: Tensor, source: Tensor, momentum: float) -> None:
+    if isinstance(target, SlicedTensor):
+        source = flat_range(get_data(source), target.start, target.own.numel())
+        target = target.own
+    _mix(target, source, momentum)
 
 
 def left_with_error(rank: int, what: str) -> RuntimeError:

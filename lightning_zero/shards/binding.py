@@ -400,7 +400,9 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             if changes_nothing(name, first, args[1:], kwargs):
                 return first
     if len(bindings) == 1 and (
-        (name in OVERWRITES and first is bindings[0].parameter) or getattr(func, "__module__", "") == "torch.nn.init"
+        (name in OVERWRITES and first is bindings[0].parameter)
+        or kwargs.get("out") is bindings[0].parameter
+        or getattr(func, "__module__", "") == "torch.nn.init"
     ):
         bindings[0].make_room()
         return func(*args, **kwargs)

@@ -147,10 +147,10 @@ def refusal(names: Sequence[str], use: str) -> ParameterAccessError:
     """What is raised where ``use`` needs values that are absent, of parameters of these names."""
     name = f"'{names[0]}'" if names else "of a module that is gone"
     return ParameterAccessError(
-        f"The values of parameter {name} are not in memory here, and {use} needs them: they are spread "
-        "over the ranks, and brought only to a forward or a backward that nothing compiles, traces or transforms, on "
-        "its own thread. To look at values, change them, or take `state_dict()`, use `with "
-        "lightning_zero.full_parameters(module):` on every rank; for an average of weights, do so in a callback at the "
-        "end of an epoch. To save, `trainer.save_checkpoint` and `fabric.save` need none of this. Another strategy "
-        "cannot run what is sharded: give it a `copy.deepcopy(module)` that was made there."
+        f"The values of parameter {name} are not in memory here, and {use} needs them: each rank holds a slice. "
+        "Write `with lightning_zero.full_parameters(module):` around it, on every rank; for a momentum teacher, "
+        "`lightning_zero.ema_update(teacher, student, momentum)` in place of the loop. To save, "
+        "`trainer.save_checkpoint` and `fabric.save` need none of this. Another strategy cannot run what is sharded: "
+        "give it a `copy.deepcopy(module)` that was made there. In a forward or a backward values are gathered, unless "
+        "code is compiled, traced or transformed, or runs in a thread of its own."
     )

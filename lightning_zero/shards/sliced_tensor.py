@@ -104,6 +104,10 @@ class SlicedTensor(Tensor):
             self.refuse("assigning it to something that is cut at other places")
         return self._slice.own
 
+    def is_cut_as(self, other: SlicedTensor) -> bool:
+        """Whether ranks hold the same elements of both."""
+        return self._slice.key == other._slice.key
+
     def be(self, other: SlicedTensor) -> None:
         """Share the memory of another, and what happens to it."""
         self._slice = other._slice

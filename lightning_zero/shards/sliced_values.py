@@ -56,8 +56,9 @@ def values_of(name: str) -> Meaning:
     return Meaning(
         f"parameter '{name}'",
         "Read `.data` anew, between steps.",
-        "To read it whole, or to write what needs it whole: `with lightning_zero.full_parameters(module):`, on every "
-        "rank. Norms, sums, finite checks and, between steps, elementwise edits of `.data` work as they are.",
+        "Write `with lightning_zero.full_parameters(module):` around it, on every rank; for a momentum teacher, "
+        "`lightning_zero.ema_update(teacher, student, momentum)` in place of the loop. Norms, sums, finite checks and, "
+        "between steps, elementwise edits of `.data` work as they are.",
     )
 
 
