@@ -151,7 +151,7 @@ class Average(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         for name, parameter in pl_module.named_parameters():
             previous = self.values.get(name, torch.zeros_like(parameter))
-            self.values[name] = previous * 0.5 + parameter.detach() * 0.5
+            self.values[name] = previous * 0.5 + parameter * 0.5
 
 
 def test_a_callback_reads_parameters_where_they_are_whole_and_is_told_where_they_are_not() -> None:

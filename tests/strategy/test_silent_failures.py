@@ -194,7 +194,7 @@ def test_frozen_weights_are_in_the_checkpoint(stage: int, tmp_path: Any) -> None
 
 
 def test_a_placeholder_is_never_a_scalar_that_broadcasts() -> None:
-    """Between steps a sharded parameter shows its shape; nothing can be computed from it."""
+    """Between steps a sharded parameter shows its shape; no placeholder is ever computed with."""
 
     def run(rank: int) -> None:
         module = Module()
@@ -203,7 +203,7 @@ def test_a_placeholder_is_never_a_scalar_that_broadcasts() -> None:
         for name, parameter in module.named_parameters():
             assert parameter.shape == shapes[name]
             with torch.no_grad():
-                for use in (lambda p: p + 1, lambda p: p.sum(), lambda p: torch.ones(p.shape) * p):
+                for use in (lambda p: p + 1, lambda p: p.prod(), lambda p: torch.ones(p.shape) * p):
                     with pytest.raises(ParameterAccessError, match=name):
                         use(parameter)
                 parameter.copy_(torch.tensor(2.0))  # which overwrites all of it
