@@ -72,7 +72,13 @@ def thawing(make_callback: Callable[[], Any]) -> Any:
         module, callback = Parts(), make_callback()
         trainer = make_trainer(make(), callbacks=[callback], max_epochs=3)
         trainer.fit(module, batches(3))
-        return [[len(group["params"]) > 0 for group in trainer.optimizers[0].param_groups], trainer.global_step]
+        trainer.save_checkpoint(folder / "thawed.ckpt")
+        resumed = make_trainer(make(), callbacks=[make_callback()], max_epochs=4)
+        resumed.fit(Parts(), batches(3), ckpt_path=folder / "thawed.ckpt")
+        optimizers = [t.optimizers[0] for t in (trainer, resumed)]
+        groups = [[len(group["params"]) > 0 for group in optimizer.param_groups] for optimizer in optimizers]
+        states = [len(optimizer.state_dict()["state"]) for optimizer in optimizers]
+        return [groups, states, trainer.global_step, resumed.global_step]
 
     return play
 
