@@ -165,8 +165,8 @@ class OneRank(pl.Callback):
                 for write in (
                     lambda p=parameter, n=name: experiment.add_histogram(n, p),
                     lambda p=parameter, n=name: experiment.add_histogram(n, p.data),
-                    lambda p=parameter, n=name: experiment.add_scalar(n, p.norm()),
-                    lambda p=parameter, n=name: experiment.add_scalar(n, p.detach().abs().max()),
+                    lambda p=parameter, n=name: experiment.add_scalar(n, p.median()),
+                    lambda p=parameter, n=name: experiment.add_scalar(n, p.detach().abs().median()),
                 ):
                     with raised(self.told):
                         write()
