@@ -281,6 +281,10 @@ class Collectives(ABC):
         with untracked():
             return torch.zeros(numel, dtype=dtype, device=device)
 
+    def lend(self, nbytes: int) -> Tensor | None:
+        """Bytes that others read where they are, on one rank alone. ``None`` where it makes no difference."""
+        return None
+
     def vacate(self, memory: Tensor) -> None:
         """Give the pages of a tensor back, which has its memory to itself. It keeps its shape, and nothing may be read
         or written there before ``occupy``."""
@@ -428,6 +432,9 @@ class WrappedCollectives(Collectives):
 
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         return self.inner.total(numbers, largest)
+
+    def lend(self, nbytes: int) -> Tensor | None:
+        return self.inner.lend(nbytes)
 
     def vacate(self, memory: Tensor) -> None:
         self.inner.vacate(memory)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, ControlGroup
+from lightning_zero.comm.collectives import Pending
 from lightning_zero.engine.events import Spans
 from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.gradients.reducer import GradientReducer
@@ -21,6 +22,7 @@ from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.init import InitRecord
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
+from lightning_zero.plan.layout import align_up
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.elements import flat_range
 from lightning_zero.shards.flat import FlatParameters, ParameterShard, Placeholders, views_of
@@ -33,6 +35,9 @@ _UNRECORDED = (
     "`configure_model` (under torch.device('meta')): there every initialisation is recorded and replayed, unit by "
     "unit. Or build it on the CPU."
 )
+
+
+_ALIGNMENT = 16  # of any dtype's elements
 
 
 class UnitBuilder:
@@ -68,6 +73,8 @@ class UnitBuilder:
         self._record = record
         self._offloaded: dict[FlatLayout, tuple[Tensor, Tensor | None]] = {}
         self._failure: Exception | None = None
+        self._sent: list[Pending] = []
+        self._lent: Tensor | None = None  # where the others read one unit's values
 
     def build(self) -> list[Unit]:
         """All units, by index.
@@ -84,7 +91,10 @@ class UnitBuilder:
             units = [self._replicated(unit) for unit in self._plan.units]
         else:
             slots = [self._slot(slot.nbytes) for slot in self._plan.slots]
+            if self._collectives.rank == 0:
+                self._lent = self._collectives.lend(max(map(_values_nbytes, self._plan.units)))
             units = [self._sharded(unit, slots) for unit in self._plan.units]
+            self._lent = None
         if self._plan.offload is not None:
             self._control.raise_together(self._failure, "put the first weights where they rest")
         return units
@@ -129,13 +139,16 @@ class UnitBuilder:
             shared = layout.dtype == layout.compute_dtype and not self._plan.rest_of(layout).offloaded
             flat = self._flat(layout, own) if shared else self._flat(layout, self._room(layout)[0], own)
             for view, shard in zip(views_of(full, layout), flat.shards, strict=True):
+                if shared:
+                    self._value(shard.spec.name, as_bytes(view))
+                    continue
                 value = self._value(shard.spec.name)
                 with untracked():
                     view.copy_(value)
-                if not shared:
-                    self._put(value, shard)
+                self._put(value, shard)
             buffers.append(full)
             flats.append(flat)
+        self._until_read()
         unit = ReplicatedUnit(plan, flats, buffers)
         for flat in flats:
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
@@ -146,19 +159,23 @@ class UnitBuilder:
         return unit
 
     def _sharded(self, plan: UnitPlan, slots: Sequence[Slot]) -> Unit:
-        flats = []
+        if plan.slot is None:
+            raise RuntimeError(f"The plan gives unit '{plan.name}' no slot. This is an error in lightning_zero itself.")
+        flats, room = [], self._lent
         for layout in plan.layouts:
             flat = self._flat(layout, *self._room(layout))
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                self._put(self._value(shard.spec.name), shard)
+                value = self._value(shard.spec.name, room)
+                if room is not None:
+                    room = room[align_up(value.nbytes, _ALIGNMENT) :]
+                self._put(value, shard)
                 _point(shard.spec.name, parameter, placeholder)
             try:
                 flat.refresh()
             except OffloadError as error:
                 self._failure = self._failure or error
             flats.append(flat)
-        if plan.slot is None:
-            raise RuntimeError(f"The plan gives unit '{plan.name}' no slot. This is an error in lightning_zero itself.")
+        self._until_read()
         unit = ShardedUnit(plan, flats, slots[plan.slot])
         for spec in plan.parameters:
             for name in (spec.name, *spec.aliases):
@@ -174,14 +191,39 @@ class UnitBuilder:
         rest = self._plan.rest_of(layout)
         return FlatParameters(layout, parameters, self._collectives.rank, master, placeholders, rest, weights)
 
-    def _value(self, name: str) -> Tensor:
-        """Rank 0's full value of a parameter. Collective."""
+    def _value(self, name: str, room: Tensor | None = None) -> Tensor:
+        """Rank 0's full value of a parameter, in the bytes of ``room`` if there are enough. Collective.
+
+        Where the others can read ``room``, rank 0 makes no copy for them, and does not wait for them before
+        ``_until_read``.
+        """
         value = materialise(name, self._parameters[name], self._device, self._record)
-        if value.numel():
-            with untracked():
-                value = value.contiguous()
-                self._collectives.broadcast(as_bytes(value), 0, f"initial values of '{name}'").wait()
+        if not value.numel():
+            return value
+        first, placed = self._collectives.rank == 0, room is not None and room.numel() >= value.nbytes
+        with untracked():
+            value = value.contiguous()
+            if room is not None and placed:
+                there = room[: value.nbytes].view(value.dtype).view(value.shape)
+                if first:
+                    there.copy_(value)
+                value = there
+            sent = self._collectives.broadcast(as_bytes(value), 0, f"initial values of '{name}'")
+        if first and placed:
+            self._sent.append(sent)
+        else:
+            sent.wait()
         return value
+
+    def _until_read(self) -> None:
+        """Wait until the others have what this rank has sent."""
+        for sent in self._sent:
+            sent.wait()
+        self._sent.clear()
+
+
+def _values_nbytes(plan: UnitPlan) -> int:
+    return sum(layout.numel * layout.dtype.itemsize for layout in plan.layouts)
 
 
 def materialise(name: str, tensor: Tensor, device: torch.device, record: InitRecord | None) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_zero
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm import Groups
+from lightning_zero.comm.shared_memory.heap import Heap
 from lightning_zero.config import Placement
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
@@ -119,6 +121,35 @@ def test_a_session_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
     for found, expected in run_world(2, run):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_first_values_are_rank_0s_who_makes_no_copies_of_them() -> None:
+    """The others read them where they stay, or in memory for one unit: not in a copy of each."""
+
+    def run(rank: int) -> tuple[list[int], list[Any]]:
+        taken, found, allocate = [], [], Heap.allocate
+        for stage in (1, 2, 3):
+            module, sizes = made(), list[int]()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(rank)
+            settings = SessionSettings(placement=Placement.from_stage(stage), units=["Sequential"])
+            session = ZeroSession(settings, Groups.create("gloo", None), torch.device("cpu"))
+            session.checkpoints.begin(training=True)
+            with patch.object(Heap, "allocate", lambda heap, n, d, s=sizes: s.append(n) or allocate(heap, n, d)):
+                session.shard(module)
+            with lightning_zero.full_parameters(module):
+                found.append({name: value.detach().clone() for name, value in module.named_parameters()})
+            session.rest()
+            taken.append(len(sizes))
+        return taken, found
+
+    first, *others = run_world(3, run)
+    for taken, _ in others:
+        assert [mine - theirs for mine, theirs in zip(first[0], taken, strict=True)] in ([0, 0, 1], [0, 0, 0])
+    expected = {name: value.detach() for name, value in made().named_parameters()}
+    for _, found in (first, *others):
+        torch.testing.assert_close(found, [expected] * 3, rtol=0, atol=0)
 
 
 def test_a_run_that_has_not_begun_says_so() -> None:

@@ -67,6 +67,12 @@ class SharedMemoryCollectives(Collectives):
             self._tell_place(memory)
         return memory
 
+    def lend(self, nbytes: int) -> Tensor | None:
+        try:
+            return self.transport.heap.allocate(nbytes, torch.uint8)
+        except MemoryError:  # of addresses: what lies elsewhere is copied before it is read
+            return None
+
     def vacate(self, memory: Tensor) -> None:
         if not self.transport.heap.discard(memory):
             super().vacate(memory)
