@@ -13,6 +13,7 @@ when its own gradients have arrived: a frozen or detached reader may still need 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -129,9 +130,11 @@ class Passes:
         self.weights = PublishedWeights(self._replicated, collectives, self.spans, self.access.writes, module)
         self._running: dict[str, Span | None] = {}  # stretches of time that begin and end in different calls
         self._depth, self._scope, self._segment = 0, "", 0
+        self._thread = threading.get_ident()  # that runs scopes
         self._shown_frozen = False  # there is a copy of what parameters show, for processes that are forked
         self.forwards, self._backwards, self._trained = 0, 0, 0  # the last: forwards of training steps
         self.in_backward = False  # a backward runs
+        self.between_micro_steps = False  # the last backward was not the last one before a step
         self._explicit = False
         self._replaced = (0, "")  # what got other values last, and after how many forwards
         self._stayed = (0, "")  # what had to stay whole for the first time last, likewise
@@ -180,6 +183,7 @@ class Passes:
             return
         self.spans.listen()
         self.collectives.settle()
+        self._thread = threading.get_ident()
         self._scope, self._segment = name, 0
         self.weights.bind(name)
         self._open_forward()
@@ -292,6 +296,7 @@ class Passes:
         self.spans.listen()
         self.weights.bind()
         self.in_backward = True
+        self.between_micro_steps = not self.reduce_gradients
         self._reduces = self.reduce_gradients or self.plan.placement.shards_gradients
         self._backwards += 1
         place = f"backward {self._backwards} (of {self._scope})"
@@ -404,6 +409,11 @@ class Passes:
             raise ParameterAccessError(
                 f"{what} was called during a backward, which the ranks run at their own pace, so its result could not "
                 "be collected. Call it after the backward, for example in `on_after_backward`."
+            )
+        if threading.get_ident() != self._thread:
+            raise ParameterAccessError(
+                f"{what} was called in a thread of its own, where it would come between other messages of the ranks. "
+                "Call it in the thread that trains, and give the other one the number."
             )
         each = numbers.new_zeros(self.collectives.world_size, len(numbers))
         if combine is Combine.EACH:

@@ -31,6 +31,7 @@ __all__ = [
     "STRIDES",
     "changes_nothing",
     "elementwise",
+    "not_linear_from",
     "refusal",
     "words",
 ]
@@ -55,6 +56,8 @@ _NAMES = words(f"{_UNARY} {_BINARY} {_OTHERS}")
 _OPERATORS = words("add sub mul truediv div pow and or xor")
 _COMPLEX = words("add sub subtract fill zero copy masked_fill where eq ne isnan isfinite")
 _SCALES = words("mul multiply div divide true_divide")
+_SUMS = words("neg negative add iadd radd sub subtract isub rsub zero fill copy where masked_fill")
+_FACTORS = words("mul multiply rmul div divide true_divide truediv")
 _BOUNDS = words("clamp clip clamp_min clamp_max")
 _EXPONENTS = (0, 0.5, 1, 2, 3, -1, -2)  # those that torch turns into products, roots and quotients
 _HALF = (torch.float16, torch.bfloat16)
@@ -101,6 +104,12 @@ def elementwise(name: str, module: str | None) -> Elementwise | None:
             in_place, name = name[0] == "i", name[1:]
     name = name.removesuffix("_")
     return Elementwise(name, in_place) if name in _NAMES else None
+
+
+def not_linear_from(name: str) -> int:
+    """From which argument on a listed function, with its underscores, does not commute with averages over the ranks."""
+    name = name.removeprefix("_foreach_").strip("_")
+    return 9 if name in _SUMS else 1 if name.removeprefix("i") in _FACTORS else 0
 
 
 QUESTIONS = words("""

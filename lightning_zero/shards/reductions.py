@@ -146,6 +146,7 @@ class Reduction(NamedTuple):
     kind: _Kind
     dims: tuple[int, ...] | None  # that are reduced; ``None``: all
     needs_reals: bool = False  # and not complex numbers
+    dtype: torch.dtype | None = None  # to which elements are cast before
 
     @classmethod
     def of(cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction | None:
@@ -162,20 +163,23 @@ class Reduction(NamedTuple):
         dims = tuple(dims) if isinstance(dims, tuple | list) else None if dims is None else (dims,)
         if any(not isinstance(dim, int) for dim in dims or ()):
             return None  # names of dimensions
+        if dims == () and name in ("any", "all"):
+            return None  # elements that stay as many
+        dtype = given.get("dtype")
         if "p" in takes:
             order = given.get("p", 2.0)
             order = 2.0 if order in (None, "fro") else order
             matrix = name == "linalg_norm" and given.get("p") is not None and dims is None
             if isinstance(order, str) or matrix or (name == "linalg_norm" and dims is not None and len(dims) > 1):
                 return None  # norms of matrices
-            return cls(_p_norm(float(order)), dims or None)
+            return cls(_p_norm(float(order)), dims or None, dtype=dtype)
         if name in ("std", "var"):
             correction = given.get("correction", 1)
             if args and not isinstance(correction, bool):
                 return None  # a dimension
-            return cls(_variance(name == "std", 1 if correction is None else float(correction)), None, True)
+            return cls(_variance(name == "std", 1 if correction is None else float(correction)), None, True, dtype)
         name = name.removeprefix("a") if name in ("amax", "amin") else name
-        return cls(_KINDS[name], dims or None, name not in ("any", "all", "count_nonzero"))
+        return cls(_KINDS[name], dims or None, name not in ("any", "all", "count_nonzero"), dtype)
 
     def row_of(self, shape: Sequence[int]) -> int | None:
         """How many elements of a tensor of this shape make one result; ``None`` if they are not in a row."""

@@ -20,7 +20,16 @@ from lightning_zero._torch import (
 )
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.elements import fingerprint
-from lightning_zero.shards.functions import LIKE, NEW, QUESTIONS, SHAPES, Elementwise, elementwise, words
+from lightning_zero.shards.functions import (
+    LIKE,
+    NEW,
+    QUESTIONS,
+    SHAPES,
+    Elementwise,
+    elementwise,
+    not_linear_from,
+    words,
+)
 from lightning_zero.shards.reductions import Reduction, Slice, Together, reduce_together
 from lightning_zero.shards.sliced_values import Meaning, Part, SlicedValues, Trace, gradient_of, history_of
 
@@ -48,6 +57,7 @@ class SlicedTensor(Tensor):
         cut: the same on every rank; equal for tensors of one shape that are cut at the same places.
         together: who puts the ranks' parts of norms and sums together.
         read_only: whether writing to it raises.
+        early: whether it is an average already where DDP has a sum of each rank's own; ``None``: never.
     """
 
     _slice: SlicedValues
@@ -66,6 +76,7 @@ class SlicedTensor(Tensor):
         cut: tuple[int, ...] | None = None,
         together: Together | None = None,
         read_only: bool = False,
+        early: Callable[[], bool] | None = None,
     ) -> SlicedTensor:
         size, meaning = torch.Size(shape), meaning or gradient_of(name)
         if own.dim() != 1 or not own.is_contiguous() or start < 0 or start + own.numel() > size.numel():
@@ -73,7 +84,7 @@ class SlicedTensor(Tensor):
                 f"A slice of the {meaning.what} must be 1-D, contiguous and inside shape {list(size)}; got shape "
                 f"{list(own.shape)} from element {start} on."
             )
-        trace = Trace(name, meaning, alive, edited, fingerprint(name), False, together, read_only)
+        trace = Trace(name, meaning, alive, edited, fingerprint(name), False, together, read_only, early)
         key = (name,) if cut is None else (*cut, *size)
         return _wrapped(SlicedValues(Part(size, start, own.numel()), key, own, None, trace, device or own.device))
 
@@ -244,8 +255,11 @@ def _reduced(
     for index, subject in enumerate(subjects):
         values, trace = subject._slice, subject._slice.trace
         trace.check_alive(f"{name}()")
+        trace.check_not_early(f"{name}()")
         if trace.together is None or (reduction.needs_reals and subject.is_complex()):
             trace.refuse(f"{name}()")
+        if reduction.dtype is not None and torch.promote_types(subject.dtype, reduction.dtype) is not reduction.dtype:
+            trace.refuse(f"{name}(dtype={reduction.dtype})")
         row = reduction.row_of(subject.shape)
         if row is None or (values.part.picks is not None and row != subject.numel()):
             trace.refuse(f"{name}() over dimensions other than the last ones")
@@ -327,6 +341,8 @@ def _prepared(
         refuse(f"{name}() with these arguments (it gives other last bits for a slice than for the whole)")
     if known.in_place:
         first._slice.trace.check_writable(f"{name}()")
+    for sliced in _sliced(tuple(args[not_linear_from(name) :]) + tuple(kwargs.values())):
+        sliced._slice.trace.check_not_early(f"{name}()")
     args, kwargs = tree_map_only(SlicedTensor, attrgetter("_slice"), (args, kwargs))
     for_history = [told[place] if told and place in told else value for place, value in enumerate(args)]
     return known, history_of(known.name, for_history, kwargs), first._slice.operands(known, (*args, *kwargs.values()))

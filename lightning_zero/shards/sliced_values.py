@@ -85,6 +85,7 @@ class Trace:
     own: bool = True  # whether the memory is nobody else's
     together: Together | None = None  # who puts the ranks' parts of a norm or a sum together
     read_only: bool = False
+    early: Callable[[], bool] | None = None  # whether it is an average already where DDP has a rank's own sum
 
     def note(self, history: int) -> None:
         """An edit was made, and this is the history now."""
@@ -104,6 +105,15 @@ class Trace:
         """Raise ``ParameterAccessError`` if the values can be read only."""
         if self.read_only:
             self.refuse(f"writing to it here, with {called},")
+
+    def check_not_early(self, called: str) -> None:
+        """Raise ``ParameterAccessError`` if under DDP each rank has values of its own now."""
+        if self.early is not None and self.early():
+            raise ParameterAccessError(
+                f"{called} of the {self.meaning.what} was called between micro-steps. It is averaged over the ranks "
+                "already, where under DDP each rank still has a sum of its own, so that the result would be another. "
+                "Call it after the last micro-step, for example in `on_before_optimizer_step`, or use stage 1."
+            )
 
     def refuse(self, what: str) -> NoReturn:
         """Raise ``ParameterAccessError``, and say what works instead."""
@@ -131,7 +141,8 @@ class SlicedValues:
 
     def derived(self, own: Tensor, history: int, device: torch.device | None = None) -> SlicedValues:
         """Values of their own that were made from these, one from each."""
-        trace = Trace(self.trace.name, self.trace.meaning, None, None, history, together=self.trace.together)
+        early = None if self.trace.early is None or not self.trace.early() else lambda: True
+        trace = Trace(self.trace.name, self.trace.meaning, None, None, history, True, self.trace.together, early=early)
         return replace(self, memory=own, places=None, trace=trace, device=device or self.device)
 
     def operands(self, known: Elementwise, args: Sequence[Any]) -> list[Any]:

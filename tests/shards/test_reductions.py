@@ -119,3 +119,19 @@ def test_without_anybody_to_ask_and_without_elements() -> None:
     ranks = Ranks()
     assert ranks.play(torch.empty(0, 3), lambda g: float(g.norm() + g.sum()), (0, 0, 0, 0)) == [0.0] * 3
     assert ranks.rounds == 0
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda g: (100 * g).sum(dtype=torch.int64),  # elements are cast before they are added up
+        lambda g: g.sum(dtype=torch.float16),
+        lambda g: g.isfinite().all(dim=()),  # reduces nothing
+        lambda g: torch.any(g, ()),
+    ],
+)
+def test_what_is_not_the_same_of_numbers_that_were_put_together(act: Callable[[Tensor], Tensor]) -> None:
+    ranks = Ranks()
+    for error in ranks.play(torch.randn(5, 4), act, (0, 3, 9, 20)):
+        assert isinstance(error, ParameterAccessError)
+    assert ranks.rounds == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from lightning_zero import HostOffload, ZeroPrecision, full_gradients, full_parameters
+from lightning_zero.errors import ParameterAccessError
 from tests.helpers.cases import WIDTH, Block
 from tests.helpers.world import run_world
 from tests.strategy.runs import Net, again, assert_same, each_strategy, fit, made, quiet, raised, zero
@@ -311,6 +313,72 @@ def alone(act: Act, stage: int, hook: str) -> str:
     return errors[0]
 
 
+def assigned(model: nn.Module) -> None:
+    """The first row of a clone cleared, and all of it halved."""
+    for p in model.parameters():
+        if p.grad is not None:
+            kept = p.grad.clone()
+            if p.ndim:
+                kept[0] = 0.0
+            p.grad = 0.5 * kept - p.detach() / 4
+
+
+def unseen(act: Act) -> Act:
+    """Without what it gives, which is in slices."""
+
+    def call(model: nn.Module) -> None:
+        act(model)
+
+    return call
+
+
+COMMUTE: dict[str, Act] = {
+    "factor": unseen(lambda m: [g.mul_(0.5) for g in gradients_of(m)]),
+    "foreach": unseen(lambda m: torch._foreach_div_(gradients_of(m), 4.0)),
+    "assigned": assigned,
+}
+EARLY: dict[str, Act] = {
+    "norm": lambda m: m.stem.weight.grad.norm(),  # type: ignore[union-attr]
+    "norm of a clone": lambda m: m.stem.weight.grad.clone().mul_(2).norm(),  # type: ignore[union-attr]
+    "clip by norm": lambda m: clip_grad_norm_(m.parameters(), 0.05),
+    "clip by value": lambda m: clip_grad_value_(m.parameters(), 0.01),
+    "mask": unseen(lambda m: m.stem.weight.grad.mul_(m.stem.weight.grad > 0)),  # type: ignore[union-attr]
+    "square": unseen(lambda m: m.stem.weight.grad.mul_(m.stem.weight.grad)),  # type: ignore[union-attr]
+    "quotient": unseen(lambda m: 2 / m.stem.weight.grad),  # type: ignore[union-attr]
+}
+
+
+def test_between_micro_steps_what_commutes_with_the_average_works() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        found = {}
+        for name, act in COMMUTE.items():
+            module = Acts(act, "on_after_backward")
+            found[name] = made(module, fit(again(strategy), module, count=4, accumulate_grad_batches=2))
+        return found
+
+    assert_same(each_strategy(play), bound=BOUND)
+
+
+def test_between_micro_steps_an_average_is_not_taken_for_the_sum_of_a_rank() -> None:
+    """Which stage 1 has, as DDP does."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, act in EARLY.items():
+            errors, module = list[str](), Acts(act, "on_after_backward")
+            with quiet(), raised(errors):
+                trainer = fit(again(strategy), module, count=2, accumulate_grad_batches=2)
+            found[name] = errors or {"seen": module.seen, **made(module, trainer)}
+        return found
+
+    results = each_strategy(play)
+    assert_same(results, ["stage 1"], bound=BOUND)
+    for stage in ("stage 2", "stage 3"):
+        for name, text in ((name, found) for by_name in results for name, found in by_name[stage].items()):
+            told = r"ParameterAccessError.* of the averaged gradient of '\S+' was called between micro-steps"
+            assert re.search(told, str(text)), (name, text)
+
+
 def test_one_rank_alone_is_told() -> None:
     def run(rank: int) -> dict[str, list[str]]:
         places = [(1, "on_after_backward"), (3, "manual")]
@@ -346,7 +414,23 @@ def in_the_next_backward(model: nn.Module) -> None:
     model.scale.register_hook(lambda grad: grad * kept.norm())  # type: ignore[union-attr, operator]
 
 
+def in_a_thread(model: nn.Module) -> None:
+    grad, told = model.stem.weight.grad, list[BaseException]()  # type: ignore[union-attr]
+
+    def run() -> None:
+        try:
+            grad.norm()  # type: ignore[operator, union-attr]
+        except ParameterAccessError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    raise told[0]
+
+
 REFUSED: dict[str, tuple[Act, str]] = {
+    "thread": (in_a_thread, r"norm\(\) .* 'model\.stem\.weight' was called in a thread of its own"),
     "backward of a norm": (
         lambda m: m.stem.weight.norm().backward(),  # type: ignore[union-attr, operator]
         r"'model\.stem\.weight' are not in memory here, and the backward of a norm\(\) that was taken between steps",

@@ -32,6 +32,7 @@ class RunsBackward(Protocol):
     """What runs backwards."""
 
     in_backward: bool
+    between_micro_steps: bool
 
     def put_together(self, what: str, history: int, numbers: Tensor, combine: Combine) -> Tensor: ...
 
@@ -181,10 +182,13 @@ class UserGradients:
         def edited(digest: int) -> None:
             self._writes.note(f"the gradient of '{name}'", digest)
 
+        def early() -> bool:
+            return self._engine.between_micro_steps
+
         cut = bucket.flat.layout.cut_of(position)
         device, together = parameter.device, self._engine.put_together
         sliced = SlicedTensor(
-            own, shard.start, parameter.shape, name, alive, edited, device, cut=cut, together=together
+            own, shard.start, parameter.shape, name, alive, edited, device, cut=cut, together=together, early=early
         )
         self._shown[parameter] = (number, ref(sliced))
         return sliced
