@@ -20,7 +20,7 @@ from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import FlatLayout, Plan
-from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
+from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data, set_gradient
 from lightning_zero.shards.flat import ParameterShard
 from lightning_zero.shards.functions import refusal
 from lightning_zero.shards.reductions import Combine
@@ -258,7 +258,10 @@ class ParameterAccess:
         for binding in self.bindings.values():
             if not self.shows_for_good(binding):
                 binding.hide()
-            binding.owner = ref(WORKER)
+            if self.gradients.is_there(binding):
+                WORKER.behind.add(binding)
+                set_gradient(binding.parameter, None)
+            binding.owner, binding.let_go = ref(WORKER), WORKER.clear_gradient
 
     def note_written(self) -> None:
         """Look for writes to parameters that show their values all the time. Local."""

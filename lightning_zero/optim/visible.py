@@ -81,7 +81,7 @@ class VisibleState(MutableMapping[Any, Any]):
             self.view.note(entry, name, part)
         self.view.users[entry.target] = key
         self.inner[entry.target] = self.view.cut(entry, dict(value))
-        self._handed.pop(key, None)
+        self._let_go(key)
 
     def __delitem__(self, key: Any) -> None:
         entry = self.view.entry(key)
@@ -91,7 +91,12 @@ class VisibleState(MutableMapping[Any, Any]):
         self.view.check_shown()
         del self.inner[entry.target]
         self.view.note(entry, "all")
-        self._handed.pop(key, None)
+        self._let_go(key)
+
+    def _let_go(self, key: nn.Parameter) -> None:
+        """Look no more at what was shown: it may be another optimizer's state now, whose steps change it."""
+        found = self._handed.pop(key, None)
+        self._recent = [state for state in self._recent if state is not found]
 
     def __contains__(self, key: object) -> bool:
         entry = self.view.entry(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ class Worker:
     def __init__(self) -> None:
         self.bindings: list[Binding] = []  # of parameters that came here without their values
         self.placeholders = Placeholders()
+        self.behind: WeakSet[Binding] = WeakSet()
+        """Those whose rank had a gradient, averaged or on its way to be, when it forked this process."""
 
     def bring(self, binding: Binding, together: bool) -> bool:
         return False
@@ -47,10 +50,22 @@ class Worker:
         return None
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
+        if binding in self.behind:
+            raise ParameterAccessError(
+                f"The gradient that '{binding.name}' has in its rank is not in this process, and what is computed here "
+                "would be added to it: this is a worker that a rank has started (of a DataLoader, say). Call "
+                "`module.zero_grad()` in the worker first, or let it have what it needs of the gradient before it "
+                "starts: `lightning_zero.full_gradient(module, name)`, on every rank."
+            )
         return local
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
+        self.behind.discard(binding)
         set_gradient(binding.parameter, value)
+
+    def clear_gradient(self, binding: Binding) -> None:
+        """``.grad = None`` in a ``zero_grad``."""
+        self.write_gradient(binding, None)
 
     def shows_for_good(self, binding: Binding) -> bool:
         return True

@@ -491,6 +491,26 @@ def test_state_of_what_thaws_comes_back(tmp_path: Path) -> None:
         assert_same(results, names, expected=f"ddp: {row}")
 
 
+def moved(moment: Any, trainer: pl.Trainer, module: Any, resumed: bool) -> None:
+    """User code gives parameters to another optimizer, with their state."""
+    if moment == 2:
+        first, second = trainer.optimizers
+        group = second.param_groups.pop()
+        first.add_param_group(group)
+        for parameter in group["params"]:
+            first.state[parameter] = second.state.pop(parameter)
+        second.add_param_group({"params": list(module.backbone[0].parameters())})
+
+
+def test_state_that_moves_to_another_optimizer() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Turns(two=True)
+        with quiet():
+            return made(module, fit(strategy, module, 2, callbacks=[At(moved, False)], max_epochs=4))
+
+    assert_same(each_strategy(play))
+
+
 def test_state_that_nobody_takes_is_an_error_by_name(tmp_path: Path) -> None:
     """When it is loaded, also where weights need not fit; and when it is saved, as torch's own ``KeyError``."""
 

@@ -160,6 +160,56 @@ def test_a_forked_process_does_not_use_the_connections_of_its_rank() -> None:
     assert_same(run_world(2, world), ["stage 3"])
 
 
+class OfGradients(Reading):
+    """Where gradients are there, its workers read one, and clear them, compute with the module and read again."""
+
+    def __init__(self, computes: bool) -> None:
+        super().__init__(READS["a weight"], workers=0)
+        self.computes = computes
+
+    def in_worker(self, items: list[int]) -> str:
+        weight, texts = self.model.head.weight, []
+        for _ in range(1 + self.computes):
+            try:
+                texts.append("None" if weight.grad is None else f"{weight.grad.double().sum().item():.6f}")
+            except ParameterAccessError as error:
+                texts.append(str(error))
+            if self.computes:
+                self.zero_grad()
+                self(torch.ones(2, WIDTH)).sum().backward()
+        return " | ".join(texts)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return Net.training_step(self, batch, batch_idx)
+
+    def collate(self, items: list[int]) -> int:
+        return 0
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.global_step == 1:
+            loader = DataLoader(range(1), num_workers=1, collate_fn=self.in_worker, multiprocessing_context="fork")
+            self.seen += list(loader)
+
+
+def test_a_forked_worker_does_not_take_a_gradient_that_stays_behind_for_none() -> None:
+    def world(rank: int) -> dict[str, list[str]]:
+        found = {}
+        ways = {"ddp": DDPStrategy, "stage 1": lambda: zero(1), "stage 2": lambda: zero(2), "stage 3": lambda: zero(3)}
+        with quiet():
+            for name, make in ways.items():
+                module = OfGradients(computes=name != "stage 3")
+                make_trainer(make(), max_epochs=1).fit(module)
+                (found[name],) = module.seen
+        return found
+
+    for found in run_world(2, world):
+        assert found["stage 3"].startswith("The gradient that 'model.head.weight' has in its rank is not in this")
+        for name in ("stage 1", "stage 2"):
+            refused, computed = found[name].split(" | ")
+            assert refused == found["stage 3"]
+            assert computed == found["ddp"].split(" | ")[1]
+
+
 class Spawning:
     """What ``multiprocessing`` asks while it pickles for a process that it is about to spawn."""
 

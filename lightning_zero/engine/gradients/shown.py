@@ -20,7 +20,7 @@ from lightning_zero._torch import no_subclasses, untracked
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.shards.binding import Binding, set_gradient
+from lightning_zero.shards.binding import Binding, get_gradient, set_gradient
 from lightning_zero.shards.elements import flat_range
 from lightning_zero.shards.reductions import Combine
 from lightning_zero.shards.sliced_tensor import SlicedTensor
@@ -85,6 +85,14 @@ class UserGradients:
         if whole is not None or shard is None or shard.grad is None:
             return whole
         return self._sliced(binding, place, shard.grad)
+
+    def is_there(self, binding: Binding) -> bool:
+        """Whether ``.grad`` shows what is collected here, or would be collected here. Shows nothing."""
+        place: GradientPlace | None = binding.place
+        if place is None:
+            return False
+        reduced = place.shard is not None and place.shard.grad is not None
+        return reduced or place.whole is not None or get_gradient(binding.parameter) is not None
 
     def write(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``, of which everything but this rank's slice is dropped, outside of a backward."""
