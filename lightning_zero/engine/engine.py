@@ -121,6 +121,12 @@ class ZeroEngine(Passes):
                 "without gradient synchronisation. Let the last backward before a step run outside "
                 "`block_backward_sync` / `no_sync`."
             )
+        if self.between_micro_steps:
+            raise RuntimeError(
+                f"{label} is about to step between micro-steps: the last backward ran without gradient "
+                "synchronisation. Under DDP each rank would step on gradients of its own, and here they are averaged "
+                "already. Let the last backward before a step run outside `block_backward_sync` / `no_sync`."
+            )
         if self.updating and self.plan.offload is not None:
             raise torn(f"{label} cannot step")
         if self._depth > 0 and not self.in_backward:
