@@ -141,7 +141,7 @@ class ShardedOptimizer:
         self._hooks.remove()
         self._leave()
         self._take_over()
-        kept = Kept(self.optimizer, self.label, list(self._owned.values()), self._named_state_of(), self.homes)
+        kept = Kept(self.optimizer, self.label, list(self._all_entries()), self._named_state_of(), self.homes)
         self._view.let_go()
         self._forget_segments()
         return kept
@@ -278,11 +278,15 @@ class ShardedOptimizer:
         self._take_over()
         return self._named_state_of()()
 
+    def _all_entries(self) -> Iterable[OwnedParameter]:
+        """Those of the groups in their order, then what the user has taken out of them, for a while perhaps."""
+        return dict.fromkeys([*self.entries, *self._owned.values()])
+
     def _named_state_of(self) -> Callable[[], dict[str, WholeState]]:
         """What gives the state as it is now, and does not hold the optimizer."""
         named: dict[str, WholeState] = {}
         if self._whole is None:
-            for entry in self._owned.values():
+            for entry in self._all_entries():
                 if state := self.state.get(entry.target):
                     slices = {key: value for key, value in state.items() if covers(value, entry.slice.numel)}
                     values = {key: value for key, value in state.items() if key not in slices}
@@ -343,7 +347,7 @@ class ShardedOptimizer:
                 if values and (whole := self._owned_whole(entry)) is not None:
                     self.state[whole] = values
         else:
-            for entry in self._owned.values():  # also what the user has taken out of the groups, for a while perhaps
+            for entry in self._all_entries():
                 if (loaded := state.get(entry.name)) is not None:
                     self._view.users.setdefault(entry.target, entry.user)
                     slices = {key: self.homes.put(entry, key, value) for key, value in loaded.slices.items()}

@@ -58,7 +58,8 @@ def values_of(name: str) -> Meaning:
         "Read `.data` anew, between steps.",
         "Write `with lightning_zero.full_parameters(module):` around it, on every rank; for a momentum teacher, "
         "`lightning_zero.ema_update(teacher, student, momentum)` in place of the loop. Norms, sums, finite checks and, "
-        "between steps, elementwise edits of `.data` work as they are.",
+        "between steps, elementwise edits of `.data` work as they are. Another strategy cannot run what is sharded: "
+        "give it a `copy.deepcopy(module)` that was made there.",
     )
 
 
@@ -104,7 +105,10 @@ class Trace:
     def check_writable(self, called: str) -> None:
         """Raise ``ParameterAccessError`` if the values can be read only."""
         if self.read_only:
-            self.refuse(f"writing to it here, with {called},")
+            raise ParameterAccessError(
+                f"The values of the {self.meaning.what} are not in memory here, and {called} would write to them. "
+                f"{self.meaning.advice}"
+            )
 
     def check_not_early(self, called: str) -> None:
         """Raise ``ParameterAccessError`` if under DDP each rank has values of its own now."""

@@ -378,15 +378,14 @@ def test_a_placeholder_tells_the_truth_about_everything_but_values() -> None:
 
 
 READS: dict[str, Callable[[nn.Module], Tensor]] = {
-    "sum": lambda block: block.up.weight.sum(),
-    "clone": lambda block: block.up.weight.detach().clone(),
+    "median": lambda block: block.up.weight.median(),
+    "clone": lambda block: block.up.weight.detach().clone().flatten(),
     "linear": lambda block: nn.functional.linear(torch.ones(2, WIDTH), block.up.weight, block.up.bias),
-    "data": lambda block: (block.up.weight.data * 2).sum(),
+    "data": lambda block: (block.up.weight.data * 2).sort(),
     "tolist": lambda block: torch.tensor(block.norm.weight.tolist()),
     "copy_": lambda block: torch.zeros(28, WIDTH).copy_(block.up.weight.detach()),
     "stack": lambda block: torch.stack([block.norm.weight, block.norm.bias]),
     "state_dict": lambda block: block.state_dict()["up.weight"].clone(),
-    "norm": lambda block: nn.utils.get_total_norm(list(block.parameters())),
 }
 
 

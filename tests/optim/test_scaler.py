@@ -169,7 +169,7 @@ def test_no_gradients_are_no_overflow() -> None:
 @pytest.mark.parametrize("wire", ["hosts", "devices"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_rank_s_overflow_is_everyone_s(world_size: int, wire: str) -> None:
-    def run(rank: int) -> list[tuple[bool, float]]:
+    def run(rank: int) -> list[float]:
         groups = Groups.create("gloo")
         totals = groups.control if wire == "hosts" else GlooCollectives(groups, Streams(torch.device("cpu")))
         scaler = LossScaler(init_scale=16.0, growth_interval=2)

@@ -20,6 +20,7 @@ from lightning_zero import HostOffload
 from lightning_zero.analysis import OptimizerCost
 from tests.helpers.allocator import Allocations
 from tests.helpers.cases import Block, Case, case, features
+from tests.helpers.counting import LiveTensors
 from tests.helpers.probe import MakeOptimizer, Probe, adamw, fit
 from tests.helpers.world import run_world
 from tests.strategy.test_memory import (
@@ -116,10 +117,20 @@ class Peak(pl.Callback):
             self.update.__exit__()
 
 
+def scratch(name: str) -> int:
+    """Bytes that kernels take for themselves in a product with the largest matrix; in 16 bits some processors' do."""
+    dtype = torch.float32 if name == "32-true" else torch.bfloat16
+    x, matrix = (torch.ones(rows, WIDE, dtype=dtype, requires_grad=True) for rows in (1, 3 * WIDE))
+    result, given, live = nn.functional.linear(x, matrix).sum(), Allocations(), LiveTensors()
+    with given, live:
+        result.backward()
+    return given.most - live.most
+
+
 def measure(
     rank: int, name: str, stage: int, make: MakeOptimizer = adamw, model: Callable[[], Case] = wide, **settings: Any
 ) -> tuple[int, int, dict[str, int]]:
-    """Bytes at peak: counted, and by the plan; and the plan's categories."""
+    """Bytes at peak: counted, and by the plan; and the plan's categories, with the scratch memory of kernels."""
     forget_the_past()  # so that there is little to collect
     watch = Peak()
     probe = Probe(model(), make)
@@ -141,7 +152,7 @@ def measure(
         peak=True,
     )
     rest = sum(sum(part.values()) for part in found.values())
-    return rest + watch.most(trainer.strategy), plan.total, dict(plan.items())
+    return rest + watch.most(trainer.strategy), plan.total, {**dict(plan.items()), "scratch": scratch(name)}
 
 
 def measure_offloaded(rank: int, name: str, stage: int, offload: HostOffload) -> tuple[int, int, dict[str, int]]:
@@ -163,12 +174,13 @@ def measure_offloaded(rank: int, name: str, stage: int, offload: HostOffload) ->
     most = max(device.total, rested.total + 2 * 4 * (3 * WIDE * WIDE // 2))
     held = [*categories(trainer.strategy).values(), *on_host(trainer.strategy).values()]
     rest = sum(sum(part.values()) for part in held)
-    return rest + watch.most(trainer.strategy), most + host.total, dict(device.items())
+    return rest + watch.most(trainer.strategy), most + host.total, {**dict(device.items()), "scratch": scratch(name)}
 
 
 def assert_as_planned(found: dict[str, tuple[int, int, dict[str, int]]], where: str) -> None:
     for name, (counted, expected, parts) in found.items():
-        assert counted == pytest.approx(expected, rel=0.02), f"{where}, {name}: {counted}, not {expected} of {parts}"
+        highest = 1.02 * expected + parts["scratch"]
+        assert 0.98 * expected <= counted <= highest, f"{where}, {name}: {counted}, not {expected} of {parts}"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
