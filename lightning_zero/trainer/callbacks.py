@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,8 +25,10 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoin
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -47,6 +50,7 @@ __all__ = [
     "copy_where_no_links_are",
     "explain_attribute",
     "gather_for_graphs",
+    "hold_schedulers",
     "is_running",
     "prune_whole",
     "raise_first_error",
@@ -246,6 +250,13 @@ def copy_where_no_links_are(callbacks: Iterable[Callback], replaced: Replaced) -
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint):
             replaced.put(callback, "_link_checkpoint", copying)  # private: 2.6
+
+
+def hold_schedulers(configs: Iterable[LRSchedulerConfig], optimizer: Optimizer, held: Replaced) -> None:
+    """Keep per-step schedulers of a skipped step from advancing until ``held`` is released: out of their reach."""
+    for config in configs:
+        if config.interval == "step" and config.scheduler.optimizer is optimizer:
+            held.put(config, "frequency", lambda _: sys.maxsize)
 
 
 def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:

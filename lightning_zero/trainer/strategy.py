@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import without_swaps
@@ -52,6 +52,7 @@ from lightning_zero.trainer.callbacks import (
     copy_where_no_links_are,
     explain_attribute,
     gather_for_graphs,
+    hold_schedulers,
     is_running,
     prune_whole,
     raise_first_error,
@@ -160,7 +161,7 @@ class ZeroStrategy(Batches):
         self.num_nodes = 1  # the Trainer sets it
         self.process_group_backend, self._start_method = process_group_backend, start_method
         self._timeout = validate_timeout(timeout)
-        self._recorder, self._replaced = InitRecorder(), Replaced()
+        self._recorder, self._replaced, self._held = InitRecorder(), Replaced(), Replaced()
         self._laid_out = False  # in the running fit, validation, ...
         self._averages: Averages | None = None
 
@@ -219,7 +220,12 @@ class ZeroStrategy(Batches):
         if self._absent and trainer.enable_autolog_hparams:  # where every rank is asked to draw
             gather_for_graphs(trainer.loggers, self._module, self._replaced)
         self.model_to_device()
-        self.precision_plugin.attach(self.root_device, self.engine.totals, self.adapter)
+        self.precision_plugin.attach(
+            self.root_device,
+            self.engine.totals,
+            self.adapter,
+            lambda o: hold_schedulers(self.lr_scheduler_configs, o, self._held),
+        )
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.session.begin(training=fitting)
         if fitting:
@@ -338,6 +344,17 @@ class ZeroStrategy(Batches):
         """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""
         return self.session.accumulating()
 
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One optimizer step. Collective: every rank."""
+        self._held.release()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
     def on_exception(self, exception: BaseException) -> None:
         """Leave no pinned slot and no half-reduced gradient behind."""
         explain_attribute(exception, self._module)
@@ -347,6 +364,7 @@ class ZeroStrategy(Batches):
 
     def teardown(self) -> None:
         """End a run. Shards stay where they are, so that the module can be validated, or fitted again, or called."""
+        self._held.release()
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()

@@ -102,10 +102,12 @@ def test_each_optimizer_has_its_own_overflow() -> None:
     optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in (first, second)]
     scaler.scale(first.sum() * float("inf") + second.sum()).backward()
     scaler.unscale_(optimizers[1])
+    skipped = []
     for optimizer in optimizers:
         scaler.unscale_once(optimizer)
         scaler.step(optimizer)
-        scaler.stepped(optimizer)
+        skipped.append(scaler.stepped(optimizer))
+    assert skipped == [True, False]
     assert (first.tolist(), second.tolist(), scaler.get_scale()) == ([1.0, 1.0], [0.0, 0.0], 4.0)
     scaler.scale(first.sum()).backward()
     scaler.unscale_(optimizers[0])
@@ -183,13 +185,13 @@ def test_one_rank_s_overflow_is_everyone_s(world_size: int, wire: str) -> None:
                 parameter.grad = gradient
             scaler.attach(Adapted, totals)
             scaler.unscale_(optimizer)
-            scaler.stepped(optimizer)
-            found.append(scaler.get_scale())
+            overflow = scaler.stepped(optimizer)
+            found.append((overflow, scaler.get_scale()))
         return found
 
-    backoffs = [16.0 / 2 ** (count + 1) for count in range(world_size)]
+    backoffs = [(True, 16.0 / 2 ** (count + 1)) for count in range(world_size)]
     last = 16.0 / 2**world_size
-    expected = [16.0, *backoffs, last, last * 2]
+    expected = [(False, 16.0), *backoffs, (False, last), (False, last * 2)]
     for found in run_world(world_size, run):
         assert found == expected
 

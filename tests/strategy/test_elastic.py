@@ -248,7 +248,7 @@ def test_a_changed_model_takes_what_is_there_when_loading_is_not_strict(at_two: 
     def resume(rank: int, stage: int) -> dict[str, Any]:
         module = Changed()
         module.strict_loading = False
-        assert "state that does not fit AdamW: 'odd.scale' (not in the" in refusal(at_two["path"], module, stage)
+        assert "state that does not fit AdamW: 'odd.five' (not in the" in refusal(at_two["path"], module, stage)
         module = Dropping()
         with quiet(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
