@@ -415,8 +415,8 @@ class Passes:
                 f"{what} was called in a thread of its own, where it would come between other messages of the ranks. "
                 "Call it in the thread that trains, and give the other one the number."
             )
-        each = numbers.new_zeros(self.collectives.world_size, len(numbers))
         if combine is Combine.EACH:
+            each = numbers.new_zeros(self.collectives.world_size, len(numbers))
             each[self.collectives.rank] = numbers
             numbers = each.view(-1)
         largest, count = combine is Combine.LARGEST, len(numbers)
@@ -435,7 +435,7 @@ class Passes:
             found = self.control.put_together(bits.view(torch.float64).tolist(), largest)
         else:
             found = self.totals.total(numbers.to(self.totals.device), largest)
-        return found.view_as(each) if combine is Combine.EACH else found
+        return found.view(self.collectives.world_size, -1) if combine is Combine.EACH else found
 
     def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None:
         """Note that masters got other values past the optimizer. Local.
