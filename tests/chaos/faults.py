@@ -98,8 +98,12 @@ def _raise(module: Struck) -> None:
 
 
 def _kill_worker(module: Struck) -> None:
+    """And remove what torch leaves in shared memory where a worker dies while it hands over a batch."""
     for child in multiprocessing.active_children():
         os.kill(child.pid or 0, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOWAIT)  # the loader is told of it all the same
+        for left in Path("/dev/shm").glob(f"torch_{child.pid}_*"):
+            left.unlink(missing_ok=True)
 
 
 def _kill_at_call(module: Struck) -> None:

@@ -215,9 +215,5 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 def _shared(folder: Path) -> list[str]:
-    """Names of shared memory that were not there before.
-
-    A worker that is killed while it hands over a batch leaves one of torch's; this package makes none of such a name.
-    """
-    found = {*os.listdir("/dev/shm")} - {*json.loads((folder / "names").read_text())}
-    return sorted(name for name in found if not name.startswith("torch_"))
+    """Names of shared memory that were not there before."""
+    return sorted({*os.listdir("/dev/shm")} - {*json.loads((folder / "names").read_text())})
