@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "CommunicationError",
     "DivergenceError",
+    "ExtensionError",
     "MaterialiseError",
     "OffloadError",
     "ParameterAccessError",
@@ -153,4 +154,13 @@ class OffloadError(ZeroError):
     Raised on every rank, before anything goes on with half-updated weights.
 
     Fix: resume from the last checkpoint, which is intact, after the cause is mended.
+    """
+
+
+class ExtensionError(ZeroError):
+    """A part of the package was asked for that this copy does not have.
+
+    Cause: a folder or file of ``lightning_zero/extensions/`` was deleted.
+
+    Fix: install the package whole, or leave out the setting that the message names.
     """

@@ -1,0 +1,58 @@
+"""The extensions: parts of the package that a copy can do without.
+
+Each is a file or a folder of ``lightning_zero/extensions/``. The core names an extension here, and nowhere imports one:
+it calls :func:`extension` where the setting that needs it is read.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from lightning_zero.errors import ExtensionError
+
+__all__ = ["EXTENSIONS", "extension", "installed"]
+
+_FOLDER = "lightning_zero.extensions"
+
+# What each extension does, as an error about a missing one says it.
+EXTENSIONS = {
+    "closures": "optimizer steps with closures over partitioned parameters (LBFGS, SAM)",
+    "compression": "quantised communication (`Compression`)",
+    "formats": "checkpoints of DeepSpeed and FSDP, and models of Hugging Face",
+    "hops": "communication in two hops, within a host and between hosts, and secondary shards",
+    "inspection": "`lightning-zero inspect` and `lightning-zero verify`",
+    "monitors": "`MemoryMonitor` and `CommunicationMonitor`",
+    "nvme": "offload to files (`NvmeOffload`)",
+    "planner": "`lightning-zero plan`, and estimates of traffic and time",
+    "random_state": "random states in checkpoints",
+    "ray": "`lightning_zero.ray`",
+    "shared_memory": "communication through the shared memory of a host's processes",
+    "watch": "the report of which rank waits for which",
+}
+
+
+def installed(name: str) -> bool:
+    """Whether an extension is there. For what has another way without it."""
+    _check(name)
+    return find_spec(f"{_FOLDER}.{name}") is not None
+
+
+def extension(name: str) -> Any:
+    """The module of an extension, imported when it is first asked for.
+
+    Raises:
+        ExtensionError: it was deleted from this copy of the package.
+    """
+    if not installed(name):
+        raise ExtensionError(
+            f"This copy of lightning_zero has no extension '{name}', which has {EXTENSIONS[name]}. Install "
+            "lightning_zero again, or leave out the setting that asks for it."
+        )
+    return import_module(f"{_FOLDER}.{name}")
+
+
+def _check(name: str) -> None:
+    if name not in EXTENSIONS:
+        raise KeyError(f"no extension is called '{name}': {', '.join(EXTENSIONS)}")
