@@ -1,0 +1,184 @@
+"""The package without one of its extensions: ``python deleted.py FOLDER NAME...``.
+
+For each name: a copy of the package, the extension deleted from it, and a process that imports this copy, trains, saves
+and resumes at two ranks, and asks for what is missing. ``FOLDER/NAME.json`` has what came of it. Torch and Lightning
+are imported once, the package in each of the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+import lightning.pytorch as pl  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+STEPS = 2
+
+
+class Small(pl.LightningModule):
+    """What is trained."""
+
+    def __init__(self, optimizer: Callable[..., Any] = torch.optim.AdamW) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        self.optimizer = optimizer
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs), batch_size=2)
+
+
+def fit(strategy: Any, steps: int = STEPS, ckpt_path: str | None = None, **others: Any) -> tuple[Any, Small]:
+    """Train the model for so many steps on two ranks."""
+    module = Small(**others.pop("model", {}))
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, enable_checkpointing=False, **silent, **others
+    )
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def trains(folder: Path) -> str:
+    """Train, save and resume in two stages."""
+    for stage in (1, 3):
+        path = str(folder / f"stage{stage}.ckpt")
+        trainer, _ = fit(f"zero{stage}")
+        trainer.save_checkpoint(path)
+        trainer, _ = fit(f"zero{stage}", 2 * STEPS, path)
+        if trainer.global_step != 2 * STEPS:
+            raise RuntimeError(f"zero{stage} ended at step {trainer.global_step}")
+    return "trained"
+
+
+def nvme(folder: Path) -> None:
+    from lightning_zero import NvmeOffload, ZeroStrategy
+
+    fit(ZeroStrategy(3, offload=NvmeOffload(str(folder))))
+
+
+def compression(folder: Path) -> None:
+    from lightning_zero import Compression, ZeroStrategy
+
+    fit(ZeroStrategy(3, compression=Compression(weights="int8")))
+
+
+def hops(folder: Path) -> None:
+    from lightning_zero import ZeroStrategy
+
+    fit(ZeroStrategy(3, secondary_shards=True))
+
+
+def planner(folder: Path) -> None:
+    from lightning_zero.cli import main
+
+    main(["plan", "--help"])
+
+
+def monitors(folder: Path) -> None:
+    from lightning_zero import MemoryMonitor
+
+    MemoryMonitor()
+
+
+def formats(folder: Path) -> None:
+    from lightning_zero import CheckpointPolicy, ZeroStrategy
+
+    (folder / "model.safetensors.index.json").write_text(
+        '{"metadata": {}, "weight_map": {"net.0.weight": "a.safetensors"}}'
+    )
+    fit(ZeroStrategy(3, checkpoint=CheckpointPolicy(initial_weights=str(folder))))
+
+
+def random_state(folder: Path) -> None:
+    from lightning_zero import ZeroStrategy
+
+    fit(ZeroStrategy(1), 3 * STEPS, str(ROOT / "tests/fixtures/format1/zero1.ckpt"))
+
+
+def closures(folder: Path) -> None:
+    fit("zero1", model={"optimizer": torch.optim.LBFGS})
+
+
+def ray(folder: Path) -> None:
+    from lightning_zero.ray import RayZeroStrategy
+
+    RayZeroStrategy(stage=3)
+
+
+def inspection(folder: Path) -> None:
+    from lightning_zero import verify_checkpoint
+
+    verify_checkpoint(str(folder))
+
+
+def asked(name: str, folder: Path) -> str:
+    """What asking for a missing extension raises."""
+    try:
+        globals()[name](folder)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def without(name: str, folder: Path) -> dict[str, Any]:
+    """Import the package without an extension, and use it."""
+    from tests.helpers.world import run_world
+
+    def both(rank: int) -> tuple[str, str]:
+        return trains(folder), asked(name, folder)
+
+    first, second = run_world(2, both, init_group=False, timeout=90.0)
+    return {"trained": first[0], "asked": [first[1], second[1]]}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """One process for each of the names, one after the other."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name in names:
+        copy = folder / name
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "lightning_zero", copy / "lightning_zero", ignore=ignored)
+        gone = copy / "lightning_zero" / "extensions" / name
+        if gone.is_dir():
+            shutil.rmtree(gone)
+        else:
+            gone.with_suffix(".py").unlink()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                sys.path.insert(0, str(copy))
+                sys.path.append(str(ROOT))
+                result = without(name, copy)
+                import lightning_zero
+
+                result["from"] = lightning_zero.__file__
+            except BaseException:
+                result = {"error": traceback.format_exc()}
+            (folder / f"{name}.json").write_text(json.dumps(result))
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
