@@ -20,6 +20,7 @@ from offload_training import GPT, VOCABULARY
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_zero import ZeroPlan, build_plan
@@ -116,31 +117,35 @@ class Alone(ControlGroup):
 
 
 class Way:
-    """One way to train: ``step`` takes a batch and gives its loss.
+    """One way to train: ``step`` takes a batch and gives its loss, in three parts.
 
     Attributes:
         plan: of what this package shards; ``None`` elsewhere.
     """
 
     plan: ZeroPlan | None = None
-
-    def step(self, batch: Tensor) -> Tensor:
-        """One optimizer step."""
-        raise NotImplementedError
-
-
-class Wrapped(Way):
-    """A model that somebody else's wrapper makes distributed, trained as any other."""
-
     _model: nn.Module
     _optimizer: torch.optim.Optimizer
 
-    def step(self, batch: Tensor) -> Tensor:
-        """One optimizer step."""
+    def forward(self, batch: Tensor) -> Tensor:
+        """The loss of a batch."""
         loss: Tensor = self._model(batch)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a loss."""
         loss.backward()
+
+    def update(self) -> None:
+        """Step the optimizer, and clear the gradients."""
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def step(self, batch: Tensor) -> Tensor:
+        """One optimizer step."""
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
         return loss
 
 
@@ -152,17 +157,33 @@ class Plain(Way):
         self._model = task.model()
         self._optimizer = task.optimizer(self._model)
 
-    def step(self, batch: Tensor) -> Tensor:
-        """One optimizer step."""
+    def forward(self, batch: Tensor) -> Tensor:
+        """The loss of a batch."""
         with self._task.autocast():
-            loss: Tensor = self._model(batch)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss
+            return super().forward(batch)
 
 
-class Fsdp2(Wrapped):
+class Ddp(Plain):
+    """DistributedDataParallel, with a hook for each bucket: it cannot read the results of torch's fake group."""
+
+    def __init__(self, task: Task, world_size: int) -> None:
+        super().__init__(task, world_size)
+        model = DistributedDataParallel(self._model, gradient_as_bucket_view=True)
+        if dist.get_backend() == "fake":
+            model.register_comm_hook(None, _at_once)
+        self._model = model
+
+
+def _at_once(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    answer: torch.futures.Future[Tensor] = torch.futures.Future()
+    answer.set_result(bucket.buffer())
+    return answer
+
+
+_at_once.__annotations__.clear()  # DDP compares them with classes, and they are strings in this file
+
+
+class Fsdp2(Way):
     """``fully_shard`` of each block and of the rest.
 
     Args:
@@ -206,12 +227,18 @@ class DeepSpeed(Way):
         }
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=task.optimizer(model), config=config)
 
-    def step(self, batch: Tensor) -> Tensor:
-        """One optimizer step."""
+    def forward(self, batch: Tensor) -> Tensor:
+        """The loss of a batch."""
         loss: Tensor = self._engine(batch)
-        self._engine.backward(loss)
-        self._engine.step()
         return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a loss."""
+        self._engine.backward(loss)
+
+    def update(self) -> None:
+        """Step the optimizer, and clear the gradients."""
+        self._engine.step()
 
 
 class Zero(Way):
@@ -264,16 +291,16 @@ class Zero(Way):
             writable=not self.plan.placement.shards_parameters and not mixed,
         )
 
-    def step(self, batch: Tensor) -> Tensor:
-        """One optimizer step."""
+    def forward(self, batch: Tensor) -> Tensor:
+        """The loss of a batch."""
         self._adapter.adopt_new_groups()
         with self._task.autocast(), self._engine.step("training_step"):
-            loss: Tensor = self._model(batch)
+            return super().forward(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a loss."""
         with self._engine.backward():
             loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss
 
 
 @dataclass(frozen=True)
@@ -295,6 +322,7 @@ def rows() -> dict[str, Row]:
     """All ways by name that are installed."""
     found = {
         "plain": Row("plain PyTorch", 0, Plain),
+        "ddp": Row("DDP", 0, Ddp),
         "zero1": Row("zero1", 1, partial(Zero, stage=1)),
         "zero2": Row("zero2", 2, partial(Zero, stage=2)),
         "fsdp2-whole": Row("FSDP2 without reshard", 2, partial(Fsdp2, reshard=False)),

@@ -27,7 +27,6 @@ import torch
 from engines import Engine, lightning, trainer_ddp
 from offload_training import GPT
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from worlds import Turns, World
 
 from lightning_zero import ZeroStrategy, build_plan
@@ -143,25 +142,12 @@ def way(task: fake_world.Task, turns: Turns, *, name: str) -> None:
     train(fake_world.rows()[name].make(task, 1).step, task, turns)
 
 
-class Ddp(fake_world.Wrapped):
-    """DDP."""
-
-    def __init__(self, task: fake_world.Task) -> None:
-        self._model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
-        self._optimizer = task.optimizer(self._model)
-
-
-def ddp(task: fake_world.Task, turns: Turns) -> None:
-    """DDP in a plain loop."""
-    train(Ddp(task).step, task, turns)
-
-
 def _in_trainer(strategy: Callable[[], Any]) -> Callable[..., None]:
     return partial(lightning, strategy=strategy, clip_at=None)
 
 
 WAYS: dict[str, Engine] = {
-    "ddp": Engine("DDP", 0, ddp),
+    "ddp": Engine("DDP", 0, partial(way, name="ddp")),
     "plain": Engine("PyTorch alone", 0, partial(way, name="plain")),
     "fsdp2": Engine("FSDP2", 3, partial(way, name="fsdp2")),
     **{f"zero{s}": Engine(f"zero{s}", s, partial(way, name=f"zero{s}"), ours=True) for s in (1, 2, 3)},
