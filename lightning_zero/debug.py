@@ -31,7 +31,7 @@ from lightning_zero.optim.gradients import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.shards.flat import FlatParameters
+from lightning_zero.shards.slice import FlatParameters
 from lightning_zero.storage import FileTensor
 
 __all__ = [

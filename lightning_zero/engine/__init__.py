@@ -3,6 +3,6 @@
 from lightning_zero.engine.activations import Activations
 from lightning_zero.engine.buffers import BufferBroadcast
 from lightning_zero.engine.engine import ZeroEngine, engine_of
-from lightning_zero.shards.flat import ParameterShard
+from lightning_zero.shards.slice import ParameterShard
 
 __all__ = ["Activations", "BufferBroadcast", "ParameterShard", "ZeroEngine", "engine_of"]

@@ -21,9 +21,9 @@ from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, U
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.plan import FlatLayout, Plan
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data, set_gradient
-from lightning_zero.shards.flat import ParameterShard
 from lightning_zero.shards.functions import refusal
 from lightning_zero.shards.reductions import Combine
+from lightning_zero.shards.slice import ParameterShard
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import values_of
 from lightning_zero.shards.workers import WORKER, for_worker

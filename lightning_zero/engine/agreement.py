@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.errors import DivergenceError
-from lightning_zero.shards.elements import checksum
+from lightning_zero.shards.slice import checksum
 
 __all__ = ["Agreement", "ExternalWrites"]
 

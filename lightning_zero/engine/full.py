@@ -15,8 +15,7 @@ from lightning_zero.engine.hooks import unhooked
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import DivergenceError, OffloadError, ParameterAccessError
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
-from lightning_zero.shards.elements import checksum, fingerprint, flat_range
-from lightning_zero.shards.flat import FlatParameters, cut, views_of
+from lightning_zero.shards.slice import FlatParameters, checksum, cut, fingerprint, flat_range, views_of
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 

@@ -22,7 +22,7 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import DivergenceError, some
 from lightning_zero.optim.groups import OwnedParameter, ParamGroups
 from lightning_zero.optim.hooks import kept_of
-from lightning_zero.shards.elements import fingerprint
+from lightning_zero.shards.slice import fingerprint
 
 __all__ = ["Fingerprint", "agree_on_optimizers", "agree_on_set_up", "described"]
 

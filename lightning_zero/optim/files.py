@@ -41,7 +41,7 @@ from lightning_zero.optim.groups import OffloadedSteps
 from lightning_zero.optim.segments import Member, Range
 from lightning_zero.optim.state import Kind, StateHomes, covers
 from lightning_zero.optim.stepper import Memory, SegmentStep, SegmentStepper, threads
-from lightning_zero.shards.flat import FlatParameters
+from lightning_zero.shards.slice import FlatParameters
 from lightning_zero.storage.file_tensor import FileTensor
 from lightning_zero.storage.pipeline import Request
 from lightning_zero.storage.tiers import WINDOW_ALIGNMENT, NvmeStore

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Tier
 from lightning_zero.plan import FlatLayout, ShardSlice
-from lightning_zero.shards.flat import FlatParameters, ParameterShard
+from lightning_zero.shards.slice import FlatParameters, ParameterShard
 from lightning_zero.storage.tiers import NvmeStore
 
 __all__ = ["BeforeStep", "Note", "OffloadedSteps", "OwnedParameter", "ParamGroups", "restore_options"]

@@ -23,7 +23,7 @@ from lightning_zero.optim.groups import OwnedParameter, ParamGroups, restore_opt
 from lightning_zero.optim.rules import check_offloadable
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
-from lightning_zero.shards.elements import fingerprint
+from lightning_zero.shards.slice import fingerprint
 
 __all__ = ["ReplicatedOptimizer"]
 

@@ -15,7 +15,7 @@ from lightning_zero._torch import TorchDispatchMode, bare_step, untracked
 from lightning_zero.config import Tier
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.plan import ALIGNMENT
-from lightning_zero.shards.flat import FlatParameters
+from lightning_zero.shards.slice import FlatParameters
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.host import padded_nbytes
 from lightning_zero.storage.tiers import NvmeStore

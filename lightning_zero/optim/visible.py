@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.groups import Note, OwnedParameter
 from lightning_zero.optim.state import StateHomes, copied, covers
-from lightning_zero.shards.elements import fingerprint
+from lightning_zero.shards.slice import fingerprint
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import state_of
 from lightning_zero.storage.file_tensor import FileTensor

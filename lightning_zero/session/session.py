@@ -32,7 +32,7 @@ from lightning_zero.session.offloading import make_tiers, offloaded_steps
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.shards.elements import fingerprint
+from lightning_zero.shards.slice import fingerprint
 
 __all__ = ["Dtypes", "ZeroSession"]
 

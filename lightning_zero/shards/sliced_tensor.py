@@ -19,7 +19,6 @@ from lightning_zero._torch import (
     untracked,
 )
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.shards.elements import fingerprint
 from lightning_zero.shards.functions import (
     LIKE,
     NEW,
@@ -31,6 +30,7 @@ from lightning_zero.shards.functions import (
     words,
 )
 from lightning_zero.shards.reductions import Reduction, Slice, Together, reduce_together
+from lightning_zero.shards.slice import fingerprint
 from lightning_zero.shards.sliced_values import Meaning, Part, SlicedValues, Trace, gradient_of, history_of
 
 __all__ = ["SlicedTensor"]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.shards.elements import fingerprint, flat_range
 from lightning_zero.shards.functions import Elementwise
 from lightning_zero.shards.reductions import Together
+from lightning_zero.shards.slice import fingerprint, flat_range
 
 __all__ = [
     "Meaning",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import make_subclass, untracked
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import Binding, set_gradient
-from lightning_zero.shards.flat import Placeholders
+from lightning_zero.shards.slice import Placeholders
 
 __all__ = ["WORKER", "for_worker"]
 

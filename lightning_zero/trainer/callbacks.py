@@ -38,7 +38,7 @@ from lightning_zero.engine import engine_of
 from lightning_zero.engine.full import gathered
 from lightning_zero.errors import ParameterAccessError, ZeroError, add_note, some
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.shards.elements import checksum
+from lightning_zero.shards.slice import checksum
 
 __all__ = [
     "TRAINERS",

@@ -42,7 +42,7 @@ from lightning_zero._torch import tree_leaves, tree_map_only
 from lightning_zero.config import LoaderPolicy, Placement, Uneven
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import DivergenceError, some
-from lightning_zero.shards.elements import fingerprint
+from lightning_zero.shards.slice import fingerprint
 from lightning_zero.trainer.callbacks import Replaced
 from lightning_zero.trainer.processes import Processes
 

@@ -19,7 +19,7 @@ from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.units.guard import SavedTensorGuard
 from lightning_zero.engine.units.sharded import ShardedUnit
-from lightning_zero.shards.flat import Placeholders
+from lightning_zero.shards.slice import Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 
 CPU = torch.device("cpu")

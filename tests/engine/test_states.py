@@ -14,7 +14,7 @@ from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.units.sharded import ShardedUnit, UnitState
-from lightning_zero.shards.flat import Placeholders
+from lightning_zero.shards.slice import Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 
 CPU = torch.device("cpu")

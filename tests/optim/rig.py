@@ -16,7 +16,7 @@ from lightning_zero.errors import OffloadError
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.sharded import OffloadedSteps, ShardedOptimizer
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
-from lightning_zero.shards.flat import FlatParameters
+from lightning_zero.shards.slice import FlatParameters
 from lightning_zero.storage.file_tensor import FileTensor, fill_from
 from lightning_zero.storage.tiers import NvmeStore
 

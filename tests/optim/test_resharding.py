@@ -11,7 +11,7 @@ from lightning_zero.config import Tier
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.whole import WholeState, resharded
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
-from lightning_zero.shards.flat import FlatParameters
+from lightning_zero.shards.slice import FlatParameters
 from tests.helpers.world import run_world
 
 REST = Rest(master=Tier.DEVICE, weights=None, gradients=Tier.DEVICE, state=Tier.DEVICE)

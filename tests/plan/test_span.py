@@ -19,7 +19,7 @@ from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import HostOffload, Placement
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.plan import deal_out
-from lightning_zero.shards.flat import Placeholders
+from lightning_zero.shards.slice import Placeholders
 from lightning_zero.storage.tiers import MemoryTiers
 
 LAYERS, WIDTH = 8, 512

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_zero.shards import elements as module
-from lightning_zero.shards.elements import checksum, fingerprint, flat_range
+from lightning_zero.shards.slice import checksum, fingerprint, flat_range
 
 DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),

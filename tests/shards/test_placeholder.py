@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.shards.flat import Placeholders
+from lightning_zero.shards.slice import Placeholders
 
 CPU = torch.device("cpu")
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)

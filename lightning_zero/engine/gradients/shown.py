@@ -21,8 +21,8 @@ from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import Binding, get_gradient, set_gradient
-from lightning_zero.shards.elements import flat_range
 from lightning_zero.shards.reductions import Combine
+from lightning_zero.shards.slice import flat_range
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 
 __all__ = ["GradientPlace", "UserGradients"]

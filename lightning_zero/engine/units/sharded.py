@@ -20,7 +20,7 @@ from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import OffloadError, ParameterAccessError
 from lightning_zero.plan import FlatLayout, UnitPlan, pack
 from lightning_zero.shards.binding import Bound, hide, show
-from lightning_zero.shards.flat import FlatParameters
+from lightning_zero.shards.slice import FlatParameters
 from lightning_zero.storage.file_tensor import fill_from
 from lightning_zero.storage.transfers import Fetcher
 

@@ -51,8 +51,7 @@ from lightning_zero.shards.binding import (
     show,
     shown_kind,
 )
-from lightning_zero.shards.elements import checksum
-from lightning_zero.shards.flat import FlatParameters, views_of
+from lightning_zero.shards.slice import FlatParameters, checksum, views_of
 from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["PublishedWeights", "ReplicatedUnit", "Unit"]
