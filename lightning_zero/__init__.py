@@ -23,10 +23,10 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.analysis import ZeroPlan, build_plan, estimate_memory
-from lightning_zero.comm import Compression
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
+    Compression,
     HostOffload,
     LoaderPolicy,
     NvmeOffload,

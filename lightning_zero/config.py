@@ -20,6 +20,7 @@ __all__ = [
     "ActivationPolicy",
     "CheckpointLike",
     "CheckpointPolicy",
+    "Compression",
     "UnitsLike",
     "HostOffload",
     "LoaderPolicy",
@@ -29,6 +30,7 @@ __all__ = [
     "OffloadLike",
     "Placement",
     "Residence",
+    "RoundedFormat",
     "ShardWithin",
     "Stage",
     "StageLike",
@@ -51,6 +53,7 @@ __all__ = [
 
 Stage = Literal[1, 2, 3]
 ShardWithin = Literal["node"] | int | None
+RoundedFormat = Literal["bfloat16", "int8", "int4"]
 # What users may write; the functions at the end of this file turn it into what the package works with.
 StageLike = Literal[1, 2, 3, "1", "2", "3"]
 UnitsLike = str | type | Sequence[str | type] | Set[str | type]
@@ -252,6 +255,50 @@ def check_whole(name: str, value: object, *, least: int, unit: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of {unit}, {least} or more, got {value!r}.")
     return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """What is rounded on its way between hosts; see ``extensions/compression``.
+
+    It is for thin networks, and it changes numbers: losses are close to those of an exact exchange, not the same. What
+    goes between ranks of one host is not touched.
+
+    Args:
+        weights: what weights are gathered in, for forward and backward; ``None``: as they are. In stage 3, and with
+            mixed precision in stages 1 and 2: where they are gathered from masters that stay exact.
+        gradients: what gradients go between hosts in; ``None``: as they are.
+        error_feedback: whether what rounding takes from gradients is added to those of the next exchange, see
+            ``extensions/compression``. Costs 4/S bytes per parameter on each rank, with S ranks on each host.
+
+    Raises:
+        ValueError: if a setting is not usable.
+
+    Source: ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3; EF-SGD (arXiv:1901.09847), for the feedback.
+    """
+
+    weights: Literal["bfloat16", "int8"] | None = None
+    gradients: RoundedFormat | None = None
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("weights", ("bfloat16", "int8")), ("gradients", get_args(RoundedFormat))):
+            if getattr(self, name) not in (None, *known):
+                raise ValueError(f"Compression.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        if self.weights is None and self.gradients is None:
+            raise ValueError("Compression of nothing: give weights, gradients or both, for example gradients='int8'.")
+        if not isinstance(self.error_feedback, bool):
+            raise ValueError(f"Compression.error_feedback must be True or False, got {self.error_feedback!r}.")
+        if self.error_feedback and self.gradients is None:
+            raise ValueError("Compression.error_feedback is for rounded gradients: give gradients, too, as 'int4'.")
+
+    def check(self, within: ShardWithin) -> None:
+        """Raise ValueError where it does not go with other settings."""
+        if within is not None and self.weights is not None:
+            raise ValueError(
+                f"Compression.weights={self.weights!r} does not go with shard_within, whose groups gather weights as "
+                "they are: leave weights out, and compress gradients, which is what goes between groups."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

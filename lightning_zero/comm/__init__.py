@@ -10,7 +10,6 @@ from lightning_zero.comm.collectives import (
     Pending,
     WrappedCollectives,
 )
-from lightning_zero.comm.compression import Compression
 from lightning_zero.comm.control import ControlGroup, Totals
 from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ, shard_span
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
@@ -20,7 +19,6 @@ __all__ = [
     "PATIENCE_SECONDS",
     "CollectiveCall",
     "Collectives",
-    "Compression",
     "Content",
     "ControlGroup",
     "Exchange",

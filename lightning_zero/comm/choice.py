@@ -6,17 +6,17 @@ import logging
 import os
 import sys
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.collectives import Collectives, LocalCollectives
-from lightning_zero.comm.compression import CompressedCollectives, CompressedOverGloo, Compression
 from lightning_zero.comm.groups import Groups, Hops
-from lightning_zero.comm.hierarchical import HierarchicalCollectives, HierarchicalOverGloo
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Streams
+from lightning_zero.config import Compression
+from lightning_zero.registry import extension
 
 __all__ = ["SWITCH", "Exchange", "choose_collectives"]
 
@@ -39,13 +39,13 @@ class _Kinds(NamedTuple):
     """What carries tensors of one kind of device: directly, rounded, and in two hops."""
 
     direct: type[NativeCollectives]
-    compressed: type[CompressedCollectives]
-    hierarchical: type[HierarchicalCollectives]
+    compressed: str
+    hierarchical: str
 
 
 _AS_IT_IS = Exchange()
-_ON_DEVICE = _Kinds(NativeCollectives, CompressedCollectives, HierarchicalCollectives)
-_OVER_GLOO = _Kinds(GlooCollectives, CompressedOverGloo, HierarchicalOverGloo)
+_ON_DEVICE = _Kinds(NativeCollectives, "CompressedCollectives", "HierarchicalCollectives")
+_OVER_GLOO = _Kinds(GlooCollectives, "CompressedOverGloo", "HierarchicalOverGloo")
 
 
 def choose_collectives(
@@ -75,8 +75,9 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
         if exchange.compression is not None and len(groups.find_hosts()) > 1:
             gradients = exchange.compression.gradients
             fed = ("sum", "average") if exchange.compression.error_feedback else ()
-            within.across = kinds.compressed(groups.across, among, gradients, gradients, fed)
-            within.feeding, within.residuals = groups.shard.world_size if fed else None, within.across.residuals
+            compressed = getattr(extension("compression"), kinds.compressed)
+            across = within.across = compressed(groups.across, among, gradients, gradients, fed)
+            within.feeding, within.residuals = groups.shard.world_size if fed else None, across.residuals
         return within
     if kinds is _ON_DEVICE:  # nccl finds its way between hosts, unless something is asked for that it does not do
         asked = any(exchange) and len(groups.find_hosts()) > 1
@@ -85,9 +86,8 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
     hops = groups.split_by_host()
     problem = _without_shared_memory(groups)
     if len(groups.hosts) == 1 and groups.transports and not problem:
-        from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
-
-        return SharedMemoryCollectives(groups, *groups.transports)
+        found: Collectives = extension("shared_memory").SharedMemoryCollectives(groups, *groups.transports)
+        return found
     several, reads = len(groups.hosts) > 1, hops is not None and not problem
     text = [f"they are on {len(groups.hosts)} hosts"] if several else []
     if hops is not None:
@@ -107,18 +107,20 @@ def _apart(
     def outside(groups: Groups) -> NativeCollectives:
         if (asked := exchange.compression) is None:
             return kinds.direct(groups, streams)
-        return kinds.compressed(
-            groups, streams, asked.weights, asked.gradients, ("sum",) if asked.error_feedback else ()
-        )
+        compressed: type[Any] = getattr(extension("compression"), kinds.compressed)
+        fed = ("sum",) if asked.error_feedback else ()
+        made: NativeCollectives = compressed(groups, streams, asked.weights, asked.gradients, fed)
+        return made
 
     if hops is not None:
         if reads:
-            from lightning_zero.comm.shared_memory.collectives import HostCollectives
-
-            within: Collectives = HostCollectives(hops.within, *groups.transports)
+            within: Collectives = extension("shared_memory").HostCollectives(hops.within, *groups.transports)
         else:
             within = kinds.direct(hops.within, streams)
-        return kinds.hierarchical(groups, hops, streams, within, outside(hops.between), exchange.secondary_shards)
+        hierarchical: type[Any] = getattr(extension("hops"), kinds.hierarchical)
+        outer = outside(hops.between)
+        taken: Collectives = hierarchical(groups, hops, streams, within, outer, exchange.secondary_shards)
+        return taken
     if exchange.secondary_shards and groups.control.rank == 0:
         _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
     return outside(groups)
@@ -135,17 +137,15 @@ def _without_shared_memory(groups: Groups) -> str:
         if foreign:
             return f"rank {rank} does not run on Linux"
     if not (groups.transports or groups.problem):
-        from lightning_zero.comm.shared_memory.links import connect
-        from lightning_zero.comm.shared_memory.transport import Transport
-
+        shared = extension("shared_memory")
         timeout, rank = (groups.timeout or _TIMEOUT).total_seconds(), groups.control.rank
         members = range(groups.control.world_size) if groups.hops is None else groups.hops.members
-        connected = connect(groups.control, members, timeout, threads=1 if groups.hops is None else 2)
+        connected = shared.connect(groups.control, members, timeout, threads=1 if groups.hops is None else 2)
         if isinstance(connected, str):
             groups.problem = connected
             return connected
         heap, peers, links = connected
-        groups.transports += [Transport(heap, peers, messages, rank, timeout) for messages in links]
+        groups.transports += [shared.Transport(heap, peers, messages, rank, timeout) for messages in links]
         if groups.hops is None:
             groups.control.shortcut = groups.transports[0].exchange
     return groups.problem

@@ -46,7 +46,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,14 +54,10 @@ import torch.distributed as dist
 from lightning_zero._torch import default_store, new_group
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup
-from lightning_zero.comm.hosts import find_hosts, places_by_host
+from lightning_zero.comm.hosts import connections, find_hosts, places_by_host
 from lightning_zero.comm.relay import Relay
-from lightning_zero.comm.sockets import connections
 from lightning_zero.comm.watch import LOOK_SECONDS, current_watch, watch_ranks
 from lightning_zero.config import ShardWithin
-
-if TYPE_CHECKING:
-    from lightning_zero.comm.shared_memory.transport import Transport
 
 __all__ = [
     "COMMUNICATORS",
@@ -213,7 +209,7 @@ class Groups:
         self.hosts: list[list[int]] = []  # the ranks of each, once they have been asked
         self.hops: Hops | None = None  # within hosts and between them, once the ranks take these
         self._relays: dict[str, Relay] = {}
-        self.transports: list[Transport] = []
+        self.transports: list[Any] = []
         """To the memory of this host's other ranks, once they are connected; for gathers and for reductions, if these
         take two hops."""
         self.problem = ""  # why they could not be connected

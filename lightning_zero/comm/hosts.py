@@ -1,4 +1,4 @@
-"""Which processes, and which ranks, are on which host."""
+"""What the system tells of processes: on which host each is, which ranks share one, and this one's sockets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ import functools
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RANKS_PER_HOST", "find_hosts", "is_gone", "places_by_host", "process_of", "this_host"]
+__all__ = [
+    "RANKS_PER_HOST",
+    "Connections",
+    "clients_of",
+    "connections",
+    "find_hosts",
+    "is_gone",
+    "places_by_host",
+    "process_of",
+    "shut",
+    "sockets",
+    "this_host",
+]
 
 RANKS_PER_HOST = "LIGHTNING_ZERO_RANKS_PER_HOST"
 """Environment variable: take so many ranks of a host, one after the other, for those of a host of their own."""
@@ -64,3 +76,54 @@ def places_by_host(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
         return None
     places = [list(ranks) for ranks in zip(*hosts, strict=True)]
     return places if all(ranks == sorted(ranks) for ranks in places) else None
+
+
+class Connections(dict[str, list[tuple[int, str]]]):
+    """Sockets by the name of their process group: the number of the file, and what the system calls it."""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[list[tuple[int, str]]]:
+        """Those that were opened inside, afterwards."""
+        before, found = sockets(), list[tuple[int, str]]()
+        yield found
+        found += [(file, what) for file, what in sockets().items() if before.get(file) != what]
+
+    def shut(self, name: str) -> None:
+        """End whatever waits for them."""
+        now = sockets()
+        for file, what in self.get(name, ()):
+            if now.get(file) == what:
+                shut(file)
+
+
+connections = Connections()
+
+
+def shut(file: int) -> None:
+    """End whatever waits for a connection."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+        connection.getpeername()  # a listening one must not be shut: gloo ends the process
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def sockets() -> dict[int, str]:
+    """This process's sockets, by the numbers of their files; none where the system does not tell."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if (what := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
+                    found[int(name)] = what
+    return found
+
+
+def clients_of(store: Any) -> list[tuple[int, str]]:
+    """The connections of this process to the server of a store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port, found = getattr(store, "port", None), []
+    for file, what in sockets().items() if port else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+            if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
+                found.append((file, what))
+    return found

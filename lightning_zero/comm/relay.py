@@ -19,7 +19,7 @@ from queue import SimpleQueue
 import torch.distributed as dist
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.sockets import connections
+from lightning_zero.comm.hosts import connections
 from lightning_zero.comm.watch import LOOK_SECONDS, found_verdict, passed_on
 
 __all__ = ["Passage", "Relay"]

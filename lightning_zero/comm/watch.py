@@ -37,8 +37,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_zero._torch import abort_group, default_store, entered_collectives, groups_made
-from lightning_zero.comm.hosts import is_gone, process_of
-from lightning_zero.comm.sockets import clients_of, connections
+from lightning_zero.comm.hosts import clients_of, connections, is_gone, process_of
 
 __all__ = ["ANY_AGREEMENT", "LOOK_SECONDS", "Watch", "current_watch", "found_verdict", "passed_on", "watch_ranks"]
 
@@ -456,7 +455,7 @@ _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _COLLECTIVES = dist.distributed_c10d.__file__
 _TRANSFERS = str(Path(_OURS, "comm", "collectives.py"))
 _AGREEMENTS = str(Path(_OURS, "comm", "control.py"))
-_PIPES = str(Path(_OURS, "comm", "shared_memory", "links.py"))
+_PIPES = str(Path(_OURS, "extensions", "shared_memory", "links.py"))
 _RELAYS = str(Path(_OURS, "comm", "relay.py"))
 _WAITING = {_COLLECTIVES, _AGREEMENTS, _TRANSFERS, _PIPES, _RELAYS}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}

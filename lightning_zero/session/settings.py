@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from lightning_zero.analysis import ZeroPlan
-from lightning_zero.comm import Compression, Exchange
+from lightning_zero.comm import Exchange
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
+    Compression,
     Offload,
     Placement,
     ShardWithin,

@@ -16,10 +16,10 @@ import torch
 from jsonargparse import Namespace
 from torch import Tensor, nn
 
-from lightning_zero.comm import Compression
 from lightning_zero.comm.groups import shard_span
 from lightning_zero.config import (
     ActivationPolicy,
+    Compression,
     HostOffload,
     NvmeOffload,
     Offload,

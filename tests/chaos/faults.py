@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.checkpoint.writing import ChecksummedFile
-from lightning_zero.comm.sockets import shut, sockets
+from lightning_zero.comm.hosts import shut, sockets
 from tests.chaos.run import LOADING, SETTING_UP, STEPPING, Struck
 from tests.helpers.cases import WIDTH
 from tests.storage.stores import flip

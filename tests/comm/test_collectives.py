@@ -14,12 +14,12 @@ from torch import Tensor
 from lightning_zero._torch import storage_key, users_of
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Streams, choose_collectives
 from lightning_zero.comm.collectives import Pending
-from lightning_zero.comm.hierarchical import HierarchicalCollectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.comm.relay import Passage
-from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
 from lightning_zero.comm.watch import passed_on
 from lightning_zero.errors import CommunicationError, DivergenceError
+from lightning_zero.extensions.hops import HierarchicalCollectives
+from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
 from tests.helpers.probe import pairwise_sum
 from tests.helpers.world import run_world
 

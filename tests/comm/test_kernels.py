@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.comm import codes
+from lightning_zero.extensions.compression import codes
 from tests.helpers.device_runs import needs_gpu, run_on
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -71,7 +71,7 @@ class Wrong:
 def test_kernels_that_fail_or_are_wrong_are_left_out_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, kernels: Wrong, told: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "lightning_zero.comm.codes.kernels", kernels)  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "lightning_zero.extensions.compression.kernels", kernels)  # type: ignore[misc]
     monkeypatch.setattr(codes, "kernels", kernels, raising=False)
     with pytest.warns(UserWarning, match=told):
         assert codes._kernels.__wrapped__("int8", torch.float32, CPU) is None
@@ -79,7 +79,7 @@ def test_kernels_that_fail_or_are_wrong_are_left_out_with_a_warning(
 
 def test_without_triton_the_operators_do_it_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # an ImportError
-    monkeypatch.delitem(sys.modules, "lightning_zero.comm.codes.kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_zero.extensions.compression.kernels", raising=False)
     monkeypatch.delattr(codes, "kernels", raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
 from lightning_zero.comm.choice import SWITCH
-from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
-from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
 from lightning_zero.errors import CommunicationError
+from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
+from lightning_zero.extensions.shared_memory.heap import Heap, PeerHeap
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.usefixtures("one_host")

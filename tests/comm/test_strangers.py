@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_zero.comm import Groups, Streams, choose_collectives
-from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
+from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
 from tests.comm.test_shared_memory import CPU, SIZE, connected, filled
 from tests.helpers.world import run_world
 

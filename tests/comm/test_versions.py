@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm import Groups, Streams, choose_collectives
-from lightning_zero.comm.shared_memory.collectives import SharedMemoryCollectives
-from lightning_zero.comm.shared_memory.heap import Heap
-from lightning_zero.comm.shared_memory.links import Links
 from lightning_zero.errors import CommunicationError
+from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
+from lightning_zero.extensions.shared_memory.heap import Heap
+from lightning_zero.extensions.shared_memory.links import Links
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.usefixtures("one_host")

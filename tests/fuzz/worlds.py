@@ -92,7 +92,7 @@ def _warm_up() -> None:
     for name in ("default_hooks", "post_localSGD_hook"):
         importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{name}")
     for name in ("collectives", "links", "transport"):
-        importlib.import_module(f"lightning_zero.comm.shared_memory.{name}")
+        importlib.import_module(f"lightning_zero.extensions.shared_memory.{name}")
     load_vocabulary()
     log = logging.getLogger("lightning.pytorch")
     level = log.level

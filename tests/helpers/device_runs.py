@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader
 from lightning_zero import Compression, ZeroStrategy
 from lightning_zero.analysis import OptimizerCost
 from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, WrappedCollectives, native
-from lightning_zero.comm.compression import Format, compress, decompress, format_nbytes
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.config import Placement
+from lightning_zero.extensions.compression.codes import Format, compress, decompress, format_nbytes
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.storage.host import HostMemory, host_memory
@@ -289,7 +289,7 @@ def codes(device: str) -> dict[str, bool]:
 
 def kernels(device: str) -> dict[str, bool]:
     """Whether Triton's kernels give the bits of torch's operators on the CPU; there with Triton's interpreter."""
-    from lightning_zero.comm.codes import kernels as triton_codes
+    from lightning_zero.extensions.compression import kernels as triton_codes
 
     found, dtypes = {}, (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     for kind, dtype, (rows, blocks) in product(("int8", "int4"), dtypes, ((1, 1), (3, 5), (2, 33), (1, 100))):
@@ -330,7 +330,7 @@ def compiled(device: str) -> dict[str, list[str]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from lightning_zero.comm.codes import kernels as triton_codes
+    from lightning_zero.extensions.compression import kernels as triton_codes
 
     class NoDriver:
         get_current_device = get_current_stream = staticmethod(lambda *_: 0)

@@ -16,8 +16,8 @@ from lightning_zero.analysis import MemoryEstimate, build_plan, estimate_memory
 from lightning_zero.analysis import format_nbytes as format_size
 from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from lightning_zero.analysis.traffic import ROUNDED_NBYTES
-from lightning_zero.comm.compression import Format, format_nbytes
 from lightning_zero.config import Placement
+from lightning_zero.extensions.compression.codes import Format, format_nbytes
 from tests.helpers.script import ROOT
 
 P = 10**6

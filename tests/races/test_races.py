@@ -130,8 +130,8 @@ SPARE = {
     _ARRIVES + "engine/units/sharded.py wait < engine/units/sharded.py release": (
         "a later gather on the same stream is waited for; but memory that is none of the slots is given up here"
     ),
-    _ARRIVES + "comm/hierarchical.py within": _HOPS,
-    _ARRIVES + "comm/hierarchical.py between": _HOPS,
+    _ARRIVES + "extensions/hops.py within": _HOPS,
+    _ARRIVES + "extensions/hops.py between": _HOPS,
     _ARRIVES + "comm/native.py _followed": _HOPS,
     _ARRIVES + "comm/native.py _averaged_behind": _IN_ORDER,
     _ARRIVES + "comm/native.py reduce": _IN_ORDER,

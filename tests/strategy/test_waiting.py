@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_zero import ZeroStrategy
 from lightning_zero.comm import PATIENCE_SECONDS
 from lightning_zero.comm.groups import _LIVE
-from lightning_zero.comm.sockets import shut, sockets
+from lightning_zero.comm.hosts import shut, sockets
 from lightning_zero.comm.watch import current_watch
 from lightning_zero.errors import DivergenceError, with_notes
 from tests.helpers.cases import WIDTH

@@ -1,4 +1,4 @@
-"""Rows of numbers as bytes and back: blocks of 64 with a scale each, see ``comm/compression``.
+"""Rows of numbers as bytes and back: blocks of 64 with a scale each, see ``collectives``.
 
 ``operators`` does it everywhere, with torch's operators; ``kernels`` on GPUs, with Triton's, to the same bits.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.codes import operators
-from lightning_zero.comm.codes.operators import BLOCK, Format
+from lightning_zero.extensions.compression import operators
+from lightning_zero.extensions.compression.operators import BLOCK, Format
 
 __all__ = ["BLOCK", "Format", "compress", "decompress", "format_nbytes"]
 
@@ -29,7 +29,7 @@ def compress(kind: Format, values: Tensor, codes: Tensor, residual: Tensor | Non
     """Write rows of a multiple of 64 elements to bytes: as many rows, uint8, of ``format_nbytes`` each.
 
     ``residual``: 1-D, of as many elements, in float32, to be added before; holds what was lost after. See
-    [Note: error feedback] in ``comm/compression``.
+    [Note: error feedback] in ``collectives``.
     """
     if (kernels := _kernels_for(kind, values)) is not None:
         kernels.compress(kind, values, codes, residual)
@@ -56,7 +56,7 @@ def _kernels_for(kind: Format, values: Tensor) -> Any:
 def _kernels(kind: Format, dtype: torch.dtype, device: torch.device) -> Any:
     """Those of ``kernels``, if they run here and give the operators' bits. The host waits once, to see that."""
     try:
-        from lightning_zero.comm.codes import kernels
+        from lightning_zero.extensions.compression import kernels
 
         same = _agree(kernels, kind, dtype, device)
         trouble = "" if same else "they give other bits than torch's operators"

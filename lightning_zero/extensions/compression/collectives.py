@@ -19,75 +19,27 @@ that is not finite is kept: both keep what they had.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.codes import BLOCK, Format, compress, decompress, format_nbytes
 from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.comm.sums import PairwiseSum, divide
-from lightning_zero.config import ShardWithin
+from lightning_zero.extensions.compression.codes import BLOCK, Format, compress, decompress, format_nbytes
 
 __all__ = [
     "CompressedCollectives",
     "CompressedOverGloo",
-    "Compression",
     "Format",
     "compress",
     "decompress",
     "format_nbytes",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compression:
-    """What is rounded on its way between hosts; see [Note: what is rounded, and where].
-
-    It is for thin networks, and it changes numbers: losses are close to those of an exact exchange, not the same. What
-    goes between ranks of one host is not touched.
-
-    Args:
-        weights: what weights are gathered in, for forward and backward; ``None``: as they are. In stage 3, and with
-            mixed precision in stages 1 and 2: where they are gathered from masters that stay exact.
-        gradients: what gradients go between hosts in; ``None``: as they are.
-        error_feedback: whether what rounding takes from gradients is added to those of the next exchange, see
-            [Note: error feedback]. Costs 4/S bytes per parameter on each rank, with S ranks on each host.
-
-    Raises:
-        ValueError: if a setting is not usable.
-
-    Source: ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3; EF-SGD (arXiv:1901.09847), for the feedback.
-    """
-
-    weights: Literal["bfloat16", "int8"] | None = None
-    gradients: Format | None = None
-    error_feedback: bool = False
-
-    def __post_init__(self) -> None:
-        for name, known in (("weights", ("bfloat16", "int8")), ("gradients", get_args(Format))):
-            if getattr(self, name) not in (None, *known):
-                raise ValueError(f"Compression.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
-        if self.weights is None and self.gradients is None:
-            raise ValueError("Compression of nothing: give weights, gradients or both, for example gradients='int8'.")
-        if not isinstance(self.error_feedback, bool):
-            raise ValueError(f"Compression.error_feedback must be True or False, got {self.error_feedback!r}.")
-        if self.error_feedback and self.gradients is None:
-            raise ValueError("Compression.error_feedback is for rounded gradients: give gradients, too, as 'int4'.")
-
-    def check(self, within: ShardWithin) -> None:
-        """Raise ValueError where it does not go with other settings."""
-        if within is not None and self.weights is not None:
-            raise ValueError(
-                f"Compression.weights={self.weights!r} does not go with shard_within, whose groups gather weights as "
-                "they are: leave weights out, and compress gradients, which is what goes between groups."
-            )
 
 
 class CompressedCollectives(NativeCollectives):

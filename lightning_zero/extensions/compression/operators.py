@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_zero.config import RoundedFormat as Format
+
 __all__ = ["BLOCK", "Format", "compress", "decompress"]
 
-Format = Literal["bfloat16", "int8", "int4"]
 BLOCK = 64
 _LARGEST = {"int8": 127, "int4": 7}
 _CHUNK = 2**15  # elements at a time on the CPU: what is in between stays in a core's cache

@@ -24,9 +24,9 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.shared_memory.transport import Channel, Transfer, Transport
 from lightning_zero.comm.streams import Event
 from lightning_zero.comm.sums import PairwiseSum
+from lightning_zero.extensions.shared_memory.transport import Channel, Transfer, Transport
 
 __all__ = ["HostCollectives", "SharedMemoryCollectives"]
 

@@ -26,7 +26,7 @@ from weakref import WeakSet
 
 from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.hosts import this_host
-from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
+from lightning_zero.extensions.shared_memory.heap import Heap, PeerHeap
 
 __all__ = ["LARGEST_PAYLOAD", "Connected", "Links", "Message", "connect"]
 

@@ -33,9 +33,9 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import naming_failures
-from lightning_zero.comm.shared_memory.heap import Heap, PeerHeap
-from lightning_zero.comm.shared_memory.links import LARGEST_PAYLOAD, Links, Message
 from lightning_zero.comm.watch import LOOK_SECONDS, found_verdict
+from lightning_zero.extensions.shared_memory.heap import Heap, PeerHeap
+from lightning_zero.extensions.shared_memory.links import LARGEST_PAYLOAD, Links, Message
 
 __all__ = ["Channel", "Transfer", "Transport"]
 
