@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.destination import remove_at
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.format.items import tensors_in
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.save import no_garbage_collection
+from lightning_zero.checkpoint.storage.publish import remove
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect, failure_text
 from lightning_zero.errors import CheckpointError, CommunicationError
@@ -240,7 +240,7 @@ class Saver:
         kept = []
         for path in paths if self._control.rank == 0 else ():
             try:
-                remove_at(path)
+                remove(path)
             except Exception as error:
                 kept.append(f"The checkpoint '{os.fspath(path)}' was not deleted: {type(error).__name__}: {error}")
         return kept

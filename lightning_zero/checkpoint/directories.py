@@ -37,8 +37,7 @@ from lightning_zero.checkpoint.format.record import (
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import ADVICE, load_torch
 from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, check_stored, raw_memory
-from lightning_zero.checkpoint.storage.files import Files
-from lightning_zero.checkpoint.storage.ranges import open_range, read_index, samples
+from lightning_zero.checkpoint.storage.files import Files, open_range, read_index, samples
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Directory", "ForeignDirectory", "load_safely", "read_directory", "read_foreign_directory"]

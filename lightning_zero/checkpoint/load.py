@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
@@ -24,15 +24,13 @@ from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import read_torch_file
 from lightning_zero.checkpoint.storage.files import (
     Files,
-    HttpFiles,
     is_folder,
-    is_http,
     is_remote,
     local_path,
     open_folder,
     open_parent,
+    samples,
 )
-from lightning_zero.checkpoint.storage.ranges import samples
 from lightning_zero.checkpoint.verification import (
     Check,
     Progress,
@@ -157,15 +155,11 @@ class Found(NamedTuple):
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Found:
     """Look what is at a path; ``CheckpointError`` if it is nothing that can be a checkpoint."""
-    if not (_is_folder_of_a_server(path) if is_http(path) else is_folder(path)):
+    if not is_folder(path):
         files, name = open_parent(path)
         if not files.has(name):
-            or_hidden = ", or the server does not let us read it" if is_http(path) else ""
-            raise CheckpointError(
-                f"There is no checkpoint at '{os.fspath(path)}': no such file or directory{or_hidden}."
-            )
-        ending = name.partition("?")[0].lower() if is_http(path) else name.lower()
-        return Found(Kind.SAFETENSORS if ending.endswith(".safetensors") else Kind.TORCH, files, name)
+            raise CheckpointError(f"There is no checkpoint at '{os.fspath(path)}': no such file or directory.")
+        return Found(Kind.SAFETENSORS if name.lower().endswith(".safetensors") else Kind.TORCH, files, name)
     found = _in_folder(path)
     if found is None:
         there = checkpoints_in(path)
@@ -228,17 +222,8 @@ def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bo
         return read_deepspeed_directory(files)
     if kind is Kind.SAFETENSORS:
         return _withsamples(read_safetensors(files, name), files)
-    with files.copied(name) if isinstance(files, HttpFiles) else nullcontext() as copied:
-        digest = samples(files, name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
-        return read_torch_file(path, weights_only, copied)._replace(digest=digest)
-
-
-def _is_folder_of_a_server(url: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint directory lies at an address, by what such directories hold. A signed address has a file."""
-    files = open_folder(url)
-    return "?" not in os.fspath(url) and any(
-        files.has(name) for name in (RECORD_FILE, METADATA_FILE, INDEX_FILE, SINGLE_FILE)
-    )
+    digest = samples(files, name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
+    return read_torch_file(path, weights_only)._replace(digest=digest)
 
 
 def _withsamples(opened: Opened, files: Files) -> Opened:

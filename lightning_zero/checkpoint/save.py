@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.destination import Destination, RemoteDestination
 from lightning_zero.checkpoint.directories import load_safely
 from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, linear, memory_identity
@@ -37,8 +36,8 @@ from lightning_zero.checkpoint.format.record import (
 )
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Encoder, Inexpressible, dtype_name, is_plain, type_name
-from lightning_zero.checkpoint.storage.files import is_remote
-from lightning_zero.checkpoint.storage.ranges import MAX_INDEX_NBYTES
+from lightning_zero.checkpoint.storage.files import MAX_INDEX_NBYTES, is_remote
+from lightning_zero.checkpoint.storage.publish import Destination, RemoteDestination
 from lightning_zero.checkpoint.writing import ChecksummedFile, Written, new_file, write_leaves
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect

@@ -28,8 +28,7 @@ from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
 from lightning_zero.checkpoint.format.claims import ZIP, archive_entries
 from lightning_zero.checkpoint.format.dcp import StoredBytes
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, TensorItem
-from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, read_bytes
-from lightning_zero.checkpoint.storage.ranges import open_range
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, open_range, read_bytes
 from lightning_zero.checkpoint.writing import LARGE_NBYTES, combine
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, some

@@ -27,7 +27,7 @@ from lightning_zero import load_full_state_dict
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory, verify_checkpoint
 from lightning_zero.checkpoint.format.claims import archive_entries, check_torch_file, follow
 from lightning_zero.checkpoint.inspection import inspect_checkpoint
-from lightning_zero.checkpoint.storage import ranges
+from lightning_zero.checkpoint.storage import files as ranges
 from lightning_zero.errors import CheckpointError, shortened
 from tests.checkpoint.fuzz.child import bounded
 from tests.checkpoint.samples import checkpoint, control, end_to_end

@@ -16,9 +16,9 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
+from lightning_zero.checkpoint import is_checkpoint_directory_at, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
-from lightning_zero.checkpoint.destination import remove_at
+from lightning_zero.checkpoint.storage.publish import remove
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, parameters, verify
 from tests.helpers.world import run_world
@@ -113,15 +113,15 @@ def test_save_replace_and_remove_behind_a_url() -> None:
         save(url, version)
         assert version_of(url) == version
         assert listing(url) == WHOLE
-    remove_at(url)
+    remove(url)
     assert listing("memory://bucket") == []
-    remove_at(url)
+    remove(url)
 
 
 def test_a_single_file_is_removed_too() -> None:
     system = fsspec.filesystem("memory")
     system.pipe_file("/bucket/a.ckpt", b"x")
-    remove_at("memory://bucket/a.ckpt")
+    remove("memory://bucket/a.ckpt")
     assert not system.exists("/bucket/a.ckpt")
 
 
@@ -136,7 +136,7 @@ def test_the_order_of_writes() -> None:
     assert Store.changes[first : first + 6] == written + others
     assert set(Store.changes[first + 6 :]) == deleted
     Store.changes.clear()
-    remove_at("teststore://b/c")
+    remove("teststore://b/c")
     assert Store.changes[:3] == [("delete", name) for name in ("zero.json", ".metadata", "meta.pt")]
 
 
@@ -268,7 +268,7 @@ def test_a_folder_that_is_no_checkpoint_is_neither_used_nor_removed() -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         save("memory://bucket/results", 1)
     with pytest.raises(IsADirectoryError, match="not a checkpoint"):
-        remove_at("memory://bucket/results")
+        remove("memory://bucket/results")
     with pytest.raises(CheckpointError, match="is a file"):
         save("memory://bucket/file", 1)
     assert system.find("/bucket") == ["/bucket/file", "/bucket/results/thesis.tex"]
@@ -283,7 +283,7 @@ def test_a_checkpoint_with_others_in_it_is_neither_replaced_nor_removed(name: st
     with pytest.raises(CheckpointError, match=rf"folders in it \({name}\)"):
         save("memory://bucket/c", 2)
     with pytest.raises(IsADirectoryError, match=rf"folders in it \({name}\)"):
-        remove_at("memory://bucket/c")
+        remove("memory://bucket/c")
     assert system.find("/bucket") == before
 
 
@@ -299,7 +299,7 @@ def test_files_that_are_not_of_the_checkpoint_stay() -> None:
     save("memory://bucket/c", 1)
     system.pipe_file("/bucket/c/notes.txt", b"x")
     system.pipe_file("/bucket/c/__0_0.distcp", b"x")
-    remove_at("memory://bucket/c")
+    remove("memory://bucket/c")
     assert listing("memory://bucket") == ["notes.txt"]
 
 
@@ -338,3 +338,13 @@ def test_in_the_background_and_removed_in_turn() -> None:
     saver.close()
     assert {Path(name).parts[2] for name in fsspec.filesystem("memory").find("/bucket")} == {"step=3.ckpt"}
     assert version_of("memory://bucket/step=3.ckpt") == 3
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/a.ckpt", "https://127.0.0.1:9/a/model.safetensors"])
+def test_a_web_server_is_refused_before_it_is_asked(url: str) -> None:
+    refusal = r"is on a web server, from which checkpoints are not read.*fsspec"
+    with pytest.raises(CheckpointError, match=refusal):
+        open_checkpoint(url, control())
+    with pytest.raises(CheckpointError, match=refusal):
+        save_checkpoint_directory({"state_dict": {}}, url, control(), plan_summary={})
+    assert not is_checkpoint_directory_at(url)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.format.items import tensors_in
-from lightning_zero.checkpoint.storage.ranges import MAX_INDEX_NBYTES, memory_nbytes
+from lightning_zero.checkpoint.storage.files import MAX_INDEX_NBYTES, memory_nbytes
 from lightning_zero.errors import CheckpointError
 
 __all__ = [

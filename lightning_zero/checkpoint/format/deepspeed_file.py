@@ -18,8 +18,7 @@ from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import start_of
 from lightning_zero.checkpoint.format.typed_json import DTYPES
-from lightning_zero.checkpoint.storage.files import Files
-from lightning_zero.checkpoint.storage.ranges import open_range
+from lightning_zero.checkpoint.storage.files import Files, open_range
 from lightning_zero.errors import CheckpointError, shortened
 
 __all__ = ["DeepSpeedFile", "Unknown", "UnknownType"]

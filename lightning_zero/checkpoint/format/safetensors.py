@@ -24,8 +24,7 @@ from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole
 from lightning_zero.checkpoint.format.typed_json import check_stored, dtype_name, strict_json
-from lightning_zero.checkpoint.storage.files import Files, read_bytes
-from lightning_zero.checkpoint.storage.ranges import read_index
+from lightning_zero.checkpoint.storage.files import Files, read_bytes, read_index
 from lightning_zero.errors import CheckpointError
 
 __all__ = [

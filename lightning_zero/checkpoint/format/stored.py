@@ -26,8 +26,7 @@ from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox, StoredBytes
 from lightning_zero.checkpoint.format.flat_shard import Box, boxes, elements_before, is_range, linear
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.torch_file import describe_tensor, load_torch, start_of
-from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window
-from lightning_zero.checkpoint.storage.ranges import open_range
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window, open_range
 from lightning_zero.errors import CheckpointError
 from lightning_zero.storage.file_tensor import FileTensor, aliased, pieces
 from lightning_zero.storage.host import bytes_of, view_of

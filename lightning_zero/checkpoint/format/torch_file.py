@@ -328,24 +328,24 @@ ADVICE = (
 )
 
 
-def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None, copied: str | None = None) -> Opened:
+def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None) -> Opened:
     """What is in a torch file. A local one is mapped into memory: elements are read from disk when they are used.
 
     While its tensors are in use, a mapped file must not be cut off or written to in place: the operating system ends
     a process that reads what is no longer there (SIGBUS). Replacing it by another file of the name, or deleting it, is
-    fine: the mapping keeps the old one. ``copied`` is the path of a local copy that is read in the place of ``path``.
+    fine: the mapping keeps the old one.
 
     The tensors are ordinary ones, which must not be written to; a bare state dict is put under ``state_dict``.
     ``CheckpointError`` if it is no such file, or could run code.
     """
     where = f"'{os.fspath(path)}'"
     try:
-        if copied is None and is_remote(path):
+        if is_remote(path):
             with fsspec.open(os.fspath(path), "rb") as file:
                 refuse_other_kinds(file.read(START_NBYTES), where)
                 file.seek(0)
                 return Opened(_as_checkpoint(load_torch(file, where, weights_only, ADVICE), where))
-        local = local_path(path if copied is None else copied)
+        local = local_path(path)
         with open(local, "rb") as file:
             start = file.read(START_NBYTES)
             refuse_other_kinds(start, where)

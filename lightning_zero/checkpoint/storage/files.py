@@ -1,49 +1,51 @@
-"""The files of one folder, read in parts: on a local disk, behind any URL that fsspec knows, or on a web server."""
+"""The files of one folder, read in parts: on a local disk, or in any store that fsspec knows."""
 
 from __future__ import annotations
 
 import io
 import os
-import shutil
 import stat
-import tempfile
 import threading
 import weakref
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from http.client import HTTPException, HTTPResponse
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final
-from urllib.error import HTTPError
-from urllib.parse import quote
-from urllib.request import Request, urlopen
+from typing import Any
 
 from fsspec.core import url_to_fs
 
 from lightning_zero.errors import CheckpointError
 
 __all__ = [
+    "MAX_INDEX_NBYTES",
     "PIECE_NBYTES",
     "WRITTEN_NBYTES",
     "Files",
-    "HttpFiles",
     "LocalFiles",
     "RemoteFiles",
     "Window",
     "entries_of",
     "is_folder",
-    "is_http",
     "is_remote",
     "local_output",
     "local_path",
+    "memory_nbytes",
     "open_folder",
     "open_parent",
+    "open_range",
+    "open_store",
     "read_bytes",
+    "read_index",
+    "samples",
 ]
 
 PIECE_NBYTES = 1 << 24  # what is read and checked at a time
 WRITTEN_NBYTES = 1 << 22  # what is cast and written at a time: beside it there are copies of its size
+MAX_INDEX_NBYTES = 1 << 29  # of a file that says what is in others; of a model with a million tensors, a quarter
+_SAMPLE_NBYTES = 1 << 14
+_SMALL_NBYTES = 1 << 20
 _OPEN_FILES = 16
 _BLOCK_NBYTES = 1 << 20  # a request takes as long as the transfer of this much, roughly
 _BLOCKS = 32
@@ -137,21 +139,19 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str) -> None:
-        self.name = _trimmed(url)
+        self.name = url.rstrip("/")
         self._blocks: dict[tuple[str, int], bytes] = {}
         self._lock = threading.Lock()
-        self._sizes = self._list()
-
-    def _list(self) -> dict[str, int | None]:
-        """What is in the folder, with its size where the store says so."""
         try:
-            self._system, self._root = url_to_fs(self.name)
-            entries = entries_of(self._system, self._root)
+            self._store, self._root = open_store(url)
+            entries = entries_of(self._store, self._root)
+        except CheckpointError:
+            raise
         except Exception as error:  # every store has its own
             raise CheckpointError(
                 f"'{self.name}' is not a checkpoint directory: {type(error).__name__}: {error}."
             ) from error
-        return {name: entry.get("size") for name, entry in entries.items() if entry.get("type") == "file"}
+        self._sizes = {name: entry.get("size") for name, entry in entries.items() if entry.get("type") == "file"}
 
     def has(self, name: str) -> bool:
         return name in self._sizes
@@ -161,7 +161,7 @@ class RemoteFiles:
             raise CheckpointError(f"'{self.name}' is not whole: '{name}' is missing.")
         size = self._sizes[name]
         if size is None:  # some stores do not say
-            size = self._sizes[name] = int(self._system.size(f"{self._root}/{name}"))
+            size = self._sizes[name] = int(self._store.size(f"{self._root}/{name}"))
         return int(size)
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
@@ -190,135 +190,18 @@ class RemoteFiles:
         return block
 
     def _fetch(self, name: str, offset: int, nbytes: int) -> bytes:
-        data = self._ask_for_range(name, offset, nbytes) if nbytes else b""
-        if len(data) != nbytes:
-            raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + len(data)}: it was cut off.")
-        return data
-
-    def _ask_for_range(self, name: str, offset: int, nbytes: int) -> bytes:
-        """A range of a file, shorter if that ends before."""
+        data = b""
         try:
-            data: bytes = self._system.cat_file(f"{self._root}/{name}", start=offset, end=offset + nbytes)
+            if nbytes:
+                data = self._store.cat_file(f"{self._root}/{name}", start=offset, end=offset + nbytes)
         except Exception as error:
             raise CheckpointError(
                 f"'{self.name}/{name}' cannot be read at byte {offset}: {type(error).__name__}: {error}. Was the "
                 "checkpoint removed or replaced?"
             ) from error
+        if len(data) != nbytes:
+            raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + len(data)}: it was cut off.")
         return data
-
-
-_TIMEOUT_SECONDS: Final = 60.0  # without a byte
-_ABSENT: Final = (403, 404, 410)  # object stores say 403 to those who may not list
-_PART, _NO_SUCH_RANGE = 206, 416
-
-
-class HttpFiles(RemoteFiles):
-    """A folder behind ``http://`` or ``https://``, read with the standard library alone.
-
-    fsspec would need aiohttp, and servers that list their folders: here the server is asked for every name. One that
-    can send parts of a file is asked for parts. From one that cannot, a file is copied once, to the folder for
-    temporary files (``TMPDIR``). ``CheckpointError`` if a server cannot be asked, or a file was replaced meanwhile.
-    """
-
-    def _list(self) -> dict[str, int | None]:
-        self._versions: dict[str, str | None] = {}
-        self._copies: dict[str, IO[bytes]] = {}
-        return {}
-
-    def has(self, name: str) -> bool:
-        if name not in self._sizes:
-            self._sizes[name] = self._ask_for_size(name)
-        return self._sizes[name] is not None
-
-    def size(self, name: str) -> int:
-        size = self._sizes[name] if self.has(name) else None
-        if size is None:
-            raise CheckpointError(f"'{self.name}' is not whole: the server has no '{name}' for us.")
-        return size
-
-    @contextmanager
-    def copied(self, name: str) -> Iterator[str]:
-        """The path of a local copy of a file, which is deleted afterwards."""
-        with self._copies.get(name) or self._receive(name, self._request(name)) as copy:
-            try:
-                yield copy.name
-            finally:
-                del self._copies[name]
-
-    def _ask_for_range(self, name: str, offset: int, nbytes: int) -> bytes:
-        copy = self._copies.get(name)
-        if copy is None:
-            response = self._request(name, f"bytes={offset}-{offset + nbytes - 1}")
-            if response.status == _PART:
-                with response, self._transfer(name):
-                    data: bytes = response.read()
-                    return data
-            copy = self._receive(name, response)
-        return os.pread(copy.fileno(), nbytes, offset)
-
-    def _ask_for_size(self, name: str) -> int | None:
-        """Bytes of a file; ``None`` if there is none."""
-        with self._request(name, "bytes=0-0", expected=(*_ABSENT, _NO_SUCH_RANGE)) as response:
-            if response.status in _ABSENT:
-                return None
-            if response.status == _NO_SUCH_RANGE:
-                return 0
-            total = response.headers.get("Content-Length")
-            if response.status == _PART:
-                total = response.headers.get("Content-Range", "").rpartition("/")[2]
-            if total is not None and total.isdecimal():
-                return int(total)
-        # The server does not know before it has sent everything.
-        return os.path.getsize(self._receive(name, self._request(name)).name)
-
-    def _request(self, name: str, part: str | None = None, expected: Collection[int] = ()) -> Any:
-        """A file, or a part of it, always of one version; or an error that is ``expected``."""
-        url = quote(f"{self.name}/{name}", safe=":/?#[]@!$&'()*+,;=%~")
-        headers = {"Accept-Encoding": "identity"} | ({"Range": part} if part else {})
-        try:
-            response: HTTPResponse = urlopen(Request(url, headers=headers), timeout=_TIMEOUT_SECONDS)
-        except HTTPError as error:
-            if error.code in expected:
-                return error
-            error.close()
-            raise CheckpointError(
-                f"{self._where(name)} cannot be read: the server says {error}. Was the checkpoint removed or replaced?"
-            ) from error
-        except (OSError, HTTPException, ValueError) as error:
-            raise CheckpointError(f"{self._where(name)} cannot be reached: {error}.") from error
-        version = response.headers.get("ETag")
-        if self._versions.setdefault(name, version) != version:
-            response.close()
-            raise CheckpointError(f"{self._where(name)} was replaced while it was read. Repeat this.")
-        return response
-
-    def _receive(self, name: str, response: HTTPResponse) -> IO[bytes]:
-        """A copy of a whole file, which is kept."""
-        expected = response.headers.get("Content-Length")
-        with response, ExitStack() as stack, self._transfer(name):
-            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="lightning-zero-"))
-            shutil.copyfileobj(response, file, 1 << 20)
-            file.flush()
-            nbytes = os.path.getsize(file.name)
-            if expected is not None and nbytes != int(expected):
-                raise CheckpointError(
-                    f"{self._where(name)} ended at byte {nbytes} of {expected}: the connection broke off."
-                )
-            stack.pop_all()
-        return self._copies.setdefault(name, file)  # another thread may have been faster
-
-    @contextmanager
-    def _transfer(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, HTTPException) as error:
-            raise CheckpointError(
-                f"{self._where(name)} could not be copied into memory or to '{tempfile.gettempdir()}': "
-                f"{type(error).__name__}: {error}."
-            ) from error
-
-    def _where(self, name: str) -> str:
-        return f"'{self.name}/{name.partition('?')[0]}'"
 
 
 Files = LocalFiles | RemoteFiles
@@ -373,6 +256,47 @@ def read_bytes(files: Files, name: str, offset: int = 0, nbytes: int | None = No
     return bytes(buffer)
 
 
+def open_range(
+    files: Files,
+    name: str,
+    offset: int,
+    nbytes: int,
+    *,
+    buffer_nbytes: int = _SMALL_NBYTES,
+    progress: Callable[[int], Any] = lambda nbytes: None,
+) -> io.BufferedReader:
+    """A range of a file as a file, read in pieces of a size. ``progress`` is told the bytes of each."""
+
+    def read_into(place: int, memory: memoryview) -> None:
+        files.read_into(name, offset + place, memory)
+        progress(len(memory))
+
+    return io.BufferedReader(Window(read_into, nbytes), max(1, min(buffer_nbytes, nbytes)))
+
+
+def read_index(files: Files, name: str) -> bytes:
+    """A whole file that says what is in others; ``CheckpointError`` if it is larger than any such file."""
+    nbytes = files.size(name)
+    if nbytes > MAX_INDEX_NBYTES:
+        raise CheckpointError(
+            f"'{files.name}/{name}' has {nbytes} bytes, which is too large for an index (at most {MAX_INDEX_NBYTES}): "
+            "it is damaged or forged."
+        )
+    return read_bytes(files, name)
+
+
+def memory_nbytes() -> int:
+    """Of this machine: what is larger cannot be held."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def samples(files: Files, name: str, end_nbytes: int = _SAMPLE_NBYTES) -> tuple[int, ...]:
+    """The size of a file, and checksums of its beginning, middle and end that tell it from another of that size."""
+    size = files.size(name)
+    parts = [(0, _SAMPLE_NBYTES), (size // 2, _SAMPLE_NBYTES), (max(0, size - end_nbytes), end_nbytes)]
+    return size, *(zlib.crc32(read_bytes(files, name, start, min(nbytes, size - start))) for start, nbytes in parts)
+
+
 # ---------------------------------------------------------------------------------------------------------------- paths
 
 
@@ -382,9 +306,20 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in text and not text.startswith("file://")
 
 
-def is_http(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the URL of a web server."""
-    return os.fspath(path).startswith(("http://", "https://"))
+def open_store(url: str) -> tuple[Any, str]:
+    """Fsspec's file system of a URL, and the path in it without slashes at its end.
+
+    ``CheckpointError`` for a web server, which neither lists folders nor says whether a file was replaced meanwhile.
+    """
+    if url.startswith(("http://", "https://")):
+        raise CheckpointError(
+            f"'{url}' is on a web server, from which checkpoints are not read. Copy it first, with "
+            "`fsspec.filesystem('https').get(url, folder)`, or name a store that fsspec reads in parts (s3://, gs://, "
+            "hf://)."
+        )
+    scheme, _, rest = url.partition("://")  # the slashes of a scheme are the root of its file system
+    store, root = url_to_fs(f"{scheme}://{rest.rstrip('/')}")
+    return store, str(root).rstrip("/")
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
@@ -392,9 +327,11 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     if not is_remote(path):
         return os.path.isdir(local_path(path))
     try:
-        system, root = url_to_fs(_trimmed(os.fspath(path)))
+        system, root = open_store(os.fspath(path))
         system.invalidate_cache()
         return bool(system.isdir(root))
+    except CheckpointError:
+        raise
     except Exception as error:  # every store has its own
         raise CheckpointError(f"'{os.fspath(path)}' cannot be reached: {type(error).__name__}: {error}.") from error
 
@@ -403,7 +340,7 @@ def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
     """The files of a folder, wherever it is; ``CheckpointError`` if there is none."""
     if not is_remote(path):
         return LocalFiles(local_path(path), follow_links=follow_links)
-    return (HttpFiles if is_http(path) else RemoteFiles)(os.fspath(path))
+    return RemoteFiles(os.fspath(path))
 
 
 def open_parent(path: str | os.PathLike[str]) -> tuple[Files, str]:
@@ -411,16 +348,9 @@ def open_parent(path: str | os.PathLike[str]) -> tuple[Files, str]:
     if not is_remote(path):
         local = local_path(path)
         return LocalFiles(local.parent, follow_links=True), local.name
-    text, question, query = os.fspath(path).partition("?" if is_http(path) else "\0")
-    scheme, _, rest = text.partition("://")
+    scheme, _, rest = os.fspath(path).partition("://")
     folder, _, name = rest.rstrip("/").rpartition("/")
-    return open_folder(f"{scheme}://{folder}"), name + question + query
-
-
-def _trimmed(url: str) -> str:
-    """A URL without slashes at its end, except for those of its scheme: they are the root of the file system."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rstrip('/')}"
+    return RemoteFiles(f"{scheme}://{folder}"), name
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
