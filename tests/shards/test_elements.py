@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.shards import elements as module
+from lightning_zero.shards import slice as module
 from lightning_zero.shards.slice import checksum, fingerprint, flat_range
 
 DTYPES = [
@@ -66,7 +66,7 @@ def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors += [torch.tensor(3.0).expand(9, 40), sample(torch.float32, 20, 10)[:, ::3]]
     whole = [checksum(tensor) for tensor in tensors]
     for numel in (8, 24, 64):
-        monkeypatch.setattr(module, "_PIECE_NUMEL", numel)
+        monkeypatch.setattr(module, "_SUM_NUMEL", numel)
         assert [checksum(tensor) for tensor in tensors] == whole
 
 
