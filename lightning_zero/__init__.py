@@ -56,16 +56,16 @@ from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 if TYPE_CHECKING:
-    from lightning_zero.activations import measure_activations
     from lightning_zero.checkpoint import verify_checkpoint
     from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+    from lightning_zero.measure import measure_activations
     from lightning_zero.trainer.cli import ZeroCLI
 else:
     # What a training does not need, and takes long to import.
     _LATER = {
         "ZeroCLI": "trainer.cli",
         "consolidate_checkpoint": "checkpoint.consolidate",
-        "measure_activations": "activations.measure",
+        "measure_activations": "measure",
         "verify_checkpoint": "checkpoint.load",
     }
 

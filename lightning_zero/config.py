@@ -305,19 +305,15 @@ class Compression:
 class ActivationPolicy:
     """What happens to the tensors that autograd keeps for the backward.
 
-    Losses, gradients and buffers have the same bits with any policy, as long as the second forward can be given what
-    the first one found: the module's attributes, buffers and arguments (lists, dicts and ordinary objects in them too,
-    such as caches of keys and values) and the random states of torch and Python. A tensor of those that was changed in
-    place and not copied stops the run with an error that names the class to leave out. Small buffers and attributes are
-    copied, and those larger than 64 KiB if they change from the first call on, not if they change later for the first
-    time. A forward that depends on anything else that changes (global variables, iterators, NumPy's arrays and random
-    numbers, ``.data`` of other tensors) does not belong in ``checkpointing``.
+    Losses, gradients and buffers have the same bits with any policy, by the rules of ``torch.utils.checkpoint``
+    (``use_reentrant=False``), which runs these forwards again: they depend on arguments, weights, attributes and random
+    states of torch and Python only, and change no argument. A buffer or attribute that changes in place stops the run
+    with an error that names the class to leave out, as do running statistics (``BatchNorm`` while it trains).
 
     Args:
         checkpointing: modules whose forward is run again in backward instead of keeping what it computed: ``"units"``
             for the modules that stage 3 gathers, in any stage (but for those inside of others, and single layers of
-            torch), or classes or their names; ``None`` for none. What a cache among the arguments holds stays in
-            memory until then: switch caches off in training.
+            torch), or classes or their names; ``None`` for none. Switch caches of keys and values off.
         offload: keep what autograd saves in host memory until its backward. On CPUs this saves no memory: both sides
             are host memory.
         min_kib: saved tensors smaller than this stay where they are, in KiB.

@@ -18,15 +18,14 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-ALL_LINES = 39_900
-ALL_FILES = 164
+ALL_LINES = 38_978
+ALL_FILES = 157
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 4
 ATTRIBUTES = 15
 # Classes that are to be made smaller, and how many they have.
 TOO_MANY = {
-    "SavedOnHost": 16,
     "CompressedCollectives": 20,
     "CompressedOverGloo": 24,
     "Groups": 21,
@@ -71,12 +70,12 @@ ORDER = {
     "storage": {"storage"},
     "shards": {"shards"},
     "init": {"init"},
-    "activations": {"activations"},
     "engine": {"engine"},
+    "activations": {"activations"},
     "optim": {"optim"},
     "checkpoint": {"checkpoint"},
     "session": {"session"},
-    "leaves": {"debug", "loading"},
+    "leaves": {"debug", "loading", "measure"},
     "trainer": {"trainer"},
     "door": {"__init__", "__main__", "cli", "ray"},
     # They know the core; the core asks ``registry.py`` for them by name.

@@ -1,8 +1,7 @@
 """The life of units and buckets during training."""
 
-from lightning_zero.engine.activations import Activations
 from lightning_zero.engine.buffers import BufferBroadcast
 from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.shards.slice import ParameterShard
 
-__all__ = ["Activations", "BufferBroadcast", "ParameterShard", "ZeroEngine", "engine_of"]
+__all__ = ["BufferBroadcast", "ParameterShard", "ZeroEngine", "engine_of"]

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.activations import Activations
 from lightning_zero.analysis import ZeroPlan, build_plan
 from lightning_zero.comm import Collectives, Groups, Streams, choose_collectives
 from lightning_zero.comm.control import collect
 from lightning_zero.config import choose_prefetch
-from lightning_zero.engine import Activations, BufferBroadcast, ZeroEngine, engine_of
+from lightning_zero.engine import BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import gathered_whole, give_back, whole_gradients
 from lightning_zero.errors import DivergenceError, ParameterAccessError, some
 from lightning_zero.init import InitRecord, InitRecorder
@@ -368,8 +369,6 @@ class ZeroSession:
 
     def abandon(self) -> None:
         """Leave no pinned slot and no half-reduced gradient behind after an error."""
-        if self._activations is not None:
-            self._activations.abandon()
         if self._engine is not None:
             self._engine.abandon()
         for adapter in self._adapters.values():

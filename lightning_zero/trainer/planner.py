@@ -45,7 +45,7 @@ from lightning_zero.trainer.plan_settings import (
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_zero.activations import ActivationBytes
+    from lightning_zero.measure import ActivationBytes
 
 __all__ = ["Planner", "add_plan_options", "planner_without_lightning"]
 
@@ -171,7 +171,7 @@ class Planner:
         """Activations, if they are to be measured, and why they are not known. Raises ValueError without a batch."""
         if self.config.activations != MEASURED:
             return None, ""
-        from lightning_zero.activations import measure_activations  # imports torchmetrics, which imports transformers
+        from lightning_zero.measure import measure_activations  # imports torchmetrics, which imports transformers
         from lightning_zero.trainer.loaders import first_batch
 
         settings: Any = {name: self.settings.get(name) for name in ("param_dtype", "full_precision", "units")}

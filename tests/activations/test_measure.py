@@ -21,7 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_zero import ActivationPolicy, estimate_memory, measure_activations
 from lightning_zero._torch import storage_key, tree_leaves
-from lightning_zero.activations import Checkpointing
+from lightning_zero.activations import Recomputed
 from tests.helpers.counting import LiveTensors
 from tests.helpers.script import run_script
 
@@ -103,7 +103,7 @@ def real(model: Any, batch: Any, dtype: torch.dtype | None = None, again: tuple[
             if not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.BatchNorm2d):
                 parameter.data = parameter.data.to(dtype)
     modules = dict(model.named_modules())
-    repeated = Checkpointing({name: modules[name] for name in again}, lambda _: lambda _: nullcontext())
+    repeated = [Recomputed(name, modules[name], nullcontext) for name in again]
     standing = {storage_key(leaf) for leaf in (*model.parameters(), *model.buffers(), *tree_leaves(batch))}
     packed: weakref.WeakSet[Packed] = weakref.WeakSet()
 
@@ -121,7 +121,8 @@ def real(model: Any, batch: Any, dtype: torch.dtype | None = None, again: tuple[
         saved = {storage_key(one.tensor): one.tensor.untyped_storage().nbytes() for one in packed}
         loss = result["loss"] if isinstance(result, dict) else result
         loss.backward()
-    repeated.detach()
+    for one in repeated:
+        one.remove()
     return sum(nbytes for key, nbytes in saved.items() if key not in standing), live.most
 
 

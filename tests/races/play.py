@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import NvmeOffload, ZeroPrecision, ZeroStrategy
-from lightning_zero.activations import offload
 from tests.helpers.training import make_trainer, quiet
 from tests.races.simulated import simulated_device
 from tests.races.trace import Item
@@ -138,11 +136,9 @@ def play(setting: Setting, folder: str) -> Played:
     """Train on this rank; ``folder`` is for files. Only rank 0 is sure to have a trace. Collective."""
     torch.manual_seed(0)
     traced = dist.get_rank() == 0 or setting.files or bool({"offload", "activations"} & setting.strategy.keys())
-    with quiet(), pytest.MonkeyPatch.context() as patch, simulated_device(setting.quick, traced) as recorder:
-        patch.setattr(offload, "_FLYING_NBYTES", 4096)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "A tensor that shares memory with a weight")  # twist "keep"
-            _train(setting, folder)
+    with quiet(), simulated_device(setting.quick, traced) as recorder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "A tensor that shares memory with a weight")  # twist "keep"
+        _train(setting, folder)
     return Played(recorder.trace, recorder.mixed)
 
 

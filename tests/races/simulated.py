@@ -10,7 +10,7 @@ Nothing is over before somebody has waited for it: no event, and no job of a thr
 go wrong. A ``quick`` device has done everything at once, for the ways that are taken then only.
 
 [Note: what lies on the host]
-Both sides are memory of the CPU. On the host lies what the package takes there (``HostMemory``, ``HostBuffers``), what
+Both sides are memory of the CPU. On the host lies what the package takes there (``HostMemory``, ``host_memory``), what
 is computed from nothing else, scalars that ``torch.tensor`` made, and what an optimizer makes beside such memory. All
 else lies on the device. Copies between both, which are asynchronous if they are ``non_blocking``, are the device's.
 """

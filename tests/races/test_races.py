@@ -121,12 +121,6 @@ SPARE = {
     "engine/gradients/reducer.py close": "of what the backward did not use; the stepper waits for all transfers again",
     "synchronize in storage/host.py unlock: torch.cuda.synchronize(self._device)  # copies from and to it may be on "
     "their way": "who calls it in a run has waited for every copy itself",
-    "wait in activations/offload.py _copy: self._out.wait(buffer.busy)": (
-        "a buffer that comes back was waited for where its copy ended: in garbage collection, on any stream"
-    ),
-    "wait in activations/offload.py _restore: self._back.wait(copy.buffer.busy)": (
-        "memory is given up behind the copy of it; but the user may have resized it to nothing before that"
-    ),
     _ARRIVES + "engine/units/sharded.py wait < engine/units/sharded.py release": (
         "a later gather on the same stream is waited for; but memory that is none of the slots is given up here"
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Streams
-from lightning_zero.storage.host import HostBuffers
+from lightning_zero.storage.host import host_memory
 from tests.races.simulated import simulated_device
 from tests.races.trace import Free, Item, Mark, Race, Use, Wait, Work, find_races, sites
 
@@ -73,10 +73,10 @@ def test_an_event_can_be_taken_out(site: str) -> None:
 def races_of(*, waits: bool, lives: bool = True, quick: bool = False) -> list[Race]:
     """A copy to the host on a stream, and what overwrites its source."""
     with simulated_device(quick) as recorder:
-        streams, buffers = Streams(CPU), HostBuffers(CPU)
-        source, buffer = torch.ones(64), buffers.take(256)
+        streams = Streams(CPU)
+        source, memory = torch.ones(64), host_memory(256, False)
         with streams.transferring():
-            buffer.memory.view(torch.float32)[:64].copy_(source, non_blocking=True)
+            memory.view(torch.float32)[:64].copy_(source, non_blocking=True)
             event = streams.mark()
         if waits and quick:
             assert event.query()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
 import threading
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,9 +22,9 @@ from tests.helpers.models import ZOO
 from tests.helpers.models_autograd import CASES
 from tests.helpers.probe import Probe
 from tests.helpers.probe import fit as fit_probe
-from tests.helpers.training import Recipe, differences, make_trainer, train_zero
+from tests.helpers.training import Recipe, differences, train_zero
 from tests.helpers.world import ROOT, run_world, subprocess_env
-from tests.strategy.runs import Net, batches, fit, made, quiet
+from tests.strategy.runs import Net, fit, made, quiet
 
 STAGES = (1, 2, 3)
 POLICIES = {
@@ -38,11 +36,11 @@ BOTH = POLICIES["both"]
 
 
 class Deep(Block):
-    """Random numbers, running statistics and an in-place change that is allowed."""
+    """Random numbers, a norm over the batch and an in-place change that is allowed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.batch = nn.BatchNorm1d(5)
+        self.batch = nn.BatchNorm1d(5, track_running_stats=False)
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,41 +252,6 @@ def test_manual_optimization_with_several_backwards(stage: int) -> None:
             assert all(torch.equal(value, other["weights"][name]) for name, value in plain["weights"].items())
 
 
-class HeldBytes(pl.Callback):
-    """Host memory for saved tensors: at its most within a step, and after backward."""
-
-    def __init__(self) -> None:
-        self.used: list[tuple[int, int]] = []
-
-    def _buffers(self, trainer: pl.Trainer) -> Any:
-        return trainer.strategy.session._activations._saved.buffers
-
-    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.before = self._buffers(trainer).used_nbytes
-
-    def on_after_backward(self, trainer: pl.Trainer, *args: Any) -> None:
-        gc.collect()
-        self.used.append((self.before, self._buffers(trainer).used_nbytes))
-        self.buffers = self._buffers(trainer)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_host_memory_is_used_in_the_step_and_given_back_at_the_end(stage: int) -> None:
-    def run(rank: int) -> tuple[list[tuple[int, int]], int, int]:
-        held, module = HeldBytes(), Net()
-        trainer = make_trainer(strategy(stage, ActivationPolicy(offload=True, min_kib=0)), callbacks=[held])
-        with quiet():
-            trainer.fit(module, batches(3))
-        return held.used, held.buffers.nbytes, len(module.losses)
-
-    for used, at_the_end, steps in run_world(2, run):
-        assert steps == len(used) == 3
-        # Three blocks with four activations of (3, 20) or (3, 28) floats each, one page at least for each
-        assert all(12 * 4096 <= before < 60 * 4096 for before, _ in used)
-        assert [after for _, after in used] == [0, 0, 0]
-        assert at_the_end == 0
-
-
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -388,6 +351,5 @@ def test_on_one_gpu_losses_are_the_same_and_device_memory_is_less() -> None:
         # 16 MiB for each (4096, 1024) floats; a layer keeps its input and about 6 times that of its inside.
         assert plain > 12 * 6 * 2**24
         assert found[f"{stage} checkpointing"][1] < 12 * 2 * 2**24
-        # What is still on its way to the host: at most 64 MiB, or four copies of 32 MiB.
         assert found[f"{stage} offload"][1] < 12 * 2**24
         assert found[f"{stage} both"][1] < 12 * 2**24

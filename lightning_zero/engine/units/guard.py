@@ -32,11 +32,17 @@ from lightning_zero._torch import (
     storage_key,
     top_saved_tensor_hooks,
 )
-from lightning_zero.activations.offload import check_version
 from lightning_zero.engine.units.sharded import ShardedUnit, Slot
 from lightning_zero.errors import ParameterAccessError
 
-__all__ = ["SavedTensorGuard", "SlotView", "check_weights", "explain_failure", "refuse_graph_of_gradients"]
+__all__ = [
+    "SavedTensorGuard",
+    "SlotView",
+    "check_version",
+    "check_weights",
+    "explain_failure",
+    "refuse_graph_of_gradients",
+]
 
 _new = tuple.__new__
 _makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with create_graph
@@ -55,6 +61,17 @@ class SlotView(NamedTuple):
 class _Handed(NamedTuple):
     packed: Any
     unpack: Unpack
+
+
+def check_version(probe: Tensor, version: int, dtype: torch.dtype, shape: torch.Size) -> None:
+    """Refuse, as torch itself does, a saved tensor of this dtype and shape whose ``probe``, which counts its changes,
+    does not count what it did when the tensor was saved."""
+    if probe._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{dtype} tensor of shape {list(shape)} was saved at version {version} and is now at version "
+            f"{probe._version}. Change a copy of it instead (y = y + x, not y += x)."
+        )
 
 
 def check_weights(unit: ShardedUnit, version: int) -> None:

@@ -32,7 +32,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_zero import _torch
 from lightning_zero._torch import WeakStorage, storage_key, tree_leaves, tree_map_only
-from lightning_zero.activations.checkpointing import Checkpointing
+from lightning_zero.activations import Recomputed
 from lightning_zero.config import ActivationPolicy, ActivationsLike, UnitsLike, validate_activations
 from lightning_zero.plan import Plan, find_recomputed
 
@@ -108,8 +108,8 @@ def measure_activations(
                 stack.enter_context(torch.autocast(device.type, dtype=param_dtype, cache_enabled=False))
             stack.enter_context(_AsOnAccelerators() if accelerator and device.type == "cpu" else nullcontext())
             step = _Step(model, dtypes, device, policy.min_kib * 1024 if policy.offload and accelerator else None)
-            repeated = {name: step.module.get_submodule(name) for name in again}
-            stack.callback(Checkpointing(repeated, lambda _: lambda _: nullcontext()).detach)
+            for name in again:
+                stack.callback(Recomputed(name, step.module.get_submodule(name), nullcontext).remove)
             return step.run(batch)
     except Exception as error:  # of the user's code, and of all that fake tensors cannot do
         asks = isinstance(error, _torch.ASKS_FOR_VALUES)
