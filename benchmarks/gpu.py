@@ -40,7 +40,8 @@ from offload_training import numel_of, quiet
 from results import FOLDER, circumstances, figure, headline, save_figure
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from lightning_zero.analysis import OptimizerCost, format_nbytes
+from lightning_zero.analysis import OptimizerCost
+from lightning_zero.text import readable_size
 
 # Moves, fills, casts and collectives, as kernels on CUDA and as operators on the CPU.
 MOVES = re.compile(r"mem(cpy|set)|copy|fill|zero_|\bcat\b|CatArray|chunk_cat|split_with_sizes|nccl|c10d", re.IGNORECASE)
@@ -277,8 +278,8 @@ def table(lines: Sequence[Found]) -> list[str]:
                 f"{statistics.median(line.ratios):.3f}",
                 f"{line.tokens_per_second:.0f}",
                 "-" if line.mfu is None else f"{line.mfu:.1%}",
-                "-" if line.peak_nbytes is None else format_nbytes(line.peak_nbytes),
-                "-" if line.plan_nbytes is None else format_nbytes(line.plan_nbytes),
+                "-" if line.peak_nbytes is None else readable_size(line.peak_nbytes),
+                "-" if line.plan_nbytes is None else readable_size(line.plan_nbytes),
                 f"{line.kernels:.0f}",
                 f"{line.moves:.0f}",
                 f"{1000 * line.move_seconds:.3f}",
@@ -315,7 +316,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return circumstances()
     properties = torch.cuda.get_device_properties(device)
-    name = f"{properties.name}, {format_nbytes(properties.total_memory)}, CUDA {torch.version.cuda}"
+    name = f"{properties.name}, {readable_size(properties.total_memory)}, CUDA {torch.version.cuda}"
     return {**circumstances(), "device": name}
 
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_zero import ActivationPolicy, HostOffload, ZeroPlan, ZeroStrategy, build_plan
-from lightning_zero.analysis import OptimizerCost, format_nbytes
+from lightning_zero.analysis import OptimizerCost
+from lightning_zero.text import readable_size
 
 OFFLOADS: dict[str, HostOffload | None] = {"none": None, "host": HostOffload(parameters=True)}
 WANT = ("memory", "Memory", "ALLOC_FAILED", "could not create a primitive")  # what is said for want of memory
@@ -222,10 +223,10 @@ def bisect(options: argparse.Namespace, way: str, deadline: float) -> list[Tried
 
 def line_of(tried: Tried) -> str:
     """A try, for people."""
-    measured = "" if tried.peak_nbytes is None else f", measured {format_nbytes(tried.peak_nbytes)}"
+    measured = "" if tried.peak_nbytes is None else f", measured {readable_size(tried.peak_nbytes)}"
     outcome = "trains" if tried.trained else f"does not ({tried.why})"
     model = f"{tried.layers} layers, {tried.parameters / 1e9:.3g}B parameters"
-    planned = f"on the device by plan {format_nbytes(tried.plan_nbytes)}"
+    planned = f"on the device by plan {readable_size(tried.plan_nbytes)}"
     return f"  offload {tried.way}, {model}: {outcome}; {planned}{measured}"
 
 

@@ -48,31 +48,42 @@ from lightning_zero.loading import (
     load_from_checkpoint,
     load_full_state_dict,
 )
+from lightning_zero.registry import extension
 from lightning_zero.trainer.fabric import ZeroFabricStrategy
 from lightning_zero.trainer.loaders import NoBatch
-from lightning_zero.trainer.monitors.communication import CommunicationMonitor
-from lightning_zero.trainer.monitors.memory import MemoryMonitor
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.strategy import ZeroStrategy
 
+# Names of extensions, by the extension that has them.
+_OF_EXTENSIONS = {
+    "CommunicationMonitor": "monitors",
+    "MemoryMonitor": "monitors",
+    "verify_checkpoint": "inspection",
+}
 if TYPE_CHECKING:
-    from lightning_zero.checkpoint import verify_checkpoint
     from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
     from lightning_zero.measure import measure_activations
     from lightning_zero.trainer.cli import ZeroCLI
+
+    CommunicationMonitor: Any
+    MemoryMonitor: Any
+    verify_checkpoint: Any
 else:
     # What a training does not need, and takes long to import.
     _LATER = {
         "ZeroCLI": "trainer.cli",
         "consolidate_checkpoint": "checkpoint.consolidate",
         "measure_activations": "measure",
-        "verify_checkpoint": "checkpoint.load",
     }
 
     def __getattr__(name: str) -> Any:
-        if name not in _LATER:
+        if name in _OF_EXTENSIONS:
+            module = extension(_OF_EXTENSIONS[name])
+        elif name in _LATER:
+            module = import_module(f"{__name__}.{_LATER[name]}")
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+        value = globals()[name] = getattr(module, name)
         return value
 
     def __dir__() -> list[str]:

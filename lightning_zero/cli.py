@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
-from lightning_zero.trainer.cli_texts import PLAN, consolidate_parser, did_you_mean, inspect_parser, short_help
+from lightning_zero.config import parse_size
+from lightning_zero.errors import CheckpointError, with_notes
+from lightning_zero.registry import extension
+from lightning_zero.trainer.cli_texts import PLAN, short_help
+from lightning_zero.trainer.foreign import did_you_mean
 
-__all__ = ["answer_early", "main"]
+__all__ = ["OptionParser", "answer_early", "complain", "for_the_terminal", "main"]
 
 _COMMANDS = {
     "plan": "print how a model would be split over processes, and what that takes; needs one process and no memory",
@@ -75,16 +82,30 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def inspect(args: Sequence[str]) -> int:
     """Run ``lightning-zero inspect``."""
-    from lightning_zero.trainer import checkpoint_cli
-
-    return checkpoint_cli.inspect(args)
+    code: int = extension("inspection").run(args)
+    return code
 
 
 def consolidate(args: Sequence[str]) -> int:
-    """Run ``lightning-zero consolidate``."""
-    from lightning_zero.trainer import checkpoint_cli
+    """Run ``lightning-zero consolidate``; the exit code is 1 if the source is damaged or the output not written.
 
-    return checkpoint_cli.consolidate(args)
+    Raises SystemExit for ``--help``, or with 2 for wrong options.
+    """
+    from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+
+    parser = _consolidate_parser()
+    options = parser.parse_args(args)
+    with for_the_terminal(parser.prog):
+        try:
+            written = consolidate_checkpoint(**vars(options))
+        except ValueError as error:
+            parser.error(str(error))
+        except CheckpointError as error:
+            complain(parser.prog, error)
+            return 1
+    for path in written:
+        print(path)  # noqa: T201
+    return 0
 
 
 def plan(args: Sequence[str], *, early: bool = False) -> int:
@@ -148,8 +169,107 @@ def _command(given: Sequence[str]) -> str:
     if command not in _COMMANDS:
         parser.error(f"there is no command {command!r}.{did_you_mean(command.lower(), _COMMANDS)} There are {names}.")
     if list(given[1:]) in (["-h"], ["--help"]):
-        tools = {"inspect": inspect_parser, "consolidate": consolidate_parser}
-        text = PLAN if command == "plan" else f"{_COMMANDS[command]}."
-        print(tools[command]().format_help() if command in tools else short_help(command, text), end="")  # noqa: T201
+        if command == "consolidate":
+            text = _consolidate_parser().format_help()
+        elif command == "inspect":
+            text = extension("inspection").parser().format_help()
+        else:
+            text = short_help(command, PLAN if command == "plan" else f"{_COMMANDS[command]}.")
+        print(text, end="")  # noqa: T201
         raise SystemExit(0)
     return command
+
+
+# ------------------------------------------------------------------------------------------ what tools say and are told
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Asks whether a known option was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        known = (option for action in self._actions for option in action.option_strings)
+        super().error(f"{message}.{did_you_mean(wrong[1], known)}" if wrong else message)
+
+
+@contextmanager
+def for_the_terminal(program: str) -> Iterator[None]:
+    """Warnings are for the person at the terminal: one line each, without the place in the source."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+
+        def show(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
+            if issubclass(category, UserWarning):
+                print(f"{program}: warning: {message}", file=sys.stderr)  # noqa: T201
+
+        warnings.showwarning = show
+        yield
+
+
+def complain(program: str, error: CheckpointError) -> None:
+    """Say what is wrong. One process is one rank, which needs no telling which of them failed."""
+    reason = error.__cause__ if isinstance(error.__cause__, CheckpointError) else error
+    print(f"{program}: error: {with_notes(reason)}", file=sys.stderr)  # noqa: T201
+
+
+_CONSOLIDATE = """\
+Write a checkpoint of any kind as ordinary files, with the memory of one process and never of a model.
+
+SOURCE is a sharded directory (of this package, Lightning's strategies, torch.distributed.checkpoint, or DeepSpeed's
+ZeRO stages 1 to 3), a .ckpt file, or safetensors. OUT decides what is written:
+
+  OUT.ckpt          one file as Trainer.save_checkpoint writes it on one device: for load_from_checkpoint, and for
+                    Trainer.fit(ckpt_path=...) without this package (also .pt, .pth, .bin)
+  OUT.safetensors   one file of weights
+  OUT               a directory of safetensors files as Hugging Face has it, with an index if there are several
+
+With --format fsdp, OUT is a sharded directory for Lightning's FSDPStrategy. SOURCE must be one of this package or of
+ModelParallelStrategy. Only names differ, so the data files of this package's directories are shared (hard links) where
+the file system allows it, and either directory can be deleted.
+
+With --format huggingface and --format peft, OUT is a folder for from_pretrained, with its configuration: the model of
+transformers in SOURCE with its adapters merged into it, or its adapters alone. These take the memory of the model.
+"""
+_EXAMPLES = """\
+examples:
+  lightning-zero consolidate runs/last.ckpt full.ckpt
+  lightning-zero consolidate runs/last.ckpt my-model/ --dtype bfloat16 --max-shard-size 2GB --prefix model.
+  lightning-zero consolidate runs/last.ckpt for-fsdp.ckpt --format fsdp
+  lightning-zero consolidate runs/last.ckpt my-adapter/ --format peft
+  lightning-zero consolidate runs/last.ckpt merged/ --format huggingface --base meta-llama/Llama-3.1-8B
+"""
+
+
+def _consolidate_parser() -> argparse.ArgumentParser:
+    """The options of ``lightning-zero consolidate``."""
+    parser = OptionParser(
+        prog="lightning-zero consolidate",
+        description=_CONSOLIDATE,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="the checkpoint to read: directory, file or URL")
+    add("out", metavar="OUT", help="the file or directory to write")
+    what = "what to write, where the name of OUT does not say it"
+    add("--format", choices=["ckpt", "safetensors", "fsdp", "huggingface", "peft"], help=what)
+    add("--dtype", metavar="DTYPE", help="cast floating-point weights, for example to bfloat16 (bf16)")
+    size = "of a file in a directory of safetensors, for example 500M or 2GiB (default: %(default)s)"
+    add("--max-shard-size", "--max_shard_size", type=_size, default="5GB", metavar="SIZE", help=size)
+    state = "leave the state of optimizers, schedulers and callbacks out of a .ckpt; safetensors never hold it"
+    add("--weights-only", "--weights_only", action="store_true", help=state)
+    add("--prefix", metavar="PREFIX", help="cut the name of this module off the weights' names: model, or model.")
+    add(
+        "--base",
+        metavar="BASE",
+        help="the pretrained model that adapters in SOURCE were trained on, if it is not there",
+    )
+    add("--overwrite", action="store_true", help="replace what OUT has already; never the source")
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,17 +1,11 @@
-"""Looking inside a sharded run: full parameters, gradients, optimizer states and norms, and the bytes it holds.
-
-Bytes are those of live storages, in the words of the plan's formula. A storage counts once, for the first category that
-claims it: the master of a replicated parameter is a view of the parameter and costs nothing. Only sizes are read: no
-device is waited for.
-"""
+"""Looking inside a sharded run: full parameters, gradients, optimizer states and norms."""
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -19,31 +13,23 @@ import torch
 from lightning.fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 
-from lightning_zero._torch import storage_key, untracked, use_count
-from lightning_zero.config import Tier
+from lightning_zero._torch import untracked, use_count
 from lightning_zero.engine import ZeroEngine, engine_of
-from lightning_zero.engine.events import Span
 from lightning_zero.engine.full import average_into, gather_layout, gathered, gathered_gradients
-from lightning_zero.engine.units.sharded import ShardedUnit
-from lightning_zero.engine.units.unit import ReplicatedUnit
 from lightning_zero.errors import OffloadError
 from lightning_zero.optim.gradients import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.slice import FlatParameters
-from lightning_zero.storage import FileTensor
 
 __all__ = [
-    "Beside",
-    "MemoryStats",
     "ema_update",
     "full_gradient",
     "full_gradients",
     "full_optimizer_state",
     "full_parameters",
     "grad_norm",
-    "memory_stats",
     "note_optimizers",
 ]
 
@@ -328,112 +314,3 @@ def _assemble(engine: ZeroEngine, flat: FlatParameters, position: int, piece: Te
         spec = layout.parameters[position]
         start = layout.offsets[position] if spec.numel else 0
         return full.narrow(0, start, spec.numel).view(spec.shape).clone()
-
-
-_DEVICE = ("parameters", "weights", "masters", "gradients", "optimizer", "slots", "gradient_slots", "transport")
-_HOST = ("weights", "masters", "gradients", "optimizer", "buffers")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryStats:
-    """Bytes of one rank by category."""
-
-    device: dict[str, int]  # by the categories of ``plan.Memory``
-    host: dict[str, int]  # by those of ``plan.HostBytes``; empty without offloading
-    disk: int  # reserved in files
-    beside: int  # on the device, in no category: see ``Beside``
-
-    @property
-    def total(self) -> int:
-        """Everything on the device."""
-        return sum(self.device.values()) + self.beside
-
-
-def _unclaimed(tensors: Iterable[Tensor | None], claimed: Mapping[int, int]) -> dict[int, int]:
-    """Bytes of the storages behind tensors that are not in ``claimed``."""
-    found: dict[int, int] = {}
-    for tensor in tensors:
-        if tensor is None or isinstance(tensor, FileTensor) or tensor.layout is not torch.strided or tensor.is_meta:
-            continue
-        key = storage_key(tensor)
-        if key not in claimed:
-            found[key] = tensor.untyped_storage().nbytes()
-    return found
-
-
-def memory_stats(
-    engine: ZeroEngine, optimizers: Iterable[Tensor] = (), claimed: dict[int, int] | None = None
-) -> MemoryStats:
-    """Count what is alive. ``optimizers`` are what these hold beside the shards: state, and whole parameters.
-
-    ``claimed`` gets the bytes of every storage that was counted, by its key.
-    """
-    claimed = {} if claimed is None else claimed
-
-    def claim(tensors: Iterable[Tensor | None]) -> int:
-        found = _unclaimed(tensors, claimed)
-        claimed.update(found)
-        return sum(found.values())
-
-    reducer, offload = engine._reducer, engine.plan.offload
-    flats = [flat for unit in engine.units for flat in unit.flats]
-    buckets = reducer.buckets if reducer is not None else ()
-    device, host = dict.fromkeys(_DEVICE, 0), dict.fromkeys(_HOST, 0)
-    moved = host if offload is not None and offload.optimizer else device
-    device["parameters"] = claim(b for u in engine.units if isinstance(u, ReplicatedUnit) for b in u.buffers)
-    for tier, found in ((Tier.DEVICE, device), (Tier.HOST, host)):
-        found["weights"] = claim(flat.weights for flat in flats if flat.rest.weights is tier)
-        found["masters"] = claim(flat.master for flat in flats if flat.rest.master is tier)
-    device["weights"] += claim(engine.collectives.kept)
-    moved["gradients"] = claim(bucket.shard for bucket in buckets)
-    device["gradients"] += claim(bucket.resident for bucket in buckets)
-    moved["optimizer"] = claim(optimizers)
-    device["slots"] = claim(s.buffer for u in engine.units if isinstance(u, ShardedUnit) and not (s := u.home).vacant)
-    if reducer is not None:
-        device["gradient_slots"] = claim(s.buffer for s in reducer._slots if s is not None and not s.vacant)
-    device["transport"] = claim(engine.collectives.buffers)
-    store = engine.tiers.store
-    host["buffers"] = engine.tiers.transfers.reserved_nbytes
-    if store is not None:  # what is read ahead goes through host memory
-        host["buffers"] += store.host_nbytes + engine.tiers.fetcher.reserved_nbytes
-    elif engine.device.type != "cpu":
-        device["slots"] += engine.tiers.fetcher.reserved_nbytes
-    return MemoryStats(
-        device=device,
-        host=host if offload is not None else {},
-        disk=0 if store is None else store.nbytes_on_disk,
-        beside=claim(_beside(engine)),
-    )
-
-
-class Beside:
-    """Observes spans: the ``most`` bytes on the device that a step takes beside what rests there.
-
-    Made when nothing runs. They are slots that were given back before, stand in for one that is taken, or are gradients
-    carried from one reduction to the next.
-    """
-
-    def __init__(self, engine: ZeroEngine) -> None:
-        self._engine = engine
-        self._resting: dict[int, int] = {}
-        self.most = 0
-        memory_stats(engine, claimed=self._resting)
-
-    def begin(self, span: Span) -> None:
-        """See ``SpanObserver``."""
-        self.most = max(self.most, sum(_unclaimed(_beside(self._engine), self._resting).values()))
-
-    def end(self, span: Span) -> None:
-        """See ``SpanObserver``. A step has so many spans that a look at their beginnings is enough."""
-
-
-def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:
-    for unit in engine.units:
-        if isinstance(unit, ShardedUnit):
-            for slot in (unit.storage, unit._scratch):
-                if slot is not None:
-                    yield slot.buffer
-    if engine._reducer is not None:
-        for bucket in engine._reducer.buckets:
-            yield bucket.full
-            yield bucket._carry

@@ -22,7 +22,7 @@ EXTENSIONS = {
     "compression": "quantised communication (`Compression`)",
     "formats": "checkpoints of DeepSpeed and FSDP, and models of Hugging Face",
     "hops": "communication in two hops, within a host and between hosts, and secondary shards",
-    "inspection": "`lightning-zero inspect` and `lightning-zero verify`",
+    "inspection": "`lightning-zero inspect`, `verify_checkpoint` and checksums compared on resuming",
     "monitors": "`MemoryMonitor` and `CommunicationMonitor`",
     "nvme": "offload to files (`NvmeOffload`)",
     "planner": "`lightning-zero plan`, and estimates of traffic and time",
@@ -39,8 +39,12 @@ def installed(name: str) -> bool:
     return find_spec(f"{_FOLDER}.{name}") is not None
 
 
-def extension(name: str) -> Any:
+def extension(name: str, instead: str = "leave out the setting that asks for it") -> Any:
     """The module of an extension, imported when it is first asked for.
+
+    Args:
+        name: a name in ``EXTENSIONS``.
+        instead: what a user can do without it, for the error.
 
     Raises:
         ExtensionError: it was deleted from this copy of the package.
@@ -48,7 +52,7 @@ def extension(name: str) -> Any:
     if not installed(name):
         raise ExtensionError(
             f"This copy of lightning_zero has no extension '{name}', which has {EXTENSIONS[name]}. Install "
-            "lightning_zero again, or leave out the setting that asks for it."
+            f"lightning_zero again, or {instead}."
         )
     return import_module(f"{_FOLDER}.{name}")
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-ALL_LINES = 38_978
+ALL_LINES = 38_965
 ALL_FILES = 157
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
@@ -47,7 +47,6 @@ TOO_MANY = {
     "ShardedOptimizer": 22,
     "RayZeroStrategy": 23,
     "NvmeStore": 16,
-    "CommunicationMonitor": 20,
     "ZeroStrategy": 23,
 }
 # Files that still read frames, and in how many places.
@@ -63,7 +62,7 @@ FRAMES = {
 # Layers: a folder or a file of the top level belongs to one, and imports from its own and from those above it only.
 
 ORDER = {
-    "vocabulary": {"config", "errors", "registry", "_torch"},
+    "vocabulary": {"config", "errors", "registry", "text", "_torch"},
     "plan": {"plan"},
     "analysis": {"analysis"},
     "comm": {"comm"},

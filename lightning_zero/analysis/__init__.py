@@ -3,7 +3,7 @@
 from lightning_zero.analysis.estimate import MemoryEstimate, Recommendation, estimate_memory
 from lightning_zero.analysis.memory import DiskBytes, HostBytes, Memory, StageMemory
 from lightning_zero.analysis.optimizers import ADAM, OptimizerCost
-from lightning_zero.analysis.report import ZeroPlan, build_plan, format_nbytes, table
+from lightning_zero.analysis.report import ZeroPlan, build_plan
 from lightning_zero.analysis.traffic import CollectiveTraffic, Traffic, gather_order
 
 __all__ = [
@@ -20,7 +20,5 @@ __all__ = [
     "ZeroPlan",
     "build_plan",
     "estimate_memory",
-    "format_nbytes",
     "gather_order",
-    "table",
 ]

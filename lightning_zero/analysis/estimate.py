@@ -21,11 +21,12 @@ from lightning_zero.analysis.memory import (
     stage_memory,
 )
 from lightning_zero.analysis.optimizers import OptimizerCost
-from lightning_zero.analysis.report import draw, format_nbytes, parse_count, table, word_of
+from lightning_zero.analysis.report import draw, parse_count, word_of
 from lightning_zero.analysis.traffic import CollectiveTraffic, Traffic, expected_traffic
 from lightning_zero.config import HostOffload, Offload, Placement, check_whole
 from lightning_zero.plan import ParameterSpec, Plan
 from lightning_zero.plan.layout import residual_nbytes
+from lightning_zero.text import readable_size, table
 
 __all__ = ["MemoryEstimate", "Recommendation", "estimate_memory"]
 
@@ -147,7 +148,7 @@ class MemoryEstimate:
         if min(device_nbytes, activations_nbytes, host_nbytes or 0) < 0:
             raise ValueError("Sizes of memory must not be negative.")
         room = device_nbytes - activations_nbytes
-        activations, device = format_nbytes(activations_nbytes), format_nbytes(device_nbytes)
+        activations, device = readable_size(activations_nbytes), readable_size(device_nbytes)
         if room < 0:
             reason = f"{activations} of activations do not fit into {device}."
             return Recommendation(name=None, reason=reason, fits=())
@@ -163,15 +164,15 @@ class MemoryEstimate:
             return Recommendation(name=None, reason=reason, fits=())
         if not known:
             shown = [name for name in fits if not name.endswith("_offload")] or fits
-            free = ", ".join(f"{format_nbytes(room - self.stages[name].peak.total)} with {name}" for name in shown)
+            free = ", ".join(f"{readable_size(room - self.stages[name].peak.total)} with {name}" for name in shown)
             reason = f"Activations are not counted. Of {device} so much stays free for them: {free}.{more}"
             return Recommendation(name=None, reason=reason, fits=fits)
         needed = self.stages[fits[0]].peak.total
-        left = format_nbytes(room - needed)
-        reason = f"{fits[0]} needs {format_nbytes(needed)} at peak, which fits into {device} and leaves {left}.{more}"
+        left = readable_size(room - needed)
+        reason = f"{fits[0]} needs {readable_size(needed)} at peak, which fits into {device} and leaves {left}.{more}"
         if self.stages[fits[0]].host.total or not self.accelerator:
-            held = format_nbytes(self.host_nbytes(fits[0], activations_nbytes=activations_nbytes))
-            has = "how much there is was not said" if host_nbytes is None else f"there are {format_nbytes(host_nbytes)}"
+            held = readable_size(self.host_nbytes(fits[0], activations_nbytes=activations_nbytes))
+            has = "how much there is was not said" if host_nbytes is None else f"there are {readable_size(host_nbytes)}"
             takes = "takes" if self._ranks.startswith("1 ") else "take"
             reason += f" Its {self._ranks} {takes} {held} of host memory on each machine; {has}."
         before = list(problems.values())[: list(problems).index(fits[0])]
@@ -183,12 +184,12 @@ class MemoryEstimate:
         missing, peak = [], self.stages[name].peak.total
         held = self.host_nbytes(name, activations_nbytes=activations_nbytes)
         if peak > room:
-            missing.append(f"{format_nbytes(peak)} on the device")
+            missing.append(f"{readable_size(peak)} on the device")
         elif peak == room and not activations_nbytes and self.activations is None:
-            missing.append(f"{format_nbytes(peak)} on the device, which leaves nothing for activations")
+            missing.append(f"{readable_size(peak)} on the device, which leaves nothing for activations")
         if host_nbytes is not None and held > host_nbytes:
-            there = format_nbytes(host_nbytes)
-            missing.append(f"{format_nbytes(held)} of host memory for {self._ranks} of a machine, which has {there}")
+            there = readable_size(host_nbytes)
+            missing.append(f"{readable_size(held)} of host memory for {self._ranks} of a machine, which has {there}")
         return f"{name} needs {' and '.join(missing)}" if missing else ""
 
     @property
@@ -208,7 +209,7 @@ class MemoryEstimate:
         for word in columns[0]:
             sizes = [column[word] for column in columns]
             if any(sizes) or word.startswith("at "):
-                rows.append((word, *(format_nbytes(size) if size else "-" for size in sizes)))
+                rows.append((word, *(readable_size(size) if size else "-" for size in sizes)))
         processes = "1 process" if self.world_size == 1 else f"{self.world_size:,} processes"
         processes += f", {self.micro_steps} micro-steps in a step" if self.micro_steps > 1 else ""
         shards = (

@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 from lightning_zero.analysis.estimate import NONE, MemoryEstimate
-from lightning_zero.analysis.report import format_nbytes, table
 from lightning_zero.analysis.traffic import ROUNDED_NBYTES
+from lightning_zero.text import readable_size, table
 
 __all__ = ["Way", "describe_ways", "fastest_way", "parse_speed", "ways_to_send"]
 
@@ -78,8 +78,8 @@ def describe_ways(ways: Sequence[Way]) -> str:
     rows: list[Sequence[str]] = [("a step on the links", "leaves a host", "in", "sent within", "in", "at peak", "fits")]
     for way in ways:
         links = ((way.between_nbytes, way.between_seconds), (way.within_nbytes, way.within_seconds))
-        cells = [text for nbytes, time in links for text in (format_nbytes(nbytes), f"{time:,.3f} s" if time else "-")]
-        rows.append((str(way), *cells, format_nbytes(way.peak_nbytes), "yes" if way.fits else "no"))
+        cells = [text for nbytes, time in links for text in (readable_size(nbytes), f"{time:,.3f} s" if time else "-")]
+        rows.append((str(way), *cells, readable_size(way.peak_nbytes), "yes" if way.fits else "no"))
     best, rounded, advice = fastest_way(ways), fastest_way(ways, rounded=True), "nothing, as nothing fits."
     if best and rounded:
         least = min((way for way in ways if way.fits), key=lambda way: way.peak_nbytes)
@@ -95,8 +95,8 @@ def describe_ways(ways: Sequence[Way]) -> str:
 def _costs(way: Way) -> str:
     links = (way.between_seconds, "between hosts"), (way.within_seconds, "within")
     seconds = " and ".join(f"{time:,.3f} s {link}" for time, link in links if time)
-    host = f" and {format_nbytes(way.host_nbytes)} of a host" if way.host_nbytes else ""
-    return f"{seconds or '0 s'} in a step, {format_nbytes(way.peak_nbytes)} at peak{host}"
+    host = f" and {readable_size(way.host_nbytes)} of a host" if way.host_nbytes else ""
+    return f"{seconds or '0 s'} in a step, {readable_size(way.peak_nbytes)} at peak{host}"
 
 
 def parse_speed(text: str) -> float:

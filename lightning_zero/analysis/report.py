@@ -23,8 +23,9 @@ from lightning_zero.analysis.optimizers import ADAM, OptimizerCost
 from lightning_zero.analysis.traffic import Traffic, expected_traffic
 from lightning_zero.config import Tier
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan
+from lightning_zero.text import readable_size, table
 
-__all__ = ["ZeroPlan", "build_plan", "draw", "format_nbytes", "parse_count", "table", "word_of"]
+__all__ = ["ZeroPlan", "build_plan", "draw", "parse_count", "word_of"]
 
 LONGEST_NAME = 48
 """Characters of a unit's name that the table shows."""
@@ -34,8 +35,6 @@ LONGEST_PATTERN = 16
 
 MOST = 10**18
 """Parameters of the largest model that a number of parameters stands for. Beyond it, it is a slip of the pen."""
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 # Categories of memory that people call by another name.
 _WORDS = {
@@ -180,7 +179,7 @@ def _traffic_rows(traffic: Traffic) -> list[tuple[str, ...]]:
     return [
         ("traffic of a step", "calls", "elements", "size"),
         *(
-            (kind, f"{part.calls:,}", f"{part.numel:,}", format_nbytes(part.nbytes))
+            (kind, f"{part.calls:,}", f"{part.numel:,}", readable_size(part.nbytes))
             for kind, part in {**parts, "total": traffic.total}.items()
         ),
     ]
@@ -201,25 +200,12 @@ def _memory_rows(plan: Plan, optimizer: OptimizerCost, accelerator: bool) -> lis
         *(
             (
                 category.replace("_", " "),
-                *(format_nbytes(column[category]) if category in column else "-" for column in columns),
+                *(readable_size(column[category]) if category in column else "-" for column in columns),
             )
             for category in categories
         ),
-        ("total without activations", *(format_nbytes(memory.total) for memory in places.values())),
+        ("total without activations", *(readable_size(memory.total) for memory in places.values())),
     ]
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned lines: the first column to the left, the others to the right; a rule under the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 def word_of(category: str) -> str:
@@ -238,8 +224,8 @@ def draw(stages: Mapping[str, StageMemory], path: str, title: str, line: int | N
     except ImportError as error:
         raise ImportError(f"A picture needs matplotlib ({error}): pip install 'lightning-zero[plot]'.") from error
     most = max(line or 0, *(stage.peak.total for stage in stages.values()))
-    unit = format_nbytes(most).split()[1]
-    scale = 1000 ** _UNITS.index(unit)
+    unit = readable_size(most).split()[1]
+    scale = 1000 ** ("B", "kB", "MB", "GB", "TB", "PB").index(unit)
     axes, left = figure.subplots(), [0.0] * len(stages)
     for color, (category, _) in zip(colors, next(iter(stages.values())).peak.items(), strict=False):
         sizes = [getattr(stage.peak, category) / scale for stage in stages.values()]
@@ -247,9 +233,9 @@ def draw(stages: Mapping[str, StageMemory], path: str, title: str, line: int | N
             axes.barh(list(stages), sizes, left=left, label=word_of(category), height=0.7, color=color)
             left = [sum(pair) for pair in zip(left, sizes, strict=True)]
     if line is not None:
-        axes.axvline(line / scale, color="black", linestyle="--", label=f"{format_nbytes(line)} of a device")
+        axes.axvline(line / scale, color="black", linestyle="--", label=f"{readable_size(line)} of a device")
     for end, (name, stage) in zip(left, stages.items(), strict=True):
-        axes.annotate(format_nbytes(stage.peak.total), (end, name), (4, 0), textcoords="offset points", va="center")
+        axes.annotate(readable_size(stage.peak.total), (end, name), (4, 0), textcoords="offset points", va="center")
     axes.set(xlabel=f"{unit} of one process, {title}", xlim=(0, 1.15 * most / scale))
     axes.invert_yaxis()
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
@@ -280,19 +266,3 @@ def parse_count(text: float | str) -> int:
     if not 1 <= count <= MOST:
         raise ValueError(f"A number of parameters is written as 7.5B, 350M or 7500000000, got {text!r}.")
     return count
-
-
-def format_nbytes(nbytes: int) -> str:
-    """Bytes for people, in units of 1000 with three digits, as papers and data sheets have them: ``"31.4 GB"``."""
-    size = float(nbytes)
-    for unit in _UNITS[:-1]:
-        if size < 999.5:
-            return f"{_three_digits(size)} {unit}"
-        size /= 1000
-    return f"{_three_digits(size)} {_UNITS[-1]}"
-
-
-def _three_digits(size: float) -> str:
-    if size == int(size) or size >= 99.95:
-        return f"{size:,.0f}"
-    return f"{size:.1f}" if size >= 9.995 else f"{size:.2f}"

@@ -12,8 +12,7 @@ from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.checkpoint.consolidated import save_consolidated_file
 from lightning_zero.checkpoint.format.flat_shard import FlatShard
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
-from lightning_zero.checkpoint.inspection import inspect_checkpoint
-from lightning_zero.checkpoint.load import is_checkpoint_directory_at, open_checkpoint, verify_checkpoint
+from lightning_zero.checkpoint.load import is_checkpoint_directory_at, open_checkpoint
 from lightning_zero.checkpoint.save import save_checkpoint_directory
 
 __all__ = [
@@ -22,10 +21,8 @@ __all__ = [
     "Source",
     "StoredTensor",
     "consolidate_checkpoint",
-    "inspect_checkpoint",
     "is_checkpoint_directory_at",
     "open_checkpoint",
     "save_checkpoint_directory",
     "save_consolidated_file",
-    "verify_checkpoint",
 ]

@@ -1,8 +1,7 @@
-"""Opening and verifying a checkpoint of any kind, which is found out by looking."""
+"""Opening a checkpoint of any kind, which is found out by looking."""
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from contextlib import suppress
@@ -10,8 +9,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from lightning_zero.checkpoint.deepspeed import LATEST_FILE, deepspeed_folder, read_deepspeed_directory
-from lightning_zero.checkpoint.directories import Directory, ForeignDirectory, read_directory, read_foreign_directory
-from lightning_zero.checkpoint.format.dcp import StoredBytes
+from lightning_zero.checkpoint.directories import read_directory, read_foreign_directory
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.record import METADATA_FILE, RECORD_FILE
 from lightning_zero.checkpoint.format.safetensors import (
@@ -31,20 +29,10 @@ from lightning_zero.checkpoint.storage.files import (
     open_parent,
     samples,
 )
-from lightning_zero.checkpoint.verification import (
-    Check,
-    Progress,
-    Verification,
-    archive_check,
-    foreign_checks,
-    own_checks,
-    run_checks,
-    unverifiable_check,
-    verify_share,
-)
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError, shortened, some
+from lightning_zero.registry import extension, installed
 
 __all__ = [
     "Found",
@@ -53,7 +41,6 @@ __all__ = [
     "find_checkpoint",
     "is_checkpoint_directory_at",
     "open_checkpoint",
-    "verify_checkpoint",
 ]
 
 
@@ -71,8 +58,8 @@ def open_checkpoint(
             safetensors file or directory; a local path or a URL.
         control: the ranks.
         verify: read everything that has a checksum and compare it, the files shared out among the ranks. A warning on
-            rank 0 names what has none. ``"sample"`` compares a part of each file of our own format only; see
-            [Note: The sample].
+            rank 0 names what has none. ``"sample"`` compares a part of each file of our own format only, if the
+            extension ``inspection`` is there; see [Note: The sample] in it.
         weights_only: for torch files and the ``meta.pt`` of other programs, as for ``torch.load``. ``False`` lets them
             run code, which by default they must not. Our own directories hold none that is needed.
 
@@ -110,12 +97,8 @@ def open_checkpoint(
             f"If it is needed and you trust the file, allow its class with `torch.serialization.add_safe_globals`.",
             stacklevel=2,
         )
-    if verify:
-        checks = functools.partial(_checks, found, sampled=verify == "sample")
-        shares = collect(control, f"verify the checkpoint '{os.fspath(path)}'", lambda: verify_share(checks(), control))
-        doubt = Verification([], [name for share in shares for name in share]).doubt()
-        if doubt and verify is True and control.rank == 0:
-            warnings.warn(f"The checkpoint '{os.fspath(path)}' was loaded. {doubt}.", stacklevel=2)
+    if verify is True or (verify and installed("inspection")):
+        extension("inspection").verify_together(path, found, control, sampled=verify == "sample")
     return checkpoint
 
 
@@ -231,41 +214,3 @@ def _withsamples(opened: Opened, files: Files) -> Opened:
     stored = [value for value in opened.checkpoint["state_dict"].values() if isinstance(value, StoredTensor)]
     names = sorted({chunk.file for value in stored for chunk in value._item.chunks})
     return opened._replace(digest=(opened.digest, *(samples(files, name) for name in names)))
-
-
-def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lambda nbytes: None) -> Verification:
-    """Read a whole checkpoint and compare it with its sizes and checksums, as far as it has any.
-
-    Args:
-        path: as for ``open_checkpoint``.
-        progress: called with the number of bytes, for every piece that was read.
-
-    Returns:
-        What is damaged, as a list; one that is empty says that the checkpoint is whole only if its ``is_whole`` does:
-        its ``unverified`` names files that have no checksums.
-    """
-    try:
-        found = find_checkpoint(path)
-        result = run_checks(_checks(found), progress)
-        if not result:
-            read_checkpoint(path, found, None)
-    except CheckpointError as error:
-        return Verification([str(error)], [])
-    except Exception as error:  # what was forged can raise anything
-        return Verification([shortened(f"'{os.fspath(path)}' is damaged: {type(error).__name__}: {error}")], [])
-    return Verification([shortened(damage) for damage in result], result.unverified)
-
-
-def _checks(found: Found, *, sampled: bool = False) -> list[Check]:
-    """What there is to check, in an order that is the same on every rank; of a sample, nothing in other formats."""
-    kind, files, name = found
-    if kind is Kind.OWN:
-        return own_checks(Directory(files), sampled=sampled)
-    if sampled:
-        return []
-    if kind is Kind.FOREIGN:
-        return foreign_checks(ForeignDirectory(files))
-    if kind in (Kind.TORCH, Kind.DEEPSPEED):
-        names = [name] if kind is Kind.TORCH else [name for name, _ in read_deepspeed_directory(files).digest]
-        return [archive_check(files, StoredBytes(name, 0, files.size(name)), f"'{name}'") for name in names]
-    return [unverifiable_check(f"{files.name}/{name}" if name else files.name)]

@@ -1,4 +1,4 @@
-"""The random numbers of a resumed run: every rank's generators as they were saved, given back where the run goes on.
+"""Random states in checkpoints: a resumed run draws the numbers that the uninterrupted one would have drawn.
 
 [Note: Random numbers of a resumed run]
 
@@ -8,13 +8,13 @@ A checkpoint holds one row of bytes for each rank, typed JSON with blanks after 
     shared   the generators that were in one state on all ranks
     seed     of ``seed_everything``, or else of this rank's torch
 
-At the same number of ranks each takes its own row. At another number a generator that all ranks had in common goes on
+At the same number of ranks each takes its own row. At another number a generator that all ranks had in common stays
 in common, since ranks may rely on it: which layers are left out in a step, say, must be the same for all. Any other
 begins a stream that is new to each rank. Its seed is the first 8 bytes of the SHA-256 of "seed step generator ranks
 rank". So does one that was not saved, such as that of a GPU where the run was on the CPU.
 
-States are given back as late as possible, when set-up has drawn all that it draws. One thing is done too early then:
-where the run goes on at the beginning of an epoch, the uninterrupted one makes the epoch's iterator over the data after
+States are restored as late as possible, when set-up has drawn all that it draws. One thing is done too early then:
+where the run resumes at the beginning of an epoch, the uninterrupted one makes the epoch's iterator over the data after
 the checkpoint, and that draws numbers (a seed for workers, and one for a sampler without a generator of its own), while
 Lightning makes the resumed one's before. So it is made once more, in its turn. A stream, or a loader that resumes by
 itself, must not be begun twice: it keeps its iterator, and only the number that each of them draws is drawn again.
@@ -31,8 +31,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.typed_json import Decoder, Encoder
@@ -46,11 +49,15 @@ _ROW_NBYTES = 24576  # 7 kB for python, 7 kB for torch, 4 kB for numpy, next to 
 
 
 class RandomState:
-    """Saves this rank's random number generators, and gives them back. See [Note: Random numbers of a resumed run]."""
+    """Saves this rank's random number generators, and restores them. See [Note: Random numbers of a resumed run].
+
+    ``session/checkpoints.py`` has one for each strategy.
+    """
 
     def __init__(self, control: ControlGroup) -> None:
         self._control = control
-        self._loaded: dict[str, Any] = {}  # by generator; what was not given back yet
+        self._loaded: dict[str, Any] = {}  # by generator; what was not restored yet
+        self._device = torch.device("cpu")
 
     def save(self, device: torch.device) -> Tensor:
         """This rank's row: a FlatShard of shape (ranks, bytes). Collective: every rank."""
@@ -69,7 +76,7 @@ class RandomState:
         return FlatShard(torch.frombuffer(row, dtype=torch.uint8), (ranks, _ROW_NBYTES), rank * _ROW_NBYTES)
 
     def load(self, saved: Tensor, step: int, device: torch.device) -> None:
-        """Read what ``save`` returned, to be given back by ``go_on``; say so if some streams cannot be continued.
+        """Read what ``save`` returned, for ``restore``; say so if some streams cannot be continued.
 
         The global step seeds streams that begin. Collective: every rank; ``CheckpointError`` on all, if one could not
         read its row or it is damaged.
@@ -91,12 +98,12 @@ class RandomState:
                 self._loaded[name] = generators[name].begin(int.from_bytes(digest[:8], "big"))
             before = {name: generator.get() for name, generator in generators.items()}
             try:
-                _give(self._loaded, device)  # what cannot be given back later shall fail here, on all ranks
+                _give(self._loaded, device)  # what cannot be restored later fails here, on all ranks
             finally:
                 _give(before, device)
             return content["seed"], begun
 
-        self._loaded = {}
+        self._loaded, self._device = {}, device
         seed, begun = collect(self._control, "load the state of the random number generators", read)[0]
         kept = [name for name in self._loaded if name not in begun]
         new = f"new streams begin for {', '.join(begun)}, from the seed {seed}, the step and the rank"
@@ -110,14 +117,15 @@ class RandomState:
             rank_zero_info(f"The checkpoint lacks the state of some random number generators: {new}.")
 
     def forget(self) -> None:
-        """Give back nothing of what was loaded."""
+        """Restore nothing of what was loaded."""
         self._loaded = {}
 
-    def go_on(self, device: torch.device) -> bool:
-        """Give back what was loaded, if something was (which it returns): when all is set up, just before training."""
+    def restore(self, trainer: Trainer) -> None:
+        """Restore what was loaded, if something was: when all is set up, just before training."""
         loaded, self._loaded = self._loaded, {}
-        _give(loaded, device)
-        return bool(loaded)
+        if loaded:
+            _give(loaded, self._device)
+            _begin_epoch(trainer)
 
 
 class _Generator(NamedTuple):
@@ -164,3 +172,32 @@ def _give(states: Mapping[str, Any], device: torch.device) -> None:
 
 def _text(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _begin_epoch(trainer: Trainer) -> None:
+    """Draw what the iterator of an epoch draws, if the run resumes at the beginning of one.
+
+    ``FitLoop`` has worked out already where it goes on, and has not called a hook of the epoch yet.
+    """
+    fit = trainer.fit_loop
+    over = not fit.restarting  # the epoch before, with its hooks
+    last = fit.epoch_loop.restarted_on_train_batch_end and fit.epoch_loop.batch_progress.is_last_batch
+    if trainer.current_epoch == 0 or not (over or last):
+        return
+    loaders = fit._combined_loader.flattened if fit._combined_loader is not None else []
+    may_begin_twice = all(
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not hasattr(loader, "load_state_dict")
+        for loader in loaders
+    )
+    if not may_begin_twice:
+        for loader in loaders:
+            if isinstance(loader, DataLoader) and loader.generator is None:
+                torch.empty((), dtype=torch.int64).random_()
+    elif over:
+        fit._resuming_from_checkpoint = False  # Lightning makes it, as in every epoch, after `on_train_epoch_start`
+    elif fit._data_fetcher is not None:
+        for loader in loaders:
+            _set_sampler_epoch(loader, trainer.current_epoch)
+        iter(fit._data_fetcher)

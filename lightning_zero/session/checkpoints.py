@@ -22,9 +22,9 @@ from lightning_zero.comm.control import collect
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
+from lightning_zero.registry import extension, installed
 from lightning_zero.session.module_state import read_slice
 from lightning_zero.session.names import described_models
-from lightning_zero.session.random_state import RandomState
 
 __all__ = ["Checkpoints", "require_lightning"]
 
@@ -39,10 +39,7 @@ _LAYOUT = "layout"  # what residuals belong to
 
 
 class Checkpoints:
-    """Saving, loading and removing for one strategy.
-
-    ``random`` has the random number generators, as they were when the checkpoint was saved from which the run goes on.
-    """
+    """Saving, loading and removing for one strategy."""
 
     def __init__(self, policy: CheckpointPolicy, groups: Groups) -> None:
         self._policy = policy
@@ -51,7 +48,7 @@ class Checkpoints:
         if groups not in _SAVERS:
             _SAVERS[groups] = Saver(self._control)
         self._saver = _SAVERS[groups]
-        self.random = RandomState(self._control)
+        self._random: Any = extension("random_state").RandomState(self._control) if installed("random_state") else None
         self._told: set[str] = set()  # what cannot be kept, and was named
         self._training = False
         self._removing = False  # whether something was to be deleted in this run
@@ -62,7 +59,8 @@ class Checkpoints:
 
     def begin(self, training: bool) -> None:
         """Begin a run, which lasts until ``finish``. Only in training are saves in the background: it goes on."""
-        self.random.forget()
+        if self._random is not None:
+            self._random.forget()
         self._handled = sys.exc_info()[1]  # of a caller that tries again in an ``except`` block
         self._training = training
 
@@ -110,7 +108,9 @@ class Checkpoints:
         self._agree(what, place, engine, path)
         summary = _summary(engine, precision)
         if policy.format == "sharded" and "optimizer_states" in checkpoint:  # a run can go on from it
-            own = {**checkpoint.get(SUMMARY_KEY, {}), RANDOM_KEY: self.random.save(engine.device)}
+            own = dict(checkpoint.get(SUMMARY_KEY, {}))
+            if self._random is not None:
+                own[RANDOM_KEY] = self._random.save(engine.device)
             if residuals := self._residuals(engine):
                 own[FEEDBACK_KEY] = residuals
             checkpoint = {**checkpoint, SUMMARY_KEY: own}
@@ -144,13 +144,21 @@ class Checkpoints:
         return open_checkpoint(path, self._control, verify=self._policy.verify or "sample", weights_only=weights_only)
 
     def load_random_state(self, checkpoint: Mapping[str, Any], device: torch.device) -> None:
-        """Read the state of the random number generators, if it was saved, to be given back when training begins.
+        """Read the random states that a checkpoint holds, for ``restore_random_state``.
 
-        Collective: every rank.
+        Raises ExtensionError if this copy cannot restore them: the run would differ without a word. Collective: every
+        rank.
         """
         saved = checkpoint.get(SUMMARY_KEY, {}).get(RANDOM_KEY)
         if saved is not None:
-            self.random.load(saved, checkpoint["global_step"], device)
+            if self._random is None:
+                extension("random_state", "begin a run with its weights: CheckpointPolicy(initial_weights=...)")
+            self._random.load(saved, checkpoint["global_step"], device)
+
+    def restore_random_state(self, trainer: Any) -> None:
+        """Restore what ``load_random_state`` read: when all is set up, just before training."""
+        if self._random is not None:
+            self._random.restore(trainer)
 
     def _residuals(self, engine: ZeroEngine) -> dict[str, Any]:
         """What error feedback keeps of gradients on this rank: for each reduction a row, a FlatShard of shape (ranks,

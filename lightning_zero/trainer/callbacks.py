@@ -19,7 +19,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, ModelPruning
 from lightning.pytorch.loggers import Logger
@@ -30,7 +29,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero._torch import no_subclasses, untracked
 from lightning_zero.debug import full_parameters
@@ -45,7 +43,6 @@ __all__ = [
     "Replaced",
     "UnmarkedModule",
     "attribute_of_ddp",
-    "begin_epoch",
     "compare_by_value",
     "copy_where_no_links_are",
     "explain_attribute",
@@ -343,32 +340,3 @@ def is_running(module: nn.Module) -> bool:
 
 def _runs(trainer: Trainer) -> bool:
     return trainer.state.status == TrainerStatus.RUNNING
-
-
-def begin_epoch(trainer: Trainer) -> None:
-    """Draw what the iterator of an epoch draws, if the run goes on at the beginning of one.
-
-    ``FitLoop`` has worked out already where it goes on, and has not called a hook of the epoch yet.
-    """
-    fit = trainer.fit_loop
-    over = not fit.restarting  # the epoch before, with its hooks
-    last = fit.epoch_loop.restarted_on_train_batch_end and fit.epoch_loop.batch_progress.is_last_batch
-    if trainer.current_epoch == 0 or not (over or last):
-        return
-    loaders = fit._combined_loader.flattened if fit._combined_loader is not None else []
-    may_begin_twice = all(
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and not hasattr(loader, "load_state_dict")
-        for loader in loaders
-    )
-    if not may_begin_twice:
-        for loader in loaders:
-            if isinstance(loader, DataLoader) and loader.generator is None:
-                torch.empty((), dtype=torch.int64).random_()
-    elif over:
-        fit._resuming_from_checkpoint = False  # Lightning makes it, as in every epoch, after `on_train_epoch_start`
-    elif fit._data_fetcher is not None:
-        for loader in loaders:
-            _set_sampler_epoch(loader, trainer.current_epoch)
-        iter(fit._data_fetcher)

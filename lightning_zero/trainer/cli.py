@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 from argparse import SUPPRESS
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -15,7 +15,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zero.trainer.cli_texts import PLAN, in_one_line, no_strategy, refused_by_the_class
+from lightning_zero.trainer.cli_texts import PLAN
+from lightning_zero.trainer.foreign import answer, did_you_mean
 from lightning_zero.trainer.planner import DEFAULT_STRATEGY, Planner, add_plan_options
 
 __all__ = ["PlanCLI", "ZeroCLI", "plan_command"]
@@ -162,3 +163,77 @@ def _classes_first(args: Sequence[str], commands: Collection[str]) -> list[str]:
         if _CLASS.match(arg):
             named += args[index : index + (1 if "=" in arg else 2)]
     return [*args[:begin], *named, *args[begin:]]
+
+
+# ------------------------------------------------------------------------------------------------ errors in one line
+
+# The parts of jsonargparse's messages: a tree, indented, with a branch for each type that a value may have.
+_KEY = re.compile(r'Parser key "([^"]+)"(?: element \d+)?:\s*')
+_OWNER = re.compile(r"Problem with given class_path '([^']+)'")
+_UNKNOWN = re.compile(r"(?:Group '(.+)' .+ |(?:Subc.+ o|O)ption |unrecognized arguments: --)'?([\w.-]+)")
+_NO_CLASS = re.compile(r"Expected a dot import path string: (.+)")
+_EXPECTED = re.compile(r"Expected an? ((?:<class|typing\.).+?)(?:\. Got value: .*)?$")
+_FOUND = re.compile(r"(?:Got|Given) value: (?:NestedArg\(key='.+?', val='(.*)'\)|(.*))$", re.MULTILINE)
+_TYPE = re.compile(r"<class '([\w.]+)'>|typing\.(?:Literal\[(.+?)\])?")
+_NAMELESS = " Nothing says which class the model is of: give it, as in --model my_module.MyModel."
+_REASON = re.compile(r"^ *- (?!Expected |Does not validate )(.+)$", re.MULTILINE)
+
+
+def no_strategy(found: str, registered: Iterable[str]) -> str:
+    """What to say of a strategy that does not exist; ``registered`` are those that do."""
+    names = ["auto", *registered, "lightning_zero.ZeroStrategy"]
+    ours = ", ".join(name for name in names if re.match("zero[0-9](?!.*-)", name))  # without other spellings
+    theirs = ", ".join(name for name in names if "_" not in name and not name.startswith("zero"))
+    there_are = f"There are {ours}, and Lightning's {theirs}, ..."
+    if found.startswith("{"):
+        return f"trainer.strategy: expected a name, or class_path and init_args, found {found}. {there_are}"
+    return f"trainer.strategy: there is no strategy {found!r}.{did_you_mean(found, names)} {there_are}"
+
+
+def refused_by_the_class(message: str) -> str | None:
+    """What a class of this package says of its arguments, in a message of jsonargparse; ``None`` if it was another."""
+    reason = _REASON.search(message)
+    ours = re.search(r"^Given value: .*class_path='lightning_zero\.", message, re.MULTILINE)
+    return f"trainer.strategy: {reason[1]}" if ours and reason else None
+
+
+def in_one_line(message: str, options_of: Callable[[str], list[str]], strategies: Iterable[str]) -> str:
+    """A message of jsonargparse, said shortly: the key, what is wrong with it, and what may have been meant.
+
+    Of the branches the deepest counts: the others failed before they came to the setting. ``options_of`` says what a
+    class may be given, or (of an empty path) the parser, and ``strategies`` are the registered ones.
+    """
+    if not (_KEY.match(message) or _UNKNOWN.match(message)):
+        nameless = re.search(r"are required: (\w+\.)?model$", message)
+        return " ".join(message.split()) + (f".{_NAMELESS}" if nameless else "")
+    lines = [line for line in message.splitlines() if line.strip()]
+    depths = [len(line) - len(line.lstrip(" -")) for line in lines]
+    lines = [line.strip(" -") for line in lines]
+    first = depths.index(max(depths))
+    way = [i for i in range(first + 1) if depths[i] < min([*depths[i + 1 : first + 1], depths[i] + 1])]
+    keys = [found[1] for i in way if (found := _KEY.match(lines[i]))]
+    owner = next((found[1] for i in reversed(way) if (found := _OWNER.match(lines[i]))), "")
+    leaves = {_KEY.sub("", line): None for line, depth in zip(lines, depths, strict=True) if depth == depths[first]}
+    text, key = " ".join(leaves), ".".join(keys)
+    if unknown := _UNKNOWN.match(text):
+        name, options = ".".join(filter(None, unknown.groups())), options_of(owner)
+        if not owner:
+            return f"{text}.{did_you_mean(name, options)}"
+        near = answer(name, options) if owner.startswith("lightning_zero.") else did_you_mean(name, options)
+        meant = near or f" There are {', '.join(options)}."
+        unnamed = owner == "lightning.LightningModule"  # what stands for a class that is not said
+        return f"{key}: {owner} has no argument {name!r}.{_NAMELESS if unnamed else meant}"
+    found = _FOUND.search("\n".join(lines[first:]))
+    value = (found[1] or found[2] or "") if found else ""
+    no_class = _NO_CLASS.search(text)
+    if key == "trainer.strategy":
+        return no_strategy(owner or (no_class[1] if no_class else value), strategies)
+    expected = _EXPECTED.match(next(iter(leaves)))
+    others = [leaf for leaf in leaves if not leaf.startswith("Expected ")]
+    if others or not (expected or no_class):
+        return f"{key}: {' '.join(others) or text}{f', found {value!r}' * bool(value)}."
+    subtypes = [line for line in lines[:first] if line.startswith("Subtypes: [")]
+    types = subtypes[-1][11:-1] if len(leaves) > 1 and subtypes else expected[1] if expected else "a class path"
+    types = _TYPE.sub(lambda part: part[1] or part[2] or "", types).replace("NoneType", "null")
+    choices = [name for choice in re.findall(r"[\w.-]+", types) for name in (choice, choice.rpartition(".")[2])]
+    return f"{key}: expected {'one of ' * (', ' in types)}{types}, found {value!r}.{did_you_mean(value, choices)}"

@@ -47,7 +47,6 @@ from lightning_zero.trainer.callbacks import (
     TRAINERS,
     Replaced,
     UnmarkedModule,
-    begin_epoch,
     compare_by_value,
     copy_where_no_links_are,
     explain_attribute,
@@ -299,10 +298,9 @@ class ZeroStrategy(Batches):
     # -------------------------------------------------------------------- steps
 
     def on_train_start(self) -> None:
-        """Give random numbers back where a resumed run goes on: after all hooks of the start."""
+        """Restore the random states of a resumed run: after all hooks of the start."""
         super().on_train_start()
-        if self.checkpoints.random.go_on(self.root_device):
-            begin_epoch(self._module.trainer)
+        self.checkpoints.restore_random_state(self._module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``, with units gathered as they are called. So are those of the other steps."""

@@ -23,12 +23,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_zero import load_full_state_dict
-from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory, verify_checkpoint
+from lightning_zero import load_full_state_dict, verify_checkpoint
+from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.format.claims import archive_entries, check_torch_file, follow
-from lightning_zero.checkpoint.inspection import inspect_checkpoint
 from lightning_zero.checkpoint.storage import files as ranges
 from lightning_zero.errors import CheckpointError, shortened
+from lightning_zero.extensions.inspection.contents import inspect_checkpoint
 from tests.checkpoint.fuzz.child import bounded
 from tests.checkpoint.samples import checkpoint, control, end_to_end
 

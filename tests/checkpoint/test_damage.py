@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from lightning_zero import verify_checkpoint
 from lightning_zero.checkpoint import (
     FlatShard,
     open_checkpoint,
     save_checkpoint_directory,
-    verify_checkpoint,
 )
-from lightning_zero.checkpoint import load as loading
 from lightning_zero.checkpoint.format.record import Record
-from lightning_zero.checkpoint.inspection import inspect_checkpoint
 from lightning_zero.errors import CheckpointError
+from lightning_zero.extensions.inspection import verification
+from lightning_zero.extensions.inspection.contents import inspect_checkpoint
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, parameters
 from tests.helpers.world import run_world
 
@@ -221,10 +221,10 @@ def test_an_optimizer_that_is_none_is_described(tmp_path: Path) -> None:
 
 
 def test_whatever_goes_wrong_while_verifying_is_a_damage(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(found: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OverflowError("too large")
 
-    monkeypatch.setattr(loading, "_checks", fail)
+    monkeypatch.setattr(verification, "_checks", fail)
     assert verify_checkpoint(damaged) == [f"'{damaged}' is damaged: OverflowError: too large"]
 
 

@@ -24,12 +24,11 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_zero import CheckpointPolicy, ZeroStrategy
+from lightning_zero import CheckpointPolicy, ZeroStrategy, verify_checkpoint
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
-from lightning_zero.checkpoint.inspection import inspect_checkpoint
-from lightning_zero.checkpoint.load import verify_checkpoint
 from lightning_zero.errors import CheckpointError
+from lightning_zero.extensions.inspection.contents import inspect_checkpoint
 from lightning_zero.loading import load_full_state_dict
 from tests.checkpoint.deepspeed_run import STEPS, Model, make_optimizer, tokens
 from tests.checkpoint.samples import control

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.checkpoint import verify_checkpoint
-from lightning_zero.checkpoint.verification import Verification
+from lightning_zero import verify_checkpoint
 from lightning_zero.errors import CheckpointError
+from lightning_zero.extensions.inspection.verification import Verification
 from tests.checkpoint.fuzz import play as playing
 from tests.checkpoint.fuzz.__main__ import played, table
 from tests.checkpoint.fuzz.child import bounded

@@ -25,7 +25,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory, verify_checkpoint
+from lightning_zero import verify_checkpoint
+from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.format.dcp import parse_metadata
 from lightning_zero.checkpoint.format.record import Chunk
 from lightning_zero.checkpoint.format.stored import read_chunk

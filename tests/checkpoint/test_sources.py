@@ -19,13 +19,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lightning_zero import verify_checkpoint
 from lightning_zero.checkpoint import (
     FlatShard,
     StoredTensor,
     is_checkpoint_directory_at,
     open_checkpoint,
     save_checkpoint_directory,
-    verify_checkpoint,
 )
 from lightning_zero.checkpoint.directories import read_directory, read_foreign_directory
 from lightning_zero.checkpoint.format.safetensors import SAFETENSORS_DTYPES, read_safetensors

@@ -16,8 +16,8 @@ from lightning_zero import Compression, ZeroPrecision, ZeroStrategy, full_gradie
 from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
-from lightning_zero.debug import memory_stats
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
+from lightning_zero.extensions.monitors import memory_stats
 from tests.comm.test_compression import KINDS, Net, loss_of, make, rounded, state
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world

@@ -24,11 +24,11 @@ from lightning_zero.comm import (
     choose_collectives,
 )
 from lightning_zero.comm.hosts import RANKS_PER_HOST
-from lightning_zero.debug import memory_stats
 from lightning_zero.extensions.compression import operators
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
 from lightning_zero.extensions.compression.collectives import CompressedCollectives
 from lightning_zero.extensions.hops import HierarchicalCollectives
+from lightning_zero.extensions.monitors import memory_stats
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 from tests.races.simulated import simulated_device

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.analysis import MemoryEstimate, OptimizerCost, build_plan, estimate_memory, format_nbytes
+from lightning_zero.analysis import MemoryEstimate, OptimizerCost, build_plan, estimate_memory
 from lightning_zero.analysis.memory import fullest_rank
 from lightning_zero.analysis.report import parse_count
 from lightning_zero.config import HostOffload, NvmeOffload
+from lightning_zero.text import readable_size
 from tests.helpers.counting import calls_of
 
 GB = 10**9
@@ -300,7 +301,7 @@ def test_what_comes_and_goes_has_rows_of_its_own(model: nn.Module) -> None:
     ],
 )
 def test_decimal_units(nbytes: int, text: str) -> None:
-    assert format_nbytes(nbytes) == text
+    assert readable_size(nbytes) == text
 
 
 # ------------------------------------------------------------------------------------------------------------- settings

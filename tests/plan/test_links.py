@@ -13,11 +13,11 @@ from torch import nn
 
 from lightning_zero import Compression
 from lightning_zero.analysis import MemoryEstimate, build_plan, estimate_memory
-from lightning_zero.analysis import format_nbytes as format_size
 from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from lightning_zero.analysis.traffic import ROUNDED_NBYTES
 from lightning_zero.config import Placement
 from lightning_zero.extensions.compression.codes import Format, format_nbytes
+from lightning_zero.text import readable_size
 from tests.helpers.script import ROOT
 
 P = 10**6
@@ -198,7 +198,7 @@ def test_secondary_shards_of_a_number_of_parameters(half: bool) -> None:
     assert shown in kept.describe()
     sent = kept.leaving_nbytes("zero3") // 4 + kept.within_nbytes("zero3")
     row = next(line for line in kept.describe().splitlines() if line.startswith("sent in a step"))
-    assert row.endswith(f" {format_size(sent)}")
+    assert row.endswith(f" {readable_size(sent)}")
     alone = on_hosts(1, 4, secondary_shards=True)
     assert alone.keeping is None
     assert alone.stages == on_hosts(1, 4).stages

@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
-from lightning_zero.analysis import OptimizerCost, build_plan, format_nbytes
+from lightning_zero.analysis import OptimizerCost, build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
+from lightning_zero.text import readable_size
 from tests.plan.models import Gpt, Llama70B, on_meta
 
 
@@ -41,8 +42,8 @@ def test_totals_traffic_and_memory(stage: int) -> None:
     text = plan.describe()
     assert f"{plan.numel:,}" in text
     assert f"{plan.expected_traffic().total.numel:,}" in text
-    assert format_nbytes(plan.expected_memory(receive_buffer=False).total) in text
-    assert format_nbytes(plan.expected_memory(receive_buffer=False, peak=True).total) in text
+    assert readable_size(plan.expected_memory(receive_buffer=False).total) in text
+    assert readable_size(plan.expected_memory(receive_buffer=False, peak=True).total) in text
 
 
 def test_memory_is_that_of_the_optimizer_and_the_device() -> None:
@@ -51,7 +52,7 @@ def test_memory_is_that_of_the_optimizer_and_the_device() -> None:
     text = plan.describe(optimizer=sgd, accelerator=True)
     assert "memory of rank 0, SGD" in text
     peak = plan.expected_memory(receive_buffer=False, optimizer=sgd, accelerator=True, peak=True)
-    assert format_nbytes(peak.total) in text
+    assert readable_size(peak.total) in text
 
 
 def columns(text: str, heading: str) -> dict[str, list[str]]:
@@ -68,18 +69,18 @@ def test_offloaded_bytes_have_a_column_for_each_place() -> None:
         return columns(plan.describe(), heading)
 
     heading = "memory of rank 0, AdamW"
-    masters = format_nbytes(152_256 * 4)
+    masters = readable_size(152_256 * 4)
     assert memory(None)[heading] == ["at rest", "at peak"]
     assert "weights" not in memory(None)
     host = memory(HostOffload())
     assert host[heading] == ["device", "host", "device at peak"]
     assert host["masters"] == ["0 B", masters, "0 B"]
     assert host["slots"][1] == "-"
-    assert host["weights"] == [format_nbytes(152_256 * 2), "0 B", format_nbytes(152_256 * 2)]
+    assert host["weights"] == [readable_size(152_256 * 2), "0 B", readable_size(152_256 * 2)]
     disk = memory(NvmeOffload(path="/never/looked/at", buffer_mib=8.0))
     assert disk[heading] == ["device", "host", "disk", "device at peak"]
     # The root's region of 64 float32 is a page; those of two embeddings and four blocks are less than a page longer.
-    assert disk["masters"] == ["0 B", "0 B", format_nbytes(4096 + 2 * 42 * 4096 + 4 * 17 * 4096), "0 B"]
+    assert disk["masters"] == ["0 B", "0 B", readable_size(4096 + 2 * 42 * 4096 + 4 * 17 * 4096), "0 B"]
     assert disk["buffers"] == ["-", "8.39 MB", "-", "-"]
 
 

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from lightning_zero.analysis import format_nbytes
+from lightning_zero.text import readable_size
 from tests.helpers.device_runs import needs_gpu, run_on
 from tests.helpers.script import ROOT, run_script
 
@@ -110,7 +110,7 @@ def test_the_allocator_counts_what_the_plan_says(precision: str) -> None:
     for stage, (rest, planned_rest, peak, planned_peak) in found.items():
         for measured, planned in ((rest, planned_rest), (peak, planned_peak)):
             slack = 0.03 * planned + 2**21  # blocks of 512 bytes and of 2 MiB, and rows of activations
-            assert abs(measured - planned) <= slack, (stage, format_nbytes(measured), format_nbytes(planned))
+            assert abs(measured - planned) <= slack, (stage, readable_size(measured), readable_size(planned))
 
 
 def test_the_plan_of_that_program_is_made_on_the_cpu() -> None:

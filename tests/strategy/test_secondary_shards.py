@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import Compression, HostOffload, ZeroPrecision, ZeroStrategy, estimate_memory, full_parameters
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
-from lightning_zero.debug import memory_stats
+from lightning_zero.extensions.monitors import memory_stats
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
 from tests.strategy.test_shard_within import WIDTH, Net, same, whole

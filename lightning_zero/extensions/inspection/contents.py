@@ -27,11 +27,11 @@ from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
-from lightning_zero.errors import CheckpointError, shortened, some
+from lightning_zero.errors import CheckpointError, some
+from lightning_zero.text import columns, readable_size
 
-__all__ = ["Inspection", "describe_list", "inspect_checkpoint", "list_checkpoints", "readable_size", "reason_of"]
+__all__ = ["Inspection", "describe_list", "inspect_checkpoint", "list_checkpoints", "reason_of"]
 
-_CELL_LETTERS = 400  # a column is as wide as its longest cell
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
 _MOMENT = ("epoch", "global_step")
 _RESIDENCES = ("parameters", "gradients", "optimizer")
@@ -123,14 +123,14 @@ class Inspection:
         if self.files:
             count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
             facts["size"] = f"{readable_size(self.nbytes)} in {count}"
-        lines = [f"Checkpoint {self.path}", *_columns([[f"  {name}", text] for name, text in facts.items()])]
+        lines = [f"Checkpoint {self.path}", *columns([[f"  {name}", text] for name, text in facts.items()])]
         for number, optimizer in enumerate(self._optimizers):
             lines += ["", f"Optimizer {number}", *_optimizer_lines(optimizer)]
         if tensors:
-            lines += ["", "Weights", *_columns([_weight_row(*item) for item in self._state.items()], right=(3,))]
+            lines += ["", "Weights", *columns([_weight_row(*item) for item in self._state.items()], right=(3,))]
         if self.files:
             rows = [[f"  {name}", readable_size(nbytes)] for name, nbytes in self.files.items()]
-            lines += ["", "Files", *_columns(rows, right=(1,))]
+            lines += ["", "Files", *columns(rows, right=(1,))]
         return "\n".join(map(_printable, lines))
 
 
@@ -154,7 +154,7 @@ def describe_list(path: str | os.PathLike[str], found: Mapping[str, Inspection |
             rows.append([f"  {name}", "", "", f"cannot be read: {one}"])
         else:
             rows.append([f"  {name}", one.facts.get("saved at", "-"), readable_size(one.nbytes), one.facts["format"]])
-    return "\n".join(map(_printable, [f"Checkpoints in {os.fspath(path)}", *_columns(rows, right=(2,))]))
+    return "\n".join(map(_printable, [f"Checkpoints in {os.fspath(path)}", *columns(rows, right=(2,))]))
 
 
 def reason_of(error: CheckpointError) -> str:
@@ -202,18 +202,6 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
     )
 
 
-def readable_size(nbytes: int) -> str:
-    """``1.5 GB`` for 1,500,000,000."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    size, unit = nbytes / 1000, "kB"
-    for larger in ("MB", "GB", "TB"):
-        if size < 999.95:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.1f} {unit}"
-
-
 def _files(found: Found, path: str | os.PathLike[str]) -> dict[str, int]:
     """Sizes by name; nothing for a folder in an object store, which may hold anything."""
     if found.name:
@@ -247,7 +235,7 @@ def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
         rows.append(
             [f"  group {number}", ", ".join([count, *(f"{key} {_short(value)}" for key, value in group.items())])]
         )
-    return _columns(rows)
+    return columns(rows)
 
 
 def _states(optimizer: Mapping[str, Any]) -> dict[str, TensorGroup]:
@@ -284,19 +272,6 @@ def _nbytes(tensor: Tensor) -> int:
 def _mapping(value: Any) -> Mapping[Any, Any]:
     """A dictionary of a file that may hold anything; an empty one if it is none."""
     return value if isinstance(value, Mapping) else {}
-
-
-def _columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows as lines of aligned columns."""
-    rows = [[shortened(cell, _CELL_LETTERS) for cell in row] for row in rows]
-    widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _printable(text: str) -> str:

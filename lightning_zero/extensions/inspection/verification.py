@@ -16,7 +16,9 @@ that was saved, and long stretches of zeros or noise. A single changed bit it fi
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,22 +30,14 @@ from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
 from lightning_zero.checkpoint.format.claims import ZIP, archive_entries
 from lightning_zero.checkpoint.format.dcp import StoredBytes
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, TensorItem
+from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, read_checkpoint
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, open_range, read_bytes
 from lightning_zero.checkpoint.writing import LARGE_NBYTES, combine
 from lightning_zero.comm import ControlGroup
-from lightning_zero.errors import CheckpointError, some
+from lightning_zero.comm.control import collect
+from lightning_zero.errors import CheckpointError, shortened, some
 
-__all__ = [
-    "Check",
-    "Progress",
-    "Verification",
-    "archive_check",
-    "foreign_checks",
-    "own_checks",
-    "run_checks",
-    "unverifiable_check",
-    "verify_share",
-]
+__all__ = ["Verification", "own_checks", "run_checks", "verify_checkpoint", "verify_together"]
 
 Progress = Callable[[int], object]
 
@@ -88,6 +82,57 @@ class Check(NamedTuple):
     damages: Callable[[Progress], Iterator[str]]
 
 
+def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lambda nbytes: None) -> Verification:
+    """Read a whole checkpoint and compare it with its sizes and checksums, as far as it has any.
+
+    Args:
+        path: as for ``open_checkpoint``.
+        progress: called with the number of bytes, for every piece that was read.
+
+    Returns:
+        What is damaged, as a list; one that is empty says that the checkpoint is whole only if its ``is_whole`` does:
+        its ``unverified`` names files that have no checksums.
+    """
+    try:
+        found = find_checkpoint(path)
+        result = run_checks(_checks(path, found), progress)
+        if not result:
+            read_checkpoint(path, found, None)
+    except CheckpointError as error:
+        return Verification([str(error)], [])
+    except Exception as error:  # what was forged can raise anything
+        return Verification([shortened(f"'{os.fspath(path)}' is damaged: {type(error).__name__}: {error}")], [])
+    return Verification([shortened(damage) for damage in result], result.unverified)
+
+
+def verify_together(path: str | os.PathLike[str], found: Found, control: ControlGroup, *, sampled: bool) -> None:
+    """Verify what ``open_checkpoint`` has opened, or a sample of it: each rank a part.
+
+    A warning on rank 0 names what has no checksums, unless ``sampled``. Raises CheckpointError on every rank if
+    something is damaged. Collective: every rank.
+    """
+
+    def share() -> list[str]:
+        loads = [0] * control.world_size
+        mine = []
+        # The largest first, each for the rank that has least to read.
+        for check in sorted(_checks(path, found, sampled=sampled), key=lambda check: -check.nbytes):
+            rank = loads.index(min(loads))
+            loads[rank] += check.nbytes + 1
+            if rank == control.rank:
+                mine.append(check)
+        result = run_checks(mine, lambda nbytes: None)
+        if result:
+            more = [f"and {len(result) - _NAMED} more"] if len(result) > _NAMED else []
+            raise CheckpointError("\n    ".join(["it is damaged.", *result[:_NAMED], *more]))
+        return result.unverified
+
+    shares = collect(control, f"verify the checkpoint '{os.fspath(path)}'", share)
+    doubt = Verification([], [name for names in shares for name in names]).doubt()
+    if doubt and not sampled and control.rank == 0:
+        warnings.warn(f"The checkpoint '{os.fspath(path)}' was loaded. {doubt}.", stacklevel=3)
+
+
 def run_checks(checks: Iterable[Check], progress: Progress) -> Verification:
     """Read parts of a checkpoint; ``progress`` is told the number of bytes of every piece."""
     damages: list[str] = []
@@ -101,23 +146,19 @@ def run_checks(checks: Iterable[Check], progress: Progress) -> Verification:
     return Verification(damages, unverified)
 
 
-def verify_share(checks: list[Check], control: ControlGroup) -> list[str]:
-    """Run this rank's part of the checks: the largest first, each for the rank that has least to read.
-
-    Returns the names of files without checksums; ``CheckpointError`` if something is damaged.
-    """
-    loads = [0] * control.world_size
-    mine = []
-    for check in sorted(checks, key=lambda check: -check.nbytes):
-        rank = loads.index(min(loads))
-        loads[rank] += check.nbytes + 1
-        if rank == control.rank:
-            mine.append(check)
-    found = run_checks(mine, lambda nbytes: None)
-    if found:
-        more = [f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else []
-        raise CheckpointError("\n    ".join(["it is damaged.", *found[:_NAMED], *more]))
-    return found.unverified
+def _checks(path: str | os.PathLike[str], found: Found, *, sampled: bool = False) -> list[Check]:
+    """What there is to check, in an order that is the same on every rank; of a sample, nothing in other formats."""
+    kind, files, name = found
+    if kind is Kind.OWN:
+        return own_checks(Directory(files), sampled=sampled)
+    if sampled:
+        return []
+    if kind is Kind.FOREIGN:
+        return foreign_checks(ForeignDirectory(files))
+    if kind in (Kind.TORCH, Kind.DEEPSPEED):
+        names = [name] if kind is Kind.TORCH else [name for name, _ in read_checkpoint(path, found, None).digest]
+        return [archive_check(files, StoredBytes(name, 0, files.size(name)), f"'{name}'") for name in names]
+    return [unverifiable_check(f"{files.name}/{name}" if name else files.name)]
 
 
 def unverifiable_check(name: str) -> Check:

@@ -10,9 +10,9 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_zero.checkpoint import verify_checkpoint
-from lightning_zero.checkpoint.inspection import inspect_checkpoint
+from lightning_zero import verify_checkpoint
 from lightning_zero.errors import CheckpointError
+from lightning_zero.extensions.inspection.contents import inspect_checkpoint
 from tests.checkpoint.fuzz.child import bounded
 from tests.checkpoint.fuzz.damages import Case
 from tests.checkpoint.fuzz.formats import fingerprint

@@ -14,13 +14,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from safetensors.torch import save_file
 
-from lightning_zero import CheckpointPolicy, ZeroStrategy, load_from_checkpoint, load_full_state_dict
-from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory, verify_checkpoint
+from lightning_zero import CheckpointPolicy, ZeroStrategy, load_from_checkpoint, load_full_state_dict, verify_checkpoint
+from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.directories import Directory
 from lightning_zero.checkpoint.load import find_checkpoint
-from lightning_zero.checkpoint.verification import own_checks, run_checks
 from lightning_zero.cli import main
 from lightning_zero.errors import CheckpointError
+from lightning_zero.extensions.inspection.verification import own_checks, run_checks
 from tests.checkpoint.samples import checkpoint, control, end_to_end
 from tests.helpers.world import run_world
 

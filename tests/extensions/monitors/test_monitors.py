@@ -29,7 +29,7 @@ from lightning_zero import (
     full_gradient,
 )
 from lightning_zero.engine.events import Phase, Span
-from lightning_zero.trainer.monitors.communication import OTHER, PhaseClock, Timeline
+from lightning_zero.extensions.monitors import OTHER, PhaseClock, Timeline
 from tests.helpers.cases import Block, Stack, case
 from tests.helpers.device_runs import needs_gpu
 from tests.helpers.models import ZOO
@@ -420,7 +420,7 @@ SCRIPT = """
 import json, torch, lightning.pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_zero
-from tests.test_callbacks import Notes
+from tests.extensions.monitors.test_monitors import Notes
 
 class Net(BoringModel):
     def training_step(self, batch, batch_idx):

@@ -20,16 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_zero import CheckpointPolicy, consolidate_checkpoint
+from lightning_zero import CheckpointPolicy, consolidate_checkpoint, verify_checkpoint
 from lightning_zero.checkpoint import (
-    inspect_checkpoint,
     open_checkpoint,
     save_checkpoint_directory,
-    verify_checkpoint,
 )
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
-from lightning_zero.session.random_state import RandomState
+from lightning_zero.extensions.inspection.contents import inspect_checkpoint
+from lightning_zero.extensions.random_state import RandomState
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import STAGES, quiet, values_of, zero

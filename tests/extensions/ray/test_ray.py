@@ -16,11 +16,11 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment, Lightning
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.ray import RayZeroStrategy
+from tests.extensions.ray import ray_program
+from tests.extensions.ray.ray_program import EPOCHS, SAMPLES, Net, report, trainer_of
 from tests.helpers.script import run_script
 from tests.helpers.training import quiet
 from tests.helpers.world import run_world
-from tests.strategy import ray_program
-from tests.strategy.ray_program import EPOCHS, SAMPLES, Net, report, trainer_of
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed")
 SECONDS = 250.0  # it takes 80, most of them until the workers have started

@@ -1,50 +1,71 @@
-"""``lightning-zero inspect`` and ``lightning-zero consolidate``: what to do with a checkpoint on disk."""
+"""``lightning-zero inspect``, which looks into checkpoints, and ``verify_checkpoint``, which compares their checksums.
+
+Imported without torch, for the command's help.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+from lightning_zero.cli import OptionParser, complain, for_the_terminal
+from lightning_zero.errors import CheckpointError
 
-from lightning_zero.checkpoint import is_checkpoint_directory_at
-from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
-from lightning_zero.checkpoint.inspection import (
-    Inspection,
-    describe_list,
-    inspect_checkpoint,
-    list_checkpoints,
-    reason_of,
+if TYPE_CHECKING:
+    from lightning_zero.extensions.inspection.contents import Inspection
+    from lightning_zero.extensions.inspection.verification import Verification
+
+__all__ = ["inspect_checkpoint", "parser", "run", "verify_checkpoint", "verify_together"]
+
+UNVERIFIABLE = 3
+_WHAT = (
+    "Print what is inside a checkpoint and verify its files, or list the checkpoints in a folder. Exits with 1 if "
+    f"it is damaged or no checkpoint, and with {UNVERIFIABLE} if nothing is wrong with it, but files without checksums "
+    "may have changed."
 )
-from lightning_zero.checkpoint.load import verify_checkpoint
-from lightning_zero.checkpoint.verification import Verification
-from lightning_zero.errors import CheckpointError, with_notes
-from lightning_zero.trainer.cli_texts import UNVERIFIABLE, consolidate_parser, inspect_parser
-
-__all__ = ["consolidate", "inspect"]
+_LATER = {"inspect_checkpoint": "contents", "verify_checkpoint": "verification", "verify_together": "verification"}
 
 
-def inspect(args: Sequence[str]) -> int:
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of ``lightning-zero inspect``."""
+    made = OptionParser(prog="lightning-zero inspect", description=_WHAT)
+    made.add_argument("checkpoint", metavar="DIR", help="a checkpoint (directory, file or URL), or a folder of them")
+    verify = "read all files and compare their checksums (default); sizes are compared always"
+    made.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
+    made.add_argument("--tensors", action="store_true", help="list every weight with its dtype, shape and size")
+    made.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    return made
+
+
+def run(args: Sequence[str]) -> int:
     """Run ``lightning-zero inspect`` with these options; the exit code is 1 if the checkpoint is damaged or none.
 
     It is 3 if the checkpoint cannot be verified, because not all that counts has checksums.
 
     Raises SystemExit for ``--help``, or with 2 for wrong options.
     """
-    parser = inspect_parser()
-    options = parser.parse_args(args)
+    from lightning_zero.checkpoint import is_checkpoint_directory_at
+    from lightning_zero.extensions.inspection.contents import inspect_checkpoint, list_checkpoints, reason_of
+
+    program = parser()
+    options = program.parse_args(args)
     path, verify = options.checkpoint, options.verify
-    with _for_the_terminal(parser.prog):
+    with for_the_terminal(program.prog):
         if listed := list_checkpoints(path):
             return _print_list(path, listed, as_json=options.json)
         try:
             found = inspect_checkpoint(path)
         except CheckpointError as error:
-            _complain(parser.prog, error)
+            complain(program.prog, error)
             damages = list(_verified(path, None)) if verify and is_checkpoint_directory_at(path) else []
             if options.json:
                 _print_json({"path": path, "error": reason_of(error), "damaged": damages})
@@ -67,28 +88,10 @@ def inspect(args: Sequence[str]) -> int:
         return 0 if verified is None or verified.is_whole else UNVERIFIABLE
 
 
-def consolidate(args: Sequence[str]) -> int:
-    """Run ``lightning-zero consolidate``; the exit code is 1 if the source is damaged or the output not written.
-
-    Arguments and errors as for ``inspect``.
-    """
-    parser = consolidate_parser()
-    options = parser.parse_args(args)
-    with _for_the_terminal(parser.prog):
-        try:
-            written = consolidate_checkpoint(**vars(options))
-        except ValueError as error:
-            parser.error(str(error))
-        except CheckpointError as error:
-            _complain(parser.prog, error)
-            return 1
-    for path in written:
-        print(path)  # noqa: T201
-    return 0
-
-
 def _print_list(path: str, listed: Mapping[str, Inspection | str], *, as_json: bool) -> int:
     """Print the checkpoints in a folder. 1 if one cannot be read."""
+    from lightning_zero.extensions.inspection.contents import describe_list
+
     if as_json:
         rows = [{"name": name, **({"error": i} if isinstance(i, str) else i.numbers())} for name, i in listed.items()]
         _print_json({"path": path, "checkpoints": rows})
@@ -102,6 +105,10 @@ def _print_json(content: Mapping[str, Any]) -> None:
 
 
 def _verified(path: str, nbytes: int | None) -> Verification:
+    from tqdm import tqdm
+
+    from lightning_zero.extensions.inspection.verification import verify_checkpoint
+
     with tqdm(total=nbytes, desc="verifying", unit="B", unit_scale=True, leave=False, disable=None) as bar:
         return verify_checkpoint(path, progress=bar.update)
 
@@ -109,23 +116,3 @@ def _verified(path: str, nbytes: int | None) -> Verification:
 def _print_damages(damages: Sequence[str]) -> None:
     if damages:
         print("\nDamaged:", *(f"  {damage}" for damage in damages), sep="\n", flush=True)  # noqa: T201
-
-
-@contextmanager
-def _for_the_terminal(program: str) -> Iterator[None]:
-    """Warnings are for the person at the terminal: one line each, without the place in the source."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-
-        def show(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
-            if issubclass(category, UserWarning):
-                print(f"{program}: warning: {message}", file=sys.stderr)  # noqa: T201
-
-        warnings.showwarning = show
-        yield
-
-
-def _complain(program: str, error: CheckpointError) -> None:
-    """One process is one rank, which needs no telling which of them failed."""
-    reason = error.__cause__ if isinstance(error.__cause__, CheckpointError) else error
-    print(f"{program}: error: {with_notes(reason)}", file=sys.stderr)  # noqa: T201

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from lightning_zero.checkpoint import save_checkpoint_directory
 from lightning_zero.checkpoint.consolidated import save_consolidated_file
-from lightning_zero.checkpoint.inspection import inspect_checkpoint, readable_size
 from lightning_zero.cli import main
+from lightning_zero.extensions.inspection.contents import inspect_checkpoint
+from lightning_zero.text import readable_size
 from tests.checkpoint.samples import checkpoint, control, end_to_end, parameters
 from tests.helpers.script import run_forked
 from tests.helpers.world import run_world
@@ -256,7 +257,7 @@ def test_an_inspection_reads_no_tensor(source: Path) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (15 * 10**8, "1.5 GB")],
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1.00 MB"), (15 * 10**8, "1.50 GB")],
 )
 def test_readable_sizes(nbytes: int, text: str) -> None:
     assert readable_size(nbytes) == text
@@ -329,14 +330,20 @@ def test_help_says_what_a_command_takes(capsys: pytest.CaptureFixture[str], comm
     assert all(option in told for option in {"inspect": ["--no-verify", "--tensors"]}.get(command, ["--dtype", "5GB"]))
 
 
-@pytest.mark.parametrize(("command", "function"), [("inspect", "inspect"), ("consolidate", "consolidate")])
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        ("inspect", "lightning_zero.extensions.inspection.contents.inspect_checkpoint"),
+        ("consolidate", "lightning_zero.checkpoint.consolidate.consolidate_checkpoint"),
+    ],
+)
 def test_an_interrupt_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, function: str
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"lightning_zero.trainer.checkpoint_cli.{function}_checkpoint", interrupted)
+    monkeypatch.setattr(function, interrupted)
     assert code_of(command, "a", *["b.ckpt"] * (command == "consolidate")) == 130
     assert capsys.readouterr().err == f"lightning-zero {command}: interrupted\n"
 

@@ -1,0 +1,674 @@
+"""``MemoryMonitor`` and ``CommunicationMonitor``: callbacks that log what a run holds and sends, next to its plan.
+
+[Note: which steps are measured]
+The third step of a fit, and then every n-th. In the first step the engine records the order of units, and every unit
+is gathered on demand; in the second, frozen units may be gathered that stay resident. From the third on all steps are
+alike, so that a prediction can be compared with any of them.
+
+[Note: bytes that are held]
+Bytes are those of live storages, in the words of the plan's formula. A storage counts once, for the first category that
+claims it: the master of a replicated parameter is a view of the parameter and costs nothing. Only sizes are read: no
+device is waited for.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_zero._torch import storage_key
+from lightning_zero.analysis import CollectiveTraffic, OptimizerCost, StageMemory
+from lightning_zero.analysis.memory import stage_memory
+from lightning_zero.analysis.traffic import expected_traffic
+from lightning_zero.comm.collectives import CollectiveCall
+from lightning_zero.config import Tier
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.engine.events import Span
+from lightning_zero.engine.units.sharded import ShardedUnit
+from lightning_zero.engine.units.unit import ReplicatedUnit
+from lightning_zero.plan import Plan
+from lightning_zero.storage import FileTensor
+from lightning_zero.text import readable_size, table
+from lightning_zero.trainer.strategy import ZeroStrategy
+
+__all__ = ["CommunicationMonitor", "MemoryMonitor", "MemoryStats", "memory_stats"]
+
+STEADY = 3
+"""The first step of a fit that is like all that follow."""
+
+
+class StepMonitor(pl.Callback):
+    """Calls ``begin`` and ``end`` around every optimizer step with all its micro-steps."""
+
+    def __init__(self, every_n_steps: int | None = None, summary: bool | None = None) -> None:
+        if every_n_steps is not None and (isinstance(every_n_steps, bool) or every_n_steps < 1):
+            raise ValueError(f"every_n_steps must be 1 or more, or None for the Trainer's, got {every_n_steps!r}.")
+        self.every_n_steps = every_n_steps
+        self.summary = summary
+        self._strategy: ZeroStrategy | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin a fit anew."""
+        self._step = 0  # optimizer steps of this fit that have ended
+        self._micro_steps = 0  # of the running step
+        self._global_step = 0  # the Trainer's, before the running step
+        self._measured = False  # the running step
+
+    def attach(self, strategy: ZeroStrategy) -> None:
+        """A fit begins."""
+
+    def detach(self, engine: ZeroEngine) -> None:
+        """The fit is over, or an error stopped it: leave no trace in the engine. May be called again."""
+
+    def begin(self, engine: ZeroEngine) -> None:
+        """A step begins."""
+
+    def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
+        """The step has ended."""
+
+    def tables(self) -> list[list[tuple[str, ...]]]:
+        """The summary: of each table a header, and rows as long as it is. Nothing if no step was measured."""
+        return []
+
+    def log_numbers(self, trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+        """Give numbers to every logger of the Trainer; each writes on rank 0 only."""
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Raise ValueError for a Trainer whose strategy has nothing to monitor."""
+        if not isinstance(trainer.strategy, ZeroStrategy):
+            raise ValueError(
+                f"{type(self).__name__} shows what ZeroStrategy holds and sends, but the Trainer runs "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy='zero1'), 'zero2' or 'zero3', or leave the "
+                "callback out."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._forget()
+        if isinstance(trainer.strategy, ZeroStrategy):
+            self._strategy = trainer.strategy
+            self.attach(self._strategy)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A micro-step begins, and perhaps a step."""
+        if self._strategy is not None and not self._micro_steps:
+            step = self._step + 1
+            every = int(self.every_n_steps or trainer.log_every_n_steps)  # type: ignore[attr-defined]
+            self._measured = step == STEADY or (step > STEADY and every > 0 and step % every == 0)
+            self._global_step = trainer.global_step
+            self.begin(self._strategy.engine)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A micro-step has ended, and perhaps a step."""
+        if self._strategy is None:
+            return
+        self._micro_steps += 1
+        if trainer.global_step != self._global_step:
+            self._step += 1
+            self.end(trainer, self._strategy)
+            self._micro_steps = 0
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the summary."""
+        if self._strategy is None:
+            return
+        self.on_exception()
+        if self.summary if self.summary is not None else not trainer.loggers:
+            lines = [f"{type(self).__name__}, rank 0 of {trainer.world_size}"]
+            for rows in self.tables():
+                lines += ["", *table(rows)]
+            if len(lines) == 1:
+                lines[0] += f": no step was measured; the first one that is would have been step {STEADY}."
+            rank_zero_info("\n".join(lines))
+
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """Let go of the engine."""
+        strategy, self._strategy = self._strategy, None
+        if strategy is not None:
+            self.detach(strategy.engine)
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        """Let go of the engine."""
+        self.on_exception()
+
+
+def let_go(observers: list[Any], observer: Any) -> None:
+    """Take an observer out of a list, if it is there."""
+    if observer in observers:
+        observers.remove(observer)
+
+
+def logging_step(trainer: pl.Trainer) -> int:
+    """Where Lightning puts its own metrics of this step on a logger's axis."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+# --------------------------------------------------------------------------- what a step sends, and where its time goes
+
+OTHER = "other"
+"""Time of a step in no span of the engine: data on their way, the user's hooks, other callbacks."""
+
+Mark = Any  # seconds on the host (float), or a torch.cuda.Event
+Number = TypeVar("Number", float, CollectiveTraffic)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The marks of one step, each with the phase that the time from there to the next one belongs to."""
+
+    marks: list[tuple[Mark, str]]
+    end: Mark
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``seconds`` would not have to wait."""
+        return isinstance(self.end, float) or bool(self.end.query())
+
+    def wait(self) -> None:
+        """Wait on the host until the device has got there."""
+        if not isinstance(self.end, float):
+            self.end.synchronize()
+
+    def seconds(self) -> dict[str, float]:
+        """By phase; they add up to the step."""
+        found: dict[str, float] = {}
+        ends = [*(mark for mark, _ in self.marks[1:]), self.end]
+        for (begin, phase), end in zip(self.marks, ends, strict=True):
+            seconds = end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+            found[phase] = found.get(phase, 0.0) + float(seconds)
+        return found
+
+
+class PhaseClock:
+    """Observes spans; at each moment time belongs to the one that began last among those that have not ended.
+
+    On CUDA a mark is an event on the stream that was current at ``start``: time is what that stream spent there, read
+    when the device has got past it. Elsewhere ``now`` is the clock, in seconds on the host.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._open: list[Span] = []
+        self._marks: list[tuple[Mark, str]] = []
+        self._mark: Callable[[], Mark] = now
+
+    def start(self) -> None:
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            self._mark = lambda: stream.record_event(torch.cuda.Event(enable_timing=True))
+        self._open.clear()
+        self._marks = [(self._mark(), OTHER)]
+
+    def stop(self) -> Timeline:
+        return Timeline(self._marks, self._mark())
+
+    def begin(self, span: Span) -> None:
+        self._open.append(span)
+        self._turn()
+
+    def end(self, span: Span) -> None:
+        """A span that was open before the step began is not known here."""
+        if span in self._open:
+            self._open.remove(span)
+            self._turn()
+
+    def _turn(self) -> None:
+        self._marks.append((self._mark(), self._open[-1].phase.name.lower() if self._open else OTHER))
+
+
+class _Measured(NamedTuple):
+    """One measured step, on the logger's axis: when was what, and the collectives by kind."""
+
+    step: int
+    timeline: Timeline
+    sent: dict[str, CollectiveTraffic]
+    expected: dict[str, CollectiveTraffic] | None
+    """Those of the plan; ``None`` where it has nothing to say."""
+
+    def metrics(self, by_phase: dict[str, float]) -> dict[str, float]:
+        """In the loggers' words."""
+        found: dict[str, float] = {}
+        for kind, traffic in self.sent.items():
+            found[f"zero/traffic/{kind}/calls"] = traffic.calls
+            found[f"zero/traffic/{kind}/nbytes"] = traffic.nbytes
+        for kind, traffic in (self.expected or {}).items():
+            found[f"zero/traffic/{kind}/expected_calls"] = traffic.calls
+            found[f"zero/traffic/{kind}/expected_nbytes"] = traffic.nbytes
+            if traffic.nbytes:
+                found[f"zero/traffic/{kind}/ratio"] = self.sent[kind].nbytes / traffic.nbytes
+        found |= {f"zero/time/{phase}": seconds for phase, seconds in by_phase.items()}
+        return found | {"zero/time/total": sum(by_phase.values())}
+
+
+class _Sums:
+    """Sums over the steps whose times are known: their marks are not kept, on CUDA each is an event."""
+
+    def __init__(self) -> None:
+        self.steps = self.predicted = 0
+        self.sent: dict[str, CollectiveTraffic] = {}
+        self.expected: dict[str, CollectiveTraffic] = {}
+        self.seconds: dict[str, float] = {}
+
+    def add(self, measured: _Measured, seconds: dict[str, float]) -> None:
+        """Add a step."""
+        self.steps += 1
+        self.predicted += measured.expected is not None
+        _add(self.sent, measured.sent)
+        _add(self.expected, measured.expected or {})
+        _add(self.seconds, seconds)
+
+
+class CommunicationMonitor(StepMonitor):
+    """Logs collectives and bytes of a step next to what the plan says, and how long each phase took.
+
+    The numbers are those of each rank itself, so a logger gets rank 0's. Bytes count whole flat buffers, as the plan
+    does; of these a rank sends and receives the fraction (world size - 1) / world size. Times are exclusive: what a
+    forward waits for is not in the forward, and all phases together are the step. On CUDA they are the compute
+    stream's, read some steps later, so that nothing is waited for.
+
+    A step that sends something else than the plan says is warned of, once. A step that validation interrupts, between
+    two of its micro-steps, is left out.
+
+    Args:
+        every_n_steps: how often a step is measured and logged, beginning with the third; ``None``: the Trainer's
+            ``log_every_n_steps``.
+        summary: whether a table appears at the end of a fit, on rank 0; ``None``: where the Trainer has no logger.
+
+    Raises:
+        ValueError: if a setting is not usable.
+
+    Example::
+
+        Trainer(strategy="zero3", callbacks=[lightning_zero.CommunicationMonitor()])
+    """
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._clock: PhaseClock | None = None
+        self._sent: dict[str, CollectiveTraffic] = {}
+        self._inside = False  # a step is running
+        self._disturbed = False  # something was sent between the last step and this one, and may still be resident
+        self._interrupted = False  # validation ran between two micro-steps of this step
+        self._waiting: list[_Measured] = []  # whose device times are not there yet
+        self._warned = False
+        self._sums = _Sums()
+
+    def attach(self, strategy: ZeroStrategy) -> None:
+        self._clock = PhaseClock(strategy.engine.device)
+        strategy.engine.collectives.observers.append(self._note)
+
+    def detach(self, engine: ZeroEngine) -> None:
+        let_go(engine.collectives.observers, self._note)
+        let_go(engine.spans.observers, self._clock)
+
+    def begin(self, engine: ZeroEngine) -> None:
+        """Count anew, and look at the clock if this step is measured."""
+        self._sent = dict.fromkeys(_kinds(engine.plan), CollectiveTraffic())
+        self._inside, self._interrupted = True, False
+        if self._measured and self._clock is not None:
+            self._clock.start()
+            if self._clock not in engine.spans.observers:
+                engine.spans.observers.append(self._clock)
+
+    def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
+        """Hold what was sent against the plan, and log what is known by now."""
+        self._inside = False
+        engine, expected = strategy.engine, None
+        # The plan knows nothing of steps the user runs by hand.
+        if trainer.lightning_module.automatic_optimization and len(strategy.optimizers) == 1:
+            traffic = expected_traffic(engine.plan, micro_steps=self._micro_steps)
+            expected = {kind: getattr(traffic, kind) for kind in _kinds(engine.plan)}
+            if self._step >= STEADY and not (self._disturbed or self._interrupted):
+                self._compare(expected)
+        self._disturbed = False
+        clock = self._clock
+        if self._measured and clock is not None and clock in engine.spans.observers:
+            engine.spans.observers.remove(clock)
+            if not self._interrupted:
+                self._waiting.append(_Measured(logging_step(trainer), clock.stop(), self._sent, expected))
+        self._interrupted = False
+        self._log_ready(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what the device had not got to, and show the summary."""
+        for found in self._waiting:
+            found.timeline.wait()
+        self._log_ready(trainer)
+        super().on_train_end(trainer, pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Between two micro-steps of a step, too. What it sends and takes is not the step's."""
+        self._interrupted |= self._inside
+        self._inside = False
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count again, if it ran inside of a step."""
+        self._inside = self._interrupted
+
+    def tables(self) -> list[list[tuple[str, ...]]]:
+        """Means over the measured steps."""
+        sums, count = self._sums, self._sums.steps
+        if not count:
+            return []
+        rows: list[tuple[str, ...]] = [(f"mean of {count} steps", "calls", "by plan", "bytes", "by plan", "ratio")]
+        for kind, sent in sums.sent.items():
+            calls, nbytes, ratio = "-", "-", "-"
+            plan = sums.expected.get(kind)
+            if plan is not None and sums.predicted == count:
+                calls, nbytes = f"{plan.calls / count:g}", readable_size(plan.nbytes // count)
+                ratio = f"{sent.nbytes / plan.nbytes:.3f}" if plan.nbytes else "-"
+            rows.append((kind, f"{sent.calls / count:g}", calls, readable_size(sent.nbytes // count), nbytes, ratio))
+        total = sum(sums.seconds.values())
+        times: list[tuple[str, ...]] = [("phase", "seconds", "share")]
+        for phase, seconds in sums.seconds.items():
+            share = f"{seconds / total:.1%}" if total else "-"
+            times.append((phase.replace("_", " "), f"{seconds / count:.6f}", share))
+        return [rows, [*times, ("total", f"{total / count:.6f}", "")]]
+
+    def _note(self, call: CollectiveCall) -> None:
+        if self._inside:
+            _add(self._sent, {call.kind: CollectiveTraffic(1, call.numel, call.nbytes)})
+        else:
+            self._disturbed = True
+
+    def _compare(self, expected: dict[str, CollectiveTraffic]) -> None:
+        wrong = [
+            f"{kind}: {self._sent[kind].calls} calls, {self._sent[kind].nbytes} bytes; by plan {plan.calls} calls, "
+            f"{plan.nbytes} bytes"
+            for kind, plan in expected.items()
+            if self._sent[kind] != plan
+        ]
+        if wrong and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"CommunicationMonitor: a step of {self._micro_steps} micro-steps sent something else than the plan "
+                f"says ({'; '.join(wrong)}). The plan takes every unit to run once per forward and once per backward: "
+                "units that run more often (recomputed activations), or not at all (a branch not taken, a frozen unit "
+                "with nothing to train before it, an optimizer step that a loss scaler skipped), and whatever reads "
+                "full parameters or gradients in a step, make the difference.",
+                stacklevel=2,
+            )
+
+    def _log_ready(self, trainer: pl.Trainer) -> None:
+        while self._waiting and self._waiting[0].timeline.ready:
+            found = self._waiting.pop(0)
+            seconds = found.timeline.seconds()
+            self._sums.add(found, seconds)
+            self.log_numbers(trainer, found.metrics(seconds), found.step)
+
+
+def _add(sums: dict[str, Number], parts: Mapping[str, Number]) -> None:
+    for name, part in parts.items():
+        sums[name] = sums[name] + part if name in sums else part
+
+
+def _kinds(plan: Plan) -> tuple[str, ...]:
+    """The collectives that a plan predicts."""
+    return ("all_gather", "reduce_scatter", "broadcast") if plan.buffers else ("all_gather", "reduce_scatter")
+
+
+# --------------------------------------------------------------------------- what a rank holds, at rest and at its peak
+
+
+class MemoryMonitor(StepMonitor):
+    """Logs bytes by category, at rest and at the peak, next to what the plan says.
+
+    The numbers are those of each rank itself, so a logger gets rank 0's. At rest is what the engine and the optimizers
+    hold after a step, counted in live storages. The engine's peak adds what a step takes beside that; the plan's peak
+    also has autograd's gradients and the optimizer's temporary tensors. What only the whole process or device knows,
+    activations included, is logged beside them: the allocator's numbers on CUDA, resident memory on Linux.
+
+    Args:
+        every_n_steps: how often a step is measured and logged, beginning with the third; ``None``: the Trainer's
+            ``log_every_n_steps``.
+        summary: whether a table appears at the end of a fit, on rank 0; ``None``: where the Trainer has no logger.
+
+    Raises:
+        ValueError: if a setting is not usable.
+
+    Example::
+
+        Trainer(strategy="zero3", callbacks=[lightning_zero.MemoryMonitor(every_n_steps=100)])
+    """
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._watermark: Beside | None = None
+        self._expected: StageMemory | None = None
+        self._held: MemoryStats | None = None
+        self._beside = 0
+        self._process: dict[str, int] = {}
+
+    def attach(self, strategy: ZeroStrategy) -> None:
+        self._expected = _expected_of(strategy)
+        if strategy.engine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(strategy.engine.device)  # set-up has a peak of its own
+
+    def detach(self, engine: ZeroEngine) -> None:
+        let_go(engine.spans.observers, self._watermark)
+        self._watermark = None
+
+    def begin(self, engine: ZeroEngine) -> None:
+        if self._measured and self._watermark is None:
+            self._watermark = Beside(engine)
+            engine.spans.observers.append(self._watermark)
+
+    def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
+        if self._watermark is None:
+            return
+        beside, engine = self._watermark.most, strategy.engine
+        self.detach(engine)
+        adapters = map(strategy.adapter, strategy.optimizers)
+        self._held = memory_stats(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
+        self._beside = max(self._beside, beside)
+        self._process = _process_nbytes(engine.device)
+        self.log_numbers(trainer, self._metrics(beside), logging_step(trainer))
+
+    def tables(self) -> list[list[tuple[str, ...]]]:
+        """The last measured step, and the largest peak."""
+        held, expected = self._held, self._expected
+        if held is None or expected is None:
+            return []
+        rows: list[tuple[str, ...]] = [("bytes on the device", "at rest", "by plan", "by plan at the peak")]
+        peak = dict(expected.peak.items())
+        for category, nbytes in expected.rest.items():
+            row = (held.device.get(category, 0), nbytes, peak[category])
+            if any(row):
+                rows.append((category.replace("_", " "), *map(readable_size, row)))
+        if held.beside:
+            rows.append(("beside the plan", readable_size(held.beside), "", ""))
+        totals = (held.total, expected.rest.total, expected.peak.total)
+        rows.append(("total without activations", *map(readable_size, totals)))
+        rows.append(("engine at its peak", readable_size(held.total - held.beside + self._beside), "", ""))
+        for category, nbytes in expected.host.items() if held.host else ():
+            rows.append((f"host: {category}", readable_size(held.host[category]), readable_size(nbytes), ""))
+        if held.disk or expected.disk.total:
+            rows.append(("disk", readable_size(held.disk), readable_size(expected.disk.total), ""))
+        for where in dict.fromkeys(name.partition("/")[0] for name in self._process):
+            for what, title in (("now", f"whole {where}"), ("peak", f"whole {where} at its peak")):
+                rows.append((title, readable_size(self._process[f"{where}/{what}"]), "", ""))
+        return [rows]
+
+    def _metrics(self, beside: int) -> dict[str, float]:
+        held, expected = self._held, self._expected
+        if held is None or expected is None:
+            return {}
+        found: dict[str, float] = {f"zero/memory/rest/{name}": nbytes for name, nbytes in held.device.items()}
+        found["zero/memory/rest/beside"] = held.beside
+        found["zero/memory/rest/total"] = held.total
+        found["zero/memory/peak/total"] = held.total - held.beside + beside
+        for when, memory in (("rest", expected.rest), ("peak", expected.peak)):
+            planned = {name: nbytes for name, nbytes in memory.items() if name != "activations"}  # nobody planned any
+            found |= {f"zero/memory/expected_{when}/{name}": nbytes for name, nbytes in planned.items()}
+            found[f"zero/memory/expected_{when}/total"] = memory.total
+        if expected.rest.total:
+            found["zero/memory/rest/ratio"] = held.total / expected.rest.total
+        for category, nbytes in expected.host.items() if held.host else ():
+            found[f"zero/memory/host/{category}"] = held.host[category]
+            found[f"zero/memory/expected_host/{category}"] = nbytes
+        if held.disk or expected.disk.total:
+            found["zero/memory/disk/total"] = held.disk
+            found["zero/memory/expected_disk/total"] = expected.disk.total
+        return found | {f"zero/memory/{name}": nbytes for name, nbytes in self._process.items()}
+
+
+def _expected_of(strategy: ZeroStrategy) -> StageMemory:
+    """What the plan says, for the optimizers that the run has."""
+    engine, plan = strategy.engine, strategy.engine.plan
+    rank, accelerator = engine.collectives.rank, engine.device.type != "cpu"
+    costs = [OptimizerCost.of(optimizer) for optimizer in strategy.optimizers]
+    first = costs[0] if costs else OptimizerCost(name="none", state=0)
+    found = stage_memory(plan, "", rank, first, receive_buffer=engine.collectives.receives, accelerator=accelerator)
+    if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
+        # The formula knows one optimizer; of several, each counts for what this rank's part of it steps on.
+        offloaded, state = plan.offload is not None and plan.offload.optimizer, 0
+        for cost, optimizer in zip(costs, strategy.optimizers, strict=True):
+            shards = [entry.shard.parameter for entry in strategy.adapter(optimizer).entries]
+            state += 0 if offloaded else cost.state * sum(shard.nbytes for shard in shards if shard is not None)
+        found = replace(found, rest=replace(found.rest, optimizer=state), peak=replace(found.peak, optimizer=state))
+    return found
+
+
+def _process_nbytes(device: torch.device) -> dict[str, int]:
+    """What only the allocator or the kernel knows, activations included. Waits for nothing."""
+    if device.type == "cuda":
+        return {
+            "device/now": torch.cuda.memory_allocated(device),
+            "device/peak": torch.cuda.max_memory_allocated(device),
+            "device/reserved": torch.cuda.memory_reserved(device),
+        }
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return {}
+    found = dict(re.findall(r"^Vm(RSS|HWM):\s*(\d+) kB", status, re.MULTILINE))
+    names = {"RSS": "process/now", "HWM": "process/peak"}
+    return {name: int(found[key]) * 1024 for key, name in names.items()} if len(found) == 2 else {}
+
+
+# ----------------------------------------------------------------------------------------------------- what is alive
+
+_DEVICE = ("parameters", "weights", "masters", "gradients", "optimizer", "slots", "gradient_slots", "transport")
+_HOST = ("weights", "masters", "gradients", "optimizer", "buffers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryStats:
+    """Bytes of one rank by category."""
+
+    device: dict[str, int]  # by the categories of ``plan.Memory``
+    host: dict[str, int]  # by those of ``plan.HostBytes``; empty without offloading
+    disk: int  # reserved in files
+    beside: int  # on the device, in no category: see ``Beside``
+
+    @property
+    def total(self) -> int:
+        """Everything on the device."""
+        return sum(self.device.values()) + self.beside
+
+
+def _unclaimed(tensors: Iterable[Tensor | None], claimed: Mapping[int, int]) -> dict[int, int]:
+    """Bytes of the storages behind tensors that are not in ``claimed``."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is None or isinstance(tensor, FileTensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            continue
+        key = storage_key(tensor)
+        if key not in claimed:
+            found[key] = tensor.untyped_storage().nbytes()
+    return found
+
+
+def memory_stats(
+    engine: ZeroEngine, optimizers: Iterable[Tensor] = (), claimed: dict[int, int] | None = None
+) -> MemoryStats:
+    """Count what is alive. ``optimizers`` are what these hold beside the shards: state, and whole parameters.
+
+    ``claimed`` gets the bytes of every storage that was counted, by its key.
+    """
+    claimed = {} if claimed is None else claimed
+
+    def claim(tensors: Iterable[Tensor | None]) -> int:
+        found = _unclaimed(tensors, claimed)
+        claimed.update(found)
+        return sum(found.values())
+
+    reducer, offload = engine._reducer, engine.plan.offload
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    buckets = reducer.buckets if reducer is not None else ()
+    device, host = dict.fromkeys(_DEVICE, 0), dict.fromkeys(_HOST, 0)
+    moved = host if offload is not None and offload.optimizer else device
+    device["parameters"] = claim(b for u in engine.units if isinstance(u, ReplicatedUnit) for b in u.buffers)
+    for tier, found in ((Tier.DEVICE, device), (Tier.HOST, host)):
+        found["weights"] = claim(flat.weights for flat in flats if flat.rest.weights is tier)
+        found["masters"] = claim(flat.master for flat in flats if flat.rest.master is tier)
+    device["weights"] += claim(engine.collectives.kept)
+    moved["gradients"] = claim(bucket.shard for bucket in buckets)
+    device["gradients"] += claim(bucket.resident for bucket in buckets)
+    moved["optimizer"] = claim(optimizers)
+    device["slots"] = claim(s.buffer for u in engine.units if isinstance(u, ShardedUnit) and not (s := u.home).vacant)
+    if reducer is not None:
+        device["gradient_slots"] = claim(s.buffer for s in reducer._slots if s is not None and not s.vacant)
+    device["transport"] = claim(engine.collectives.buffers)
+    store = engine.tiers.store
+    host["buffers"] = engine.tiers.transfers.reserved_nbytes
+    if store is not None:  # what is read ahead goes through host memory
+        host["buffers"] += store.host_nbytes + engine.tiers.fetcher.reserved_nbytes
+    elif engine.device.type != "cpu":
+        device["slots"] += engine.tiers.fetcher.reserved_nbytes
+    return MemoryStats(
+        device=device,
+        host=host if offload is not None else {},
+        disk=0 if store is None else store.nbytes_on_disk,
+        beside=claim(_beside(engine)),
+    )
+
+
+class Beside:
+    """Observes spans: the ``most`` bytes on the device that a step takes beside what rests there.
+
+    Made when nothing runs. They are slots that were given back before, stand in for one that is taken, or are gradients
+    carried from one reduction to the next.
+    """
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self._engine = engine
+        self._resting: dict[int, int] = {}
+        self.most = 0
+        memory_stats(engine, claimed=self._resting)
+
+    def begin(self, span: Span) -> None:
+        """Count now."""
+        self.most = max(self.most, sum(_unclaimed(_beside(self._engine), self._resting).values()))
+
+    def end(self, span: Span) -> None:
+        """Nothing: a step has so many spans that a look at their beginnings is enough."""
+
+
+def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    for unit in engine.units:
+        if isinstance(unit, ShardedUnit):
+            for slot in (unit.storage, unit._scratch):
+                if slot is not None:
+                    yield slot.buffer
+    if engine._reducer is not None:
+        for bucket in engine._reducer.buckets:
+            yield bucket.full
+            yield bucket._carry
