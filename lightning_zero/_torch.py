@@ -38,6 +38,8 @@ DEVICE_CONTEXT_BEGINS = DeviceContext.__init__.__code__
 # Contexts in which no function mode and no subclass, or just no subclass, sees what is done to tensors.
 no_functions = torch._C.DisableTorchFunction
 no_subclasses = torch._C.DisableTorchFunctionSubclass
+no_torch_function = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class of tensors that torch treats as its base."""
 
 # Plain functions and classes.
 ASKS_FOR_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)

@@ -29,7 +29,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import parse_class_init_keys
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
@@ -436,11 +435,11 @@ def _copy_into(
     versions = versions or getattr(own, "_metadata", None)
     if versions is not None:
         prepared._metadata = versions  # type: ignore[attr-defined]
-    with _Streaming() as streaming:
-        try:
-            result = module.load_state_dict(prepared, strict=strict)
-        except RuntimeError as error:
-            raise streaming.failure or error from None
+    try:
+        result = module.load_state_dict(prepared, strict=strict)
+    except RuntimeError as error:
+        failures = [value.failure for value in prepared.values() if isinstance(value, StoredTensor) and value.failure]
+        raise failures[0] if failures else error from None
     return (result.missing_keys, result.unexpected_keys) if result is not None else ([], [])
 
 
@@ -453,33 +452,6 @@ def _read_what_is_left(module: nn.Module, device: torch.device | None) -> None:
                     value = tensor.read().to(device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     setattr(part, name, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
-
-
-class _Streaming(TorchFunctionMode):
-    """Reads a stored tensor from disk straight into the tensor that it is copied to.
-
-    Attributes:
-        failure: what was wrong with a file; ``load_state_dict`` makes it a line among others.
-    """
-
-    failure: CheckpointError | None = None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Take over ``destination.copy_(stored)`` where no layout is in between."""
-        try:
-            if func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], StoredTensor):
-                destination, stored = args[0], args[1]
-                plain = type(destination) in (Tensor, nn.Parameter, nn.Buffer) and destination.is_contiguous()
-                if plain and destination.shape == stored.shape:
-                    with untracked():
-                        stored.read_into(destination.detach().view(-1), 0)
-                    return destination
-            return func(*args, **(kwargs or {}))
-        except CheckpointError as error:
-            self.failure = self.failure or error
-            raise
 
 
 def _materialise(module: nn.Module, read: set[int], device: torch.device, record: InitRecord | None) -> None:

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-ALL_LINES = 38_965
+ALL_LINES = 38_925
 ALL_FILES = 157
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0

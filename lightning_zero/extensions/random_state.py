@@ -38,10 +38,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.checkpoint import FlatShard
+from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.checkpoint.format.typed_json import Decoder, Encoder
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
-from lightning_zero.session.module_state import read_slice
 
 __all__ = ["RandomState"]
 
@@ -86,7 +86,7 @@ class RandomState:
 
         def read() -> tuple[int, list[str]]:
             row = torch.empty(saved.shape[1], dtype=torch.uint8)
-            read_slice(saved, self._control.rank * row.numel() if same else 0, row)
+            read_slices([(saved, self._control.rank * row.numel() if same else 0, row)])
             content = Decoder().decode(json.loads(bytes(row.tolist())))
             kept = [name for name in content["states"] if same or name in content["shared"]]
             generators = _generators(device)

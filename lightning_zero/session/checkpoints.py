@@ -23,7 +23,6 @@ from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
 from lightning_zero.registry import extension, installed
-from lightning_zero.session.module_state import read_slice
 from lightning_zero.session.names import described_models
 
 __all__ = ["Checkpoints", "require_lightning"]
@@ -184,7 +183,7 @@ class Checkpoints:
             for name, rows in found.items():
                 if name != _LAYOUT:
                     wire.residuals[name] = row = torch.empty(rows.shape[1], dtype=torch.float32, device=wire.device)
-                    read_slice(rows, control.rank * row.numel(), row)
+                    rows.read_into(row, control.rank * row.numel())
 
         if wire.feeding is None and not found:
             return

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_zero._torch import untracked, without_swaps
+from lightning_zero._torch import no_torch_function, without_swaps
 from lightning_zero.checkpoint import FlatShard, StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.format.flat_shard import memory_identity
+from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
@@ -29,17 +30,13 @@ from lightning_zero.session.names import (
     unwrapped,
     values_from_the_base,
 )
-from lightning_zero.shards.binding import placeholders_allowed
 
 __all__ = [
     "ModuleState",
     "left_out_of",
     "load_initial_weights",
-    "read_slice",
     "weights_of",
 ]
-
-_DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 class ModuleState:
@@ -105,8 +102,7 @@ class ModuleState:
             except Exception as error:
                 refused.append(error)
                 raise
-            for shard, value in copies:
-                read_slice(value, shard.start, shard.data)
+            read_slices((value, shard.start, shard.data) for shard, value in copies)
 
         self._engine.control.barrier()  # after an error another rank may still be reading weights in a forward
         try:
@@ -150,10 +146,10 @@ class ModuleState:
             keys.missing_keys[:] = [key for key in map(unwrapped, keys.missing_keys) if key not in expendable]
 
         before = dict(self.module.named_parameters(remove_duplicate=False))
+        copies: list[tuple[ParameterShard, Any]] = []
         hook = self.module.register_load_state_dict_post_hook(forgive)
-        noted = _NotedCopies(self._engine)
         try:
-            with noted, without_swaps():
+            with _receiving(self._engine, copies), without_swaps():
                 self.module.load_state_dict(state, strict=strict)
         finally:
             hook.remove()
@@ -163,47 +159,43 @@ class ModuleState:
                 f"Loading replaced the parameter '{name}' by another object, which would not be trained. A module's "
                 "own `load_state_dict` must copy into its parameters: call the ordinary one with `assign=False`."
             )
-        return noted.copies
+        return copies
 
 
-class _NotedCopies(TorchFunctionMode):
-    """While active, a copy into a sharded parameter is noted instead of made: only a placeholder stands there.
-
-    So is one into ``parameter.data`` or ``parameter.detach()``, but not into a part of it. ``copies`` has the slices to
-    fill and, of the parameter's shape, the values.
+@contextmanager
+def _receiving(engine: ZeroEngine, copies: list[tuple[ParameterShard, Any]]) -> Iterator[None]:
+    """While active, a copy into a sharded parameter, or into its ``.data``, goes to ``copies``: only a placeholder may
+    stand there. ``copies`` gets the slice to fill and a value of full shape. A copy into a part is not noted.
     """
+    shards = {id(parameter): engine.shards[name] for parameter, name in engine.names.items()}
 
-    def __init__(self, engine: ZeroEngine) -> None:
-        super().__init__()
-        self._engine = engine
-        self.copies: list[tuple[ParameterShard, Any]] = []
-        self._allowed = ExitStack()
-        self._detached: dict[int, tuple[Tensor, Tensor]] = {}  # by id, which is a tensor's while the tensor is kept
+    class Receiver:
+        __slots__ = ()
+        __torch_function__ = no_torch_function
 
-    def __enter__(self) -> _NotedCopies:
-        self._allowed.enter_context(placeholders_allowed())
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        def copy_(self: Any, value: Any, non_blocking: bool = False) -> Any:
+            shard = shards[id(self)]
+            same = value.shape == shard.spec.shape
+            copies.append((shard, value if same else value.expand(shard.spec.shape)))
+            return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._allowed.close()
+        def detach(self: Any) -> Any:
+            return self
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Note ``parameter.copy_(value)``; let everything else through."""
-        if func is Tensor.copy_:
-            _, target = self._detached.get(id(args[0]), (None, args[0]))
-            if isinstance(target, nn.Parameter) and target in self._engine.names:
-                shard, value = self._engine.shards[self._engine.names[target]], args[1]
-                same = tuple(value.shape) == tuple(shard.spec.shape)
-                self.copies.append((shard, value if same else value.expand(shard.spec.shape)))
-                return args[0]
-        result = func(*args, **(kwargs or {}))
-        if func in _DETACHING and isinstance(args[0], nn.Parameter):
-            self._detached[id(result)] = (result, args[0])
-        return result
+        data = property(detach, copy_)
+
+    @cache
+    def receiver(kind: type) -> Any:
+        return type(kind)(kind.__name__, (Receiver, kind), {"__module__": kind.__module__, "__slots__": ()})
+
+    kinds = [(parameter, type(parameter)) for parameter in engine.names]
+    try:
+        for parameter, kind in kinds:
+            parameter.__class__ = receiver(kind)
+        yield
+    finally:
+        for parameter, kind in kinds:
+            parameter.__class__ = kind
 
 
 def load_initial_weights(
@@ -325,18 +317,6 @@ def weights_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> M
 def left_out_of(checkpoint: Mapping[str, Any]) -> list[str]:
     """The frozen parameters that were not saved."""
     return list(checkpoint.get("lightning_zero", {}).get("excluded_frozen", ()))
-
-
-def read_slice(value: Any, start: int, destination: Tensor) -> None:
-    """Fill a 1-D slice of a tensor that starts at element ``start`` from wherever the tensor is."""
-    with untracked():
-        if isinstance(value, StoredTensor):
-            value.read_into(destination, start)
-        elif isinstance(value, FlatShard):
-            destination.copy_(value.local)
-        else:
-            begin = start if destination.numel() else 0
-            destination.copy_(value.detach().reshape(-1).narrow(0, begin, destination.numel()))
 
 
 def _is_frozen(value: Any) -> bool:

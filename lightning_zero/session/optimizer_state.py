@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightning_zero._torch import tree_map_only
 from lightning_zero.checkpoint import FlatShard, StoredTensor
+from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.comm.control import collect
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import some
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
-from lightning_zero.session.module_state import read_slice
 from lightning_zero.session.names import unmoved, unwrapped
 
 __all__ = ["OptimizerState"]
@@ -108,9 +108,11 @@ class OptimizerState:
 
         def read() -> None:
             self._optimizer.make_room()
+            slices: list[tuple[Tensor, int, Tensor]] = []
             for name, values in found.items():
                 stored = (weights or {}).get(name)
-                state[entries[name].shard.spec.name] = self._read(entries[name], values, stored)
+                state[entries[name].shard.spec.name] = self._taken(entries[name], values, stored, slices)
+            read_slices(slices)
 
         collect(self._engine.control, f"load the state of {label}", read)
         self._optimizer.load_named_state(state, options)
@@ -161,8 +163,10 @@ class OptimizerState:
                     return f"{key} of shape {tuple(value.shape)}, the parameter has {shape}"
         return None
 
-    def _read(self, entry: OwnedParameter, values: Mapping[str, Any], weight: Any) -> WholeState:
-        """One parameter's state: its slices read, everything else whole."""
+    def _taken(
+        self, entry: OwnedParameter, values: Mapping[str, Any], weight: Any, slices: list[tuple[Tensor, int, Tensor]]
+    ) -> WholeState:
+        """One parameter's state: what is whole is read; where its slices are to be read goes to ``slices``."""
         data = entry.shard.data
         into = WholeState()
         for key, value in values.items():
@@ -173,7 +177,7 @@ class OptimizerState:
             dtype = data.dtype if as_weight and value.is_floating_point() else value.dtype
             if self._optimizer.slices_state(entry, key, value.shape):
                 into.slices[key] = self._optimizer.homes.slice_for(entry, key, dtype)
-                read_slice(value, entry.shard.start, into.slices[key])
+                slices.append((value, entry.shard.start, into.slices[key]))
             else:
                 loaded = _read_whole(value)
                 # As torch's own loading does: step counters live on the host unless the optimizer's kernels read them.

@@ -20,9 +20,9 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Wei
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint import FlatShard
+from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.debug import full_parameters
 from lightning_zero.engine.full import whole_slices
-from lightning_zero.session.module_state import read_slice
 from lightning_zero.session.names import unwrapped
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.shards.binding import is_absent
@@ -124,7 +124,7 @@ class Averages:
             name, target = own.get(unwrapped(key), (key, None))
             if isinstance(target, SlicedTensor) and value.shape == target.shape:
                 values: Any = target.clone()
-                read_slice(value, values.start, values.own)
+                read_slices([(value, values.start, values.own)])
                 value = values
             fitted[name] = value
         return fitted

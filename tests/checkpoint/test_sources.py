@@ -29,9 +29,9 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.checkpoint.directories import read_directory, read_foreign_directory
 from lightning_zero.checkpoint.format.safetensors import SAFETENSORS_DTYPES, read_safetensors
+from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.checkpoint.storage.files import LocalFiles, read_bytes
 from lightning_zero.errors import CheckpointError
-from lightning_zero.session.module_state import read_slice
 from tests.checkpoint.samples import checkpoint, control, end_to_end, one_by_one, parameters, verify
 from tests.helpers.world import run_world
 
@@ -395,7 +395,7 @@ def test_reading_needs_little_more_than_the_destination(tmp_path: Path, kind: st
         before = anonymous_mib("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
         found = open_checkpoint(path, control())  # stays mapped until the end
-        read_slice(found["state_dict"]["w"], 50 << 18, destination)
+        read_slices([(found["state_dict"]["w"], 50 << 18, destination)])
         assert not destination.any()
         return anonymous_mib("VmHWM") - before
 

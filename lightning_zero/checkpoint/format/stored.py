@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 import sys
 import zipfile
-from collections.abc import Sequence
-from itertools import chain
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,53 +22,42 @@ from torch import Tensor
 from lightning_zero._torch import make_wrapper_subclass, tree_map_only, untracked
 from lightning_zero.checkpoint.format.claims import new_tensor
 from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox, StoredBytes
-from lightning_zero.checkpoint.format.flat_shard import Box, boxes, elements_before, is_range, linear
+from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, boxes, elements_before, is_range, linear
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.torch_file import describe_tensor, load_torch, start_of
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window, open_range
 from lightning_zero.errors import CheckpointError
-from lightning_zero.storage.file_tensor import FileTensor, aliased, pieces
+from lightning_zero.storage.file_tensor import FileTensor, pieces
 from lightning_zero.storage.host import bytes_of, view_of
 
-__all__ = ["Source", "StoredTensor", "find_elements", "read_chunk"]
-
-
-class Elements(Protocol):
-    """Where the elements of tensors come from: files, or what is computed from other tensors."""
-
-    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
-        """Fill a 1-D tensor on any device with the flattened elements of another from ``start`` on, cast to its dtype.
-
-        The range is inside the tensor. ``key`` is for messages; ``CheckpointError`` if the file is damaged.
-        """
+__all__ = ["Source", "StoredTensor", "find_elements", "read_chunk", "read_slices"]
 
 
 class StoredTensor(Tensor):
-    """A tensor of a checkpoint that is still on disk.
+    """A tensor of a checkpoint that is still on disk: shape and dtype, and no memory.
 
-    It has the shape and dtype that were saved, and no memory. ``read_into`` and ``read`` get its elements; so does any
-    computation with it, which gives ordinary tensors, so that code which rearranges a checkpoint before it is loaded
-    (``torch.cat``, ``.float()``) works. None of these keep the elements.
+    Loading reads its elements where they go: ``read_slices`` into slices, ``parameter.copy_(stored)`` into all of a
+    parameter. Other code, such as a user's ``on_load_checkpoint``, computes with it and writes to it as to any tensor.
+    The first such use loads it; from then on it is that memory, also for handles detached from it. Only its shape
+    cannot be changed in place.
 
-    What makes a difference between elements and a copy of them (a view, as of slicing, a write in place, an address)
-    loads the tensor first, once: its memory then belongs to the handle and to those detached from it, and is what all
-    reading gets from now on. Only its shape cannot be changed in place.
-
-    It is read from ``source``, which needs ``item`` to find it; ``key`` is its name there, for messages.
+    ``source`` reads it, and needs ``item`` to find it: what has a method ``read_elements``, as ``Source`` does.
+    ``key`` is its name there, for messages.
     """
 
     key: str  # under which it is stored
-    _source: Elements
+    failure: CheckpointError | None  # why ``parameter.copy_(stored)`` failed, which `load_state_dict` makes a text of
+    _source: Any
     _item: TensorItem
     _memory: list[Tensor]  # of one once it is loaded; shared with detached handles
 
     @staticmethod
-    def __new__(cls, source: Elements, key: str, item: TensorItem) -> StoredTensor:
+    def __new__(cls, source: Any, key: str, item: TensorItem, memory: list[Tensor] | None = None) -> StoredTensor:
         stored: StoredTensor = make_wrapper_subclass(
             cls, torch.Size(item.shape), dtype=item.dtype, device=torch.device("cpu"), requires_grad=False
         )
-        stored._source, stored._item, stored.key = source, item, key
-        stored._memory = []
+        stored._source, stored._item, stored.key, stored.failure = source, item, key, None
+        stored._memory = [] if memory is None else memory
         return stored
 
     @property
@@ -78,13 +66,20 @@ class StoredTensor(Tensor):
         return self._memory[0] if self._memory else None
 
     def load(self) -> Tensor:
-        """The whole tensor, in memory that belongs to this handle from now on: writing to it is writing to the handle.
-
-        ``CheckpointError`` if the file is damaged.
-        """
+        """The whole tensor, in memory that belongs to this handle from now on; ``CheckpointError`` as of ``read``."""
         if not self._memory:
             self._memory.append(self.read())
         return self._memory[0]
+
+    def read(self) -> Tensor:
+        """The whole tensor, in host memory of its own.
+
+        ``CheckpointError`` if the file is damaged, or there is no memory for what it claims.
+        """
+        with untracked():
+            whole = new_tensor(self.shape, self.dtype, f"The tensor '{self.key}'")
+            self.read_into(whole.view(-1), 0)
+        return whole
 
     def read_into(self, destination: Tensor, start: int) -> None:
         """Read a range of the flattened elements.
@@ -98,50 +93,36 @@ class StoredTensor(Tensor):
             CheckpointError: if the file was cut off or removed. Checksums are not looked at here.
             OffloadError: if the destination is in a file, and cannot be written.
         """
-        if destination.dim() != 1 or start < 0 or start + destination.numel() > self.numel():
-            raise ValueError(
-                f"Elements {start} to {start + destination.numel()} of '{self.key}' with shape {tuple(self.shape)} "
-                f"cannot be read into a tensor of shape {tuple(destination.shape)}."
-            )
-        with untracked():
-            if self.memory is not None:
-                destination.copy_(self.memory.reshape(-1)[start : start + destination.numel()])
-            elif not isinstance(destination, FileTensor):
-                self._source.read_elements(self.key, self._item, destination, start)
-            else:  # a piece at a time: sources write to memory of any stride, which a file has not
-                for begin, piece in pieces(destination.numel(), destination.dtype, PIECE_NBYTES):
-                    self._source.read_elements(self.key, self._item, piece, start + begin)
-                    destination.write(piece, begin)
-
-    def read(self) -> Tensor:
-        """The whole tensor, in host memory of its own.
-
-        ``CheckpointError`` if the file is damaged, or there is no memory for what it claims.
-        """
-        with untracked():
-            whole = new_tensor(self.shape, self.dtype, f"The tensor '{self.key}'")
-            self.read_into(whole.view(-1), 0)
-        return whole
+        read_slices([(self, start, destination)])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute with what is read from disk; a detached or aliased handle stays a handle."""
-        kwargs = kwargs or {}
+        """Read into what is copied to; load for everything else. A detached or aliased handle stays a handle."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            alias = StoredTensor(args[0]._source, args[0].key, args[0]._item)
-            alias._memory = args[0]._memory
-            return alias
-        handles = [*chain(*aliased(cls, func, args, kwargs))]
-        if handles and torch.Tag.inplace_view in func.tags:
-            raise TypeError(f"{func}: the shape of {handles[0]} cannot be changed in place; use `.clone()` first.")
-        owners = {id(handle.load()): handle for handle in handles}
-        args, kwargs = tree_map_only(StoredTensor, _elements, (args, kwargs))
+            return StoredTensor(args[0]._source, args[0].key, args[0]._item, args[0]._memory)
+        if func is torch.ops.aten.copy_.default and type(args[0]) in _PLAIN and args[0].shape == args[1].shape:
+            destination, stored = args[:2]
+            if destination.is_contiguous():
+                try:
+                    stored.read_into(destination.detach().view(-1), 0)
+                except CheckpointError as error:
+                    stored.failure = error
+                    raise
+                return destination
+        owners: dict[int, StoredTensor] = {}
+
+        def loaded(stored: StoredTensor) -> Tensor:
+            if torch.Tag.inplace_view in func.tags:
+                raise TypeError(f"{func}: the shape of {stored} cannot be changed in place; use `.clone()` first.")
+            return owners.setdefault(id(stored.load()), stored).load()
+
+        args, kwargs = tree_map_only(StoredTensor, loaded, (args, kwargs or {}))
         found = func(*args, **kwargs)
-        for handle in handles:
-            if handle.load().shape != handle.shape:
-                raise TypeError(f"{func} gave {handle} the shape {tuple(handle.load().shape)}; use a tensor that fits.")
+        for stored in owners.values():
+            if stored.load().shape != stored.shape:
+                raise TypeError(f"{func} gave {stored} the shape {tuple(stored.load().shape)}; use a tensor that fits.")
         return tree_map_only(Tensor, lambda tensor: owners.get(id(tensor), tensor), found)
 
     @property
@@ -155,6 +136,8 @@ class StoredTensor(Tensor):
             raise TypeError(f"{tuple(value.shape)} {value.dtype} cannot be the data of {self}.")
         self._memory = [value.load() if isinstance(value, StoredTensor) else value.detach()]
 
+    # What asks for an address gets that of the memory: torch would hand out one that leads nowhere.
+
     def data_ptr(self) -> int:
         return self.load().data_ptr()
 
@@ -165,22 +148,15 @@ class StoredTensor(Tensor):
         return self.load().numpy(force=force)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Its memory. Asked for a tensor's own, torch would hand out an address that leads nowhere."""
         return self.load().__dlpack__(**options)
-
-    def share_memory_(self) -> StoredTensor:
-        """Move its memory to where other processes can reach it."""
-        self.load().share_memory_()
-        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the ordinary tensor."""
-        return _elements(self).__reduce_ex__(protocol)
+        return (self.read() if self.memory is None else self.memory).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
         """A handle of its own; what is only on disk stays there."""
-        copied = StoredTensor(self._source, self.key, self._item)
-        copied._memory = [memory.clone() for memory in self._memory]
+        copied = StoredTensor(self._source, self.key, self._item, [memory.clone() for memory in self._memory])
         if isinstance(self, torch.nn.Parameter):  # which is an attribute, for a class of tensors
             copied._is_param = True
         memo[id(self)] = copied.requires_grad_(self.requires_grad)
@@ -190,9 +166,37 @@ class StoredTensor(Tensor):
         return f"StoredTensor('{self.key}', {tuple(self.shape)}, {self.dtype})"
 
 
-def _elements(stored: StoredTensor) -> Tensor:
-    """To compute with; what has to be read is not kept."""
-    return stored.read() if stored.memory is None else stored.memory
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def read_slices(wanted: Iterable[tuple[Any, int, Tensor]]) -> None:
+    """Fill slices of tensors, wherever these are: on disk, sharded in memory, or whole in memory.
+
+    Each is a tensor, the place of the slice in its flattened elements, and the slice: 1-D, on any device or in a file,
+    of any dtype. A FlatShard is this rank's slice already. For the errors see ``StoredTensor.read_into``.
+    """
+    with untracked():
+        for tensor, start, destination in wanted:
+            numel = destination.numel()
+            if isinstance(tensor, FlatShard):
+                destination.copy_(tensor.local)
+                continue
+            if destination.dim() != 1 or start < 0 or (start if numel else 0) + numel > tensor.numel():
+                raise ValueError(
+                    f"Elements {start} to {start + numel} of '{getattr(tensor, 'key', 'a tensor')}' with shape "
+                    f"{tuple(tensor.shape)} cannot be read into a tensor of shape {tuple(destination.shape)}."
+                )
+            memory = tensor
+            if isinstance(tensor, StoredTensor):
+                memory = tensor._memory[0] if tensor._memory else None
+            if memory is not None:
+                destination.copy_(memory.detach().reshape(-1)[start : start + numel])
+            elif not isinstance(destination, FileTensor):
+                tensor._source.read_elements(tensor.key, tensor._item, destination, start)
+            else:  # a piece at a time: sources write to memory of any stride, which a file has not
+                for begin, piece in pieces(numel, destination.dtype, PIECE_NBYTES):
+                    tensor._source.read_elements(tensor.key, tensor._item, piece, start + begin)
+                    destination.write(piece, begin)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -213,19 +217,21 @@ class Source:
         self._last: tuple[tuple[StoredBytes, torch.dtype, Sequence[int]], Tensor] | None = None
 
     def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
-        """See ``Elements``."""
+        """Fill a 1-D tensor on any device with the flattened elements of another from ``start`` on, cast to its dtype.
+
+        The range is inside the tensor. ``key`` is for messages; ``CheckpointError`` if the file is damaged.
+        """
         end = start + destination.numel()
-        with untracked():
-            for chunk in item.chunks:
-                first, last = max(start, chunk.start), min(end, chunk.start + chunk.numel)
+        for chunk in item.chunks:
+            first, last = max(start, chunk.start), min(end, chunk.start + chunk.numel)
+            if first < last:
+                part = destination[first - start : last - start]
+                read_chunk(self._files, key, chunk, item.dtype, first, part)
+        if isinstance(item, BoxItem):
+            for stored in item.boxes:
+                first, last = (elements_before(item.shape, stored.box, place) for place in (start, end))
                 if first < last:
-                    part = destination[first - start : last - start]
-                    read_chunk(self._files, key, chunk, item.dtype, first, part)
-            if isinstance(item, BoxItem):
-                for stored in item.boxes:
-                    first, last = (elements_before(item.shape, stored.box, place) for place in (start, end))
-                    if first < last:
-                        self._read_box(key, item, stored, (first, last), destination, start)
+                    self._read_box(key, item, stored, (first, last), destination, start)
 
     def _read_box(
         self, key: str, item: BoxItem, stored: StoredBox, part: tuple[int, int], destination: Tensor, start: int

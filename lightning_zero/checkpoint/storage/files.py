@@ -92,7 +92,7 @@ class LocalFiles:
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
         """Fill ``memory`` from a byte of a file on; ``CheckpointError`` if it cannot be read, or ends before."""
         with self._lock:  # another thread may close the descriptor to open a file of its own
-            descriptor = self._file(name)
+            descriptor = self._opened.get(name) or self._open(name)
             done = 0
             while done < len(memory):
                 try:
@@ -105,11 +105,8 @@ class LocalFiles:
                     raise CheckpointError(f"'{self.name}/{name}' ends at byte {offset + done}: it was cut off.")
                 done += count
 
-    def _file(self, name: str) -> int:
+    def _open(self, name: str) -> int:
         """A descriptor, of which a few are kept open."""
-        if name in self._opened:
-            self._opened.move_to_end(name)
-            return self._opened[name]
         if len(self._opened) >= _OPEN_FILES:
             os.close(self._opened.popitem(last=False)[1])
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not block
