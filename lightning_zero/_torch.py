@@ -105,11 +105,16 @@ def place_in(group: dist.ProcessGroup) -> int:
         return -1
 
 
+def group_called(name: str) -> Any:
+    """The process group of a name; ``None`` if there is none."""
+    return next((group for group in list(dist.distributed_c10d._world.pg_map) if group.group_name == name), None)
+
+
 def abort_group(name: str) -> None:
     """End what waits in a group on an accelerator. What waits in one of gloo goes on waiting."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group.group_name == name and dist.get_backend(group) == "nccl":
-            group.abort()
+    group = group_called(name)
+    if group is not None and dist.get_backend(group) == "nccl":
+        group.abort()
 
 
 def profiler_runs() -> bool:

@@ -52,7 +52,6 @@ TOO_MANY = {
 # Files that still read frames, and in how many places.
 FRAMES = {
     "_torch.py": 8,
-    "comm/watch.py": 11,
     "init/recorder.py": 10,
     "optim/hooks.py": 3,
     "shards/binding.py": 5,

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_zero._torch import place_in, untracked
 from lightning_zero.comm.control import raise_failure
 from lightning_zero.comm.streams import Event, Streams
+from lightning_zero.comm.waiting import NOTES, Note
 
 # How long a backward waits for memory that a reduction still uses before it takes fresh memory. To wait for good could
 # deadlock: a rank that did not use that unit joins only at the end of its backward, which may need gathers from here.
@@ -121,7 +122,11 @@ class Pending:
                 return
             try:
                 while self._works:  # gloo tells once that a message has come: who asks again waits until the timeout
-                    self._works[0].wait()
+                    NOTES.here.append(Note(self.what, self.group, self.place))
+                    try:
+                        self._works[0].wait()
+                    finally:
+                        NOTES.here.pop()
                     self._works = self._works[1:]
             except RuntimeError as error:
                 raise_failure(self.what, self._rank, error)

@@ -13,8 +13,9 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.watch import ANY_AGREEMENT, current_watch
+from lightning_zero.comm.waiting import ANY_AGREEMENT, NOTES, Note, current_watch, doing
 from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError, OffloadError
+from lightning_zero.registry import installed
 
 __all__ = [
     "ABOUT_GRADIENTS",
@@ -37,6 +38,8 @@ _SAME_PROGRAM = (
 )
 
 
+_NO_WATCH = "What the other ranks did is not known, because this copy of lightning_zero has no extension 'watch'.\n"
+
 _inherited: tuple[Any, int] | None = None  # in a process that a rank has forked: the default group, and the rank
 
 
@@ -54,10 +57,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
-def naming_failures(what: str, rank: int) -> Iterator[None]:
+def naming_failures(what: str, rank: int, group: Any = None) -> Iterator[None]:
     """Turn a transport's error (a dead peer, a timeout) into one that says what was being done and what to do next.
 
-    In a process that a rank has forked nothing is done: it would write into the rank's connections.
+    What is done, and the ``group`` that carries it, is noted meanwhile, for the errors of other ranks. In a process
+    that a rank has forked nothing is done: it would write into the rank's connections.
     """
     if _inherited is not None and (parent := parent_rank()) is not None:
         raise CommunicationError(
@@ -65,10 +69,14 @@ def naming_failures(what: str, rank: int) -> Iterator[None]:
             "cannot reach the other ranks. Do it in the rank itself, in a step method or a hook, and let the worker "
             "return what it needs."
         )
+    notes = NOTES.here
+    notes.append(Note(what, group))
     try:
         yield
     except RuntimeError as error:
         raise_failure(what, rank, error)
+    finally:
+        notes.pop()
 
 
 def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
@@ -76,7 +84,7 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
     if isinstance(error, DivergenceError | CommunicationError):
         raise error
     watch = current_watch()
-    known = "" if watch is None else watch.explain()
+    known = watch.explain() if watch is not None else "" if installed("watch") else _NO_WATCH
     if watch is not None and watch.verdict:
         raise DivergenceError(f"Rank {rank}: {what} did not complete. {known}") from error
     raise CommunicationError(
@@ -137,7 +145,7 @@ class ControlGroup:
         """Every rank's numbers, of a type with 8 bytes: ``q`` for int64, ``d`` for float64."""
         if self.world_size == 1:
             return [list(values)]
-        with naming_failures(what, self.rank):
+        with naming_failures(what, self.rank, self.process_group):
             layout = f"={len(values)}{code}"
             if self.shortcut is not None and (packed := self.shortcut(struct.pack(layout, *values), what)) is not None:
                 return [list(struct.unpack(layout, row)) for row in packed]
@@ -167,7 +175,7 @@ class ControlGroup:
     def any_of(self, flags: torch.Tensor) -> torch.Tensor:
         """Overwrite flags (1-D, uint8, on the CPU) with those set on at least one rank. Collective: every rank."""
         if self.world_size > 1:
-            with naming_failures("the agreement on used parameters", self.rank):
+            with naming_failures("the agreement on used parameters", self.rank, self.process_group):
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         return flags
 
@@ -180,7 +188,7 @@ class ControlGroup:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with naming_failures(ANY_AGREEMENT, self.rank):
+        with naming_failures(ANY_AGREEMENT, self.rank, self.process_group):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -189,8 +197,9 @@ class ControlGroup:
 
         ``what`` was tried, in words that follow "could not"; ``advice`` is what to do now. Collective: every rank.
         """
-        if not self.agree_any(failure is not None):
-            return
+        with doing(what):
+            if not self.agree_any(failure is not None):
+                return
         reason = None
         if failure is not None:
             reason = str(failure) if isinstance(failure, OffloadError) else f"{type(failure).__name__}: {failure}"
@@ -209,7 +218,8 @@ class ControlGroup:
         The lines describe ``what``, and are compared only where their fingerprints, hex digests, differ. ``advice`` is
         what to do then. Collective: every rank.
         """
-        prints = self.gather_objects(fingerprint)
+        with doing(what):
+            prints = self.gather_objects(fingerprint)
         other = next((rank for rank, value in enumerate(prints) if value != prints[0]), None)
         if other is None:
             return
@@ -242,7 +252,8 @@ def collect(control: ControlGroup, what: str, action: Callable[[], T]) -> list[T
     except BaseException as raised:
         error = raised
         failure = f"{type(error).__name__} on host {socket.gethostname()}: {error}"
-    outcomes: list[tuple[Any, str | None]] = control.gather_objects((value, failure))
+    with doing(what):
+        outcomes: list[tuple[Any, str | None]] = control.gather_objects((value, failure))
     if error is not None and not isinstance(error, Exception):
         raise error  # an interrupt stays one on the rank that received it
     failures = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}

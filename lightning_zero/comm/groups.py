@@ -56,7 +56,7 @@ from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.hosts import connections, find_hosts, places_by_host
 from lightning_zero.comm.relay import Relay
-from lightning_zero.comm.watch import LOOK_SECONDS, current_watch, watch_ranks
+from lightning_zero.comm.waiting import LOOK_SECONDS, current_watch, watch_ranks
 from lightning_zero.config import ShardWithin
 
 __all__ = [

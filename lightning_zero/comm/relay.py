@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.hosts import connections
-from lightning_zero.comm.watch import LOOK_SECONDS, found_verdict, passed_on
+from lightning_zero.comm.waiting import LOOK_SECONDS, NOTES, Note, passed_on, verdict
 
 __all__ = ["Passage", "Relay"]
 
@@ -128,9 +128,14 @@ class Passage:
 
     def wait(self) -> None:
         """Raises what made it fail, or why nobody can go on."""
-        while not self._under_way.acquire(timeout=LOOK_SECONDS):  # it is this line that the watch knows
-            if verdict := found_verdict():
-                raise RuntimeError(verdict)
+        notes = NOTES.here
+        notes.append(Note(self.what, self.kind, self.number, self.members))
+        try:
+            while not self._under_way.acquire(timeout=LOOK_SECONDS):
+                if reason := verdict():
+                    raise RuntimeError(reason)
+        finally:
+            notes.pop()
         self._under_way.release()
         if self._failure is not None:
             raise self._failure

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_zero.comm import ControlGroup
+from lightning_zero.comm.waiting import NOTES, Note
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.errors import DivergenceError
 from lightning_zero.shards.slice import checksum
@@ -46,13 +47,17 @@ class Agreement:
         message = [zlib.crc32(place.encode()), self.notice, *values]
         message += [0] * (self.width + 2 - len(message))
         with self._spans.of(Phase.AGREE, place):
-            rows = self.control.exchange(message)
+            NOTES.here.append(Note(place))
+            try:
+                rows = self.control.exchange(message)
+            finally:
+                NOTES.here.pop()
         places, notices, *_ = zip(*rows, strict=True)
         if len(set(places)) > 1:
             told = self.control.gather_objects(place)
-            doing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told))
+            places_told = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told))
             raise DivergenceError(
-                f"The ranks are in different places of the training program:\n{doing}\n"
+                f"The ranks are in different places of the training program:\n{places_told}\n"
                 "Every rank must run the same number of batches, backward passes and optimizer steps. Usual causes: a "
                 "training_step that returned None on some ranks, dataloaders of different length, a norm or sum of a "
                 "gradient that only some ranks take, or a branch that depends on the rank's data and calls backward or "

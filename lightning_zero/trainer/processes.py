@@ -30,7 +30,7 @@ from lightning_zero._torch import prefix_store, tcp_store
 from lightning_zero.comm.control import naming_failures, raise_failure
 from lightning_zero.comm.groups import Groups, destroy_default_group_at_exit, order_launches, orders_differ, shard_span
 from lightning_zero.comm.hosts import connections
-from lightning_zero.comm.watch import current_watch, watch_ranks
+from lightning_zero.comm.waiting import current_watch, watch_ranks
 from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ZeroError, point_to_page
 from lightning_zero.optim.sharded import ShardedOptimizer
@@ -234,14 +234,14 @@ class Processes:
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. Collective: every rank."""
         if dist.is_initialized():
-            with naming_failures(f"the barrier '{name}'" if name else "a barrier", self.global_rank):
+            with naming_failures(f"the barrier '{name}'" if name else "a barrier", self.global_rank, dist.group.WORLD):
                 dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give rank ``src``'s object to all ranks. Collective: every rank."""
         objects = [obj]
         if dist.is_initialized():
-            with naming_failures(f"a broadcast from rank {src}", self.global_rank):
+            with naming_failures(f"a broadcast from rank {src}", self.global_rank, dist.group.WORLD):
                 dist.broadcast_object_list(objects, src)
         return objects[0]
 
@@ -249,12 +249,13 @@ class Processes:
         """Reduce a tensor over the ranks; anything else is returned as it is. Collective: every rank."""
         if not isinstance(tensor, Tensor):
             return tensor
-        with naming_failures("the reduction of a value (`sync_dist=True`, say)", self.global_rank):
+        carrier = group or dist.group.WORLD
+        with naming_failures("the reduction of a value (`sync_dist=True`, say)", self.global_rank, carrier):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """A tensor of each rank, along a new first dimension. Collective: every rank."""
-        with naming_failures("an all_gather", self.global_rank):
+        with naming_failures("an all_gather", self.global_rank, group or dist.group.WORLD):
             gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
             return gathered
 

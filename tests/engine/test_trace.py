@@ -85,7 +85,7 @@ LIMITS = {
     3: {"forward": (350, 28), "backward": (544, 28)},
 }
 # Whether transfers are over, until the other rank comes, and news of it where that takes long.
-LOOKS = ("comm/collectives.py <genexpr>", "comm/relay.py is_completed", "comm/watch.py ")
+LOOKS = ("comm/collectives.py <genexpr>", "comm/relay.py is_completed", "extensions/watch.py ")
 
 
 @pytest.mark.parametrize("stage", LIMITS)

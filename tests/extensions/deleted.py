@@ -125,6 +125,12 @@ def ray(folder: Path) -> None:
     RayZeroStrategy(stage=3)
 
 
+def watch(folder: Path) -> None:
+    from lightning_zero.comm.control import raise_failure
+
+    raise_failure("a collective", 0, RuntimeError("connection reset"))
+
+
 def inspection(folder: Path) -> None:
     from lightning_zero import verify_checkpoint
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import naming_failures
-from lightning_zero.comm.watch import LOOK_SECONDS, found_verdict
+from lightning_zero.comm.waiting import LOOK_SECONDS, doing, verdict
 from lightning_zero.extensions.shared_memory.heap import Heap, PeerHeap
 from lightning_zero.extensions.shared_memory.links import LARGEST_PAYLOAD, Links, Message
 
@@ -280,31 +280,32 @@ class Transport:
         Ranks that are missing have to do something first, those owed have only to serve. Running out of ``seconds``
         gives False, running out of the timeout is an error.
         """
-        limit = self._timeout if seconds is None else seconds
-        deadline = time.monotonic() + limit
-        self.progress()
-        while (absent := missing()) or owed or (transfer is not None and not transfer.received):
-            # A rank in the agreement that is this rank's next one does nothing else before this rank comes there too.
-            stuck = absent & self._rows[self.exchanges].keys()
-            left = deadline - time.monotonic()
-            reason = "" if transfer is None else transfer.failure
-            if gone := (absent | owed) & (self._links.gone | self._given_up):
-                reason = reason or self._lost(gone)
-            if not reason and seconds is not None and (stuck or left <= 0):
-                return False
-            if stuck:
-                reason = reason or f"rank {min(stuck)} takes no part in it: it waits for this rank somewhere else"
-            reason = found_verdict() or reason
-            if self.over:
-                reason = reason or "the process group has ended"
-            if left <= 0:
-                names = ", ".join(map(str, sorted(absent | owed)))
-                reason = reason or f"rank {names} did not come within the timeout of {limit:.0f} s"
-            if reason:
-                self._give_up()
-                raise RuntimeError(reason)
-            self.progress(min(left, LOOK_SECONDS))
-        return True
+        with doing("", "", 0, (), lambda: self.turns):
+            limit = self._timeout if seconds is None else seconds
+            deadline = time.monotonic() + limit
+            self.progress()
+            while (absent := missing()) or owed or (transfer is not None and not transfer.received):
+                # A rank in the agreement that is this rank's next one does nothing else before this rank comes there.
+                stuck = absent & self._rows[self.exchanges].keys()
+                left = deadline - time.monotonic()
+                reason = "" if transfer is None else transfer.failure
+                if gone := (absent | owed) & (self._links.gone | self._given_up):
+                    reason = reason or self._lost(gone)
+                if not reason and seconds is not None and (stuck or left <= 0):
+                    return False
+                if stuck:
+                    reason = reason or f"rank {min(stuck)} takes no part in it: it waits for this rank somewhere else"
+                reason = verdict() or reason
+                if self.over:
+                    reason = reason or "the process group has ended"
+                if left <= 0:
+                    names = ", ".join(map(str, sorted(absent | owed)))
+                    reason = reason or f"rank {names} did not come within the timeout of {limit:.0f} s"
+                if reason:
+                    self._give_up()
+                    raise RuntimeError(reason)
+                self.progress(min(left, LOOK_SECONDS))
+            return True
 
     def _give_up(self) -> None:
         for peer in self.peers:

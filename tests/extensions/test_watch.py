@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm import Groups
-from lightning_zero.comm.watch import _stuck, current_watch, watch_ranks
 from lightning_zero.errors import DivergenceError
+from lightning_zero.extensions.watch import _stuck, current_watch, watch_ranks
 from tests.helpers.world import run_world
 
 RUNS: dict[str, Any] = {"state": "runs", "entered": {}}

@@ -15,6 +15,11 @@ Runs are counted: who has failed in an earlier one may still come to this one.
 
 Then each thread ends the wait of its rank: where that waits for memory of other ranks it looks whether there is a
 verdict; in a process group its connections are shut, as if the others had ended.
+
+[Note: how a wait is known]
+Our own code notes what it waits for (``comm/waiting.py``). A call of torch.distributed in user code or in Lightning
+notes nothing. The list of all threads' stacks shows, as in a debugger, that a thread is in such a function. Its group
+is the one, of those that are not ours, whose count of collectives has grown last. Where several have, nobody judges.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -36,22 +42,17 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_zero._torch import abort_group, default_store, entered_collectives, groups_made
+from lightning_zero._torch import abort_group, default_store, entered_collectives, group_called, groups_made
 from lightning_zero.comm.hosts import clients_of, connections, is_gone, process_of
+from lightning_zero.comm.waiting import ANY_AGREEMENT, notes_of, passed_on
 
-__all__ = ["ANY_AGREEMENT", "LOOK_SECONDS", "Watch", "current_watch", "found_verdict", "passed_on", "watch_ranks"]
+__all__ = ["Watch", "current_watch", "watch_ranks"]
 
-ANY_AGREEMENT = "the agreement with the other ranks"
-"""What is waited for, where nobody knows more."""
-
-passed_on: dict[str, int] = {}
-"""How many transfers of a kind this rank has left to threads that need all other ranks', by the kind's name."""
-LOOK_SECONDS = 1.0  # in a wait, after which it looks whether there is a verdict
 _TICK_SECONDS = 0.5
 _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
 _STORE = "(store)"  # in place of a group's name: where processes make groups
-_NO_WAITS = {"_object_to_tensor", "_tensor_to_object"}  # compute, and know their group
+_NO_WAITS = {"_object_to_tensor", "_tensor_to_object", "destroy_process_group", "_shutdown_backend"}
 _MAKE_GROUPS = {
     "_new_process_group_helper", "_store_based_barrier", "init_process_group",
     "_create_gloo_process_group", "_create_nccl_process_group",  # since 2.14
@@ -93,11 +94,6 @@ def current_watch() -> Watch | None:
     return _WATCH
 
 
-def found_verdict() -> str:
-    """Why nobody can go on; empty while somebody may."""
-    return "" if _WATCH is None else _WATCH.verdict
-
-
 class Watch:
     """One rank's side: a thread that looks, tells and judges. See [Note: when nobody can go on].
 
@@ -112,7 +108,7 @@ class Watch:
         self._default: Any = default_store()  # kept: perhaps this process serves it
         connections[_STORE] = clients_of(self._default)
         self._store: Any = self._default.clone()  # a client of its own: the rank's may be waiting
-        self._watched = threading.get_ident()
+        self._stacks = _Stacks(threading.get_ident())
         self._failure = ""
         self._runs, self._running = 0, False
         self._number = next(_NUMBERS)  # the store may outlive the default group
@@ -237,7 +233,7 @@ class Watch:
         while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
             if not self._processes:
                 self._states()
-            now = self._waits()
+            now = self._stacks.wait()
             if now is None or wait is None or now.key != wait.key:
                 if beats:
                     self._tell(state="runs")
@@ -257,7 +253,7 @@ class Watch:
         """Nobody can be asked or told any more: so no wait is a long one of which all know."""
         wait, since = None, 0.0
         while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
-            now = self._waits()
+            now = self._stacks.wait()
             if now is None or wait is None or now.key != wait.key:
                 wait, since = now, time.monotonic()
             elif (seconds := time.monotonic() - since) > _LONG_ALONE_SECONDS:
@@ -286,14 +282,6 @@ class Watch:
         if not self.verdict and self._store.check([key]):
             self.verdict = self._store.get(key).decode()
         return bool(self.verdict)
-
-    def _waits(self) -> Wait | None:
-        """What the rank's thread waits in, if it is nothing but waiting; and no other thread of ours is at work."""
-        wait = _only_wait(self._watched)  # what stands on a stack is kept alive no longer than this takes
-        if wait is None or wait.place >= 0:
-            return wait
-        place = entered_collectives().get(wait.group, 0)
-        return wait._replace(place=place, key=(*wait.key, place))
 
     def _break(self, wait: Wait) -> None:
         if wait.group:
@@ -347,117 +335,139 @@ def _can_go_on(rank: int, states: Sequence[Mapping[str, Any]]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading a thread's stack. Nothing has to be noted where ranks wait, so that it costs nothing, and calls of
-# torch.distributed in user code are seen like our own.
+# What a thread waits in: see [Note: how a wait is known].
 
 
-def _only_wait(watched: int) -> Wait | None:
-    """The wait that a thread is in, if no other thread of ours does something that ranks may wait for."""
-    # As long as somebody has a frame, all its variables live on: so none is kept, and this one, which is among them,
-    # does not keep them by their dictionary.
-    frame = sys._current_frames().get(watched)
-    if frame is None or frame.f_code.co_filename not in _WAITING:
-        return None
-    frames = sys._current_frames()
-    try:
-        wait = _wait_in(frames.pop(watched, None))
-        del frames[threading.get_ident()], frame
-        return None if wait is None or any(map(_communicates, frames.values())) else wait
-    finally:
-        frames.clear()
+class _Stacks:
+    """The waits of one thread."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self._entered: dict[str, int] = {}  # by group, when last looked
+        self._latest = ""  # the group that is not ours whose count has grown since then; empty: several have
+
+    def wait(self) -> Wait | None:
+        """What the thread waits in, if no other thread does something that ranks may wait for.
+
+        As long as somebody has a frame, all its variables live on. So the frames are let go at once.
+        """
+        self._note_entered()
+        frame = sys._current_frames().get(self._thread)
+        if frame is None or frame.f_code.co_filename not in _WAITING:
+            return None
+        frames = sys._current_frames()
+        try:
+            lines = _lines(frames.pop(self._thread, None))
+            del frames[threading.get_ident()], frame
+            if not lines or any(_communicates(_lines(other)) for other in frames.values()):
+                return None
+        finally:
+            frames.clear()
+        return self._noted(lines) or self._foreign(lines)
+
+    def _note_entered(self) -> None:
+        entered = entered_collectives()
+        ours = connections.keys() - {getattr(dist.group.WORLD, "group_name", None)}
+        grown = [name for name, count in entered.items() if name not in ours and count != self._entered.get(name, 0)]
+        if grown:
+            self._latest = grown[0] if len(grown) == 1 else ""
+        self._entered = entered
+
+    def _noted(self, lines: list[_Line]) -> Wait | None:
+        notes = notes_of(self._thread)
+        note = next((note for note in reversed(notes) if note.group is not None), None)
+        if note is None:
+            return None
+        told = next((other.what for other in reversed(notes) if other.what not in ("", ANY_AGREEMENT)), "")
+        group, key = note.group, (id(note), note.moment())
+        if group is None or isinstance(group, str):
+            kind = f"through {group}" if group else "for other ranks"
+            members = tuple(note.members) or _everyone()
+            operation = "transfer" if group else ""
+            return Wait((*key, note.place), group or "", operation, note.place, members, _text(lines, kind, told))
+        name, members = str(group.group_name), tuple(dist.get_process_group_ranks(group))
+        if note.place >= 0:
+            text = _text(lines, f"for the {note.what} through {_description(group)}", "")
+            return Wait((*key, note.place), name, "transfer", note.place, members, text)
+        operation = _operation(lines) or "exchange"
+        if operation in _NO_WAITS:
+            return None
+        text = _text(lines, f"in {operation} of {_description(group)}", told)
+        place = self._entered.get(name, 0)
+        return Wait((*key, place), name, operation, place, members, text)
+
+    def _foreign(self, lines: list[_Line]) -> Wait | None:
+        operation = _operation(lines)
+        if not operation or operation in _NO_WAITS:
+            return None
+        if operation in _MAKE_GROUPS:
+            place = groups_made()
+            text = _text(lines, "for a new process group", "")
+            return Wait((place,), _STORE, "new_group", place, _everyone(), text)
+        group = group_called(self._latest)
+        if group is None:
+            return None
+        place, members = self._entered.get(self._latest, 0), tuple(dist.get_process_group_ranks(group))
+        text = _text(lines, f"in {operation} of {_description(group)}", "")
+        return Wait((place,), self._latest, operation, place, members, text)
 
 
-def _wait_in(frame: FrameType | None) -> Wait | None:
-    """The wait that a thread with this innermost frame is in; its place is -1 if it is the last one of its group.
+class _Line(NamedTuple):
+    file: str
+    number: int
+    function: str
 
-    Variables are read in frames of these files only: what is read in one stays alive until that returns.
-    """
+
+def _lines(frame: FrameType | None) -> list[_Line]:
+    """A stack, the innermost call first."""
     if frame is None:
-        return None
-    file, name = frame.f_code.co_filename, frame.f_code.co_name
-    if file == _COLLECTIVES and name not in _NO_WAITS:
-        if name in _MAKE_GROUPS:
-            return Wait(
-                (id(frame),), _STORE, "new_group", groups_made(), _everyone(), _text(frame, "for a new process group")
-            )
-        if "group" in frame.f_locals:
-            return _last_of_group(frame, name)
-    elif file == _AGREEMENTS and name == "_all_rows" and "had" in frame.f_locals:
-        return _last_of_group(frame, "exchange", frame.f_locals["had"])
-    elif file == _TRANSFERS and name == "wait":
-        pending = frame.f_locals["self"]
-        if (group := pending.group) is not None:
-            text = _text(frame, f"for the {pending.what} through {_description(group)}")
-            members = tuple(dist.get_process_group_ranks(group))
-            return Wait((id(frame), pending.place), group.group_name, "transfer", pending.place, members, text)
-    elif file == _RELAYS and name == "wait":
-        passage = frame.f_locals["self"]
-        text = _text(frame, f"for the {passage.what} through {passage.kind}")
-        return Wait((id(frame), passage.number), passage.kind, "transfer", passage.number, passage.members, text)
-    elif file == _PIPES and name == "_read":
-        outer: FrameType | None = frame
-        while outer is not None and outer.f_code.co_name != "_until":
-            outer = outer.f_back
-        if outer is not None:
-            key = (id(outer), outer.f_locals["self"].turns)
-            return Wait(key, "", "", 0, _everyone(), _text(outer, "for other ranks"))
-    return None
+        return []
+    return [_Line(at.f_code.co_filename, number, at.f_code.co_name) for at, number in traceback.walk_stack(frame)]
 
 
-def _last_of_group(frame: FrameType, operation: str, *moment: int) -> Wait:
-    """The wait in the last operation of the group that a frame knows; ``moment`` tells its stretches apart."""
-    group: Any = frame.f_locals["group"] or dist.group.WORLD
-    text, ranks = _text(frame, f"in {operation} of {_description(group)}"), dist.get_process_group_ranks(group)
-    return Wait((id(frame), *moment), group.group_name, operation, -1, tuple(ranks), text)
+def _operation(lines: list[_Line]) -> str:
+    """The function of torch.distributed that a thread is in; empty if it is in none."""
+    return lines[0].function if lines[0].file == _COLLECTIVES else ""
 
 
 def _everyone() -> tuple[int, ...]:
     return tuple(range(dist.get_world_size()))
 
 
-def _communicates(frame: FrameType) -> bool:
+def _communicates(lines: list[_Line]) -> bool:
     """Whether a thread that stands here does something that other ranks may wait for."""
-    outer: FrameType | None = frame
-    while outer is not None:
-        file = outer.f_code.co_filename
-        if file == _COLLECTIVES or file.startswith(f"{_OURS}checkpoint{os.sep}"):
-            return True
-        outer = outer.f_back
-    return False
+    return any(file == _COLLECTIVES or file.startswith(f"{_OURS}checkpoint{os.sep}") for file, _, _ in lines)
 
 
 def _description(group: Any) -> str:
     return "the default group" if group is dist.group.WORLD else f"the group '{group.group_desc}'"
 
 
-def _text(frame: FrameType, waits: str) -> str:
+def _text(lines: list[_Line], waits: str, told: str) -> str:
     """What a rank does there, for people: what our own code calls it, and where user code called that."""
-    told, lightning, library, user = "", "", "", ""
-    outer: FrameType | None = frame
-    while outer is not None and not user:
-        file = outer.f_code.co_filename
-        line = f"{Path(file).name}:{outer.f_lineno}, {outer.f_code.co_name}"
+    lightning, library, user = "", "", ""
+    for file, number, function in lines:
+        line = f"{Path(file).name}:{number}, {function}"
         if file.startswith(_OURS):
-            named = [outer.f_locals.get(name) for name in ("what", "place")]
-            told = told or next((v for v in named if isinstance(v, str) and v not in ("", ANY_AGREEMENT)), "")
-        elif _LIGHTNING.intersection(Path(file).parts):
+            continue
+        if _LIGHTNING.intersection(Path(file).parts):
             lightning = lightning or line
         elif f"{os.sep}site-packages{os.sep}" in file:
             library = library or line
         elif not file.startswith((_STANDARD, "<")):
-            user = f"{file}:{outer.f_lineno}, {outer.f_code.co_name}"
-        outer = outer.f_back
+            user = f"{file}:{number}, {function}"
+            break
     called = " <- ".join(filter(None, (lightning, user or library)))
     return " ".join(filter(None, (waits, f"({told})" if told else "", f"at {called}" if called else "")))
 
 
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _COLLECTIVES = dist.distributed_c10d.__file__
-_TRANSFERS = str(Path(_OURS, "comm", "collectives.py"))
-_AGREEMENTS = str(Path(_OURS, "comm", "control.py"))
-_PIPES = str(Path(_OURS, "extensions", "shared_memory", "links.py"))
-_RELAYS = str(Path(_OURS, "comm", "relay.py"))
-_WAITING = {_COLLECTIVES, _AGREEMENTS, _TRANSFERS, _PIPES, _RELAYS}
+_WAITING = {
+    _COLLECTIVES,
+    *(str(Path(_OURS, "comm", name)) for name in ("control.py", "collectives.py", "relay.py")),
+    str(Path(_OURS, "extensions", "shared_memory", "links.py")),
+}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
