@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.directories import load_safely
 from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
-from lightning_zero.checkpoint.format.flat_shard import FlatShard, linear, memory_identity
+from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, linear, memory_identity
 from lightning_zero.checkpoint.format.items import Leaf, changed, check_savable, describe, digest, disagreement, split
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
@@ -38,7 +39,7 @@ from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Encoder, Inexpressible, dtype_name, is_plain, type_name
 from lightning_zero.checkpoint.storage.files import MAX_INDEX_NBYTES, is_remote
 from lightning_zero.checkpoint.storage.publish import Destination, RemoteDestination
-from lightning_zero.checkpoint.writing import ChecksummedFile, Written, new_file, write_leaves
+from lightning_zero.checkpoint.writing import ChecksummedFile, new_file
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError
@@ -95,29 +96,15 @@ def _save(
 ) -> list[str]:
     """The steps of a save, each of which succeeds on all ranks or raises on all."""
     begin = destination.begin if control.rank == 0 else str
-    leaves, rest, own, tokens = divide(checkpoint, control, what, lambda _: begin())
-    collect(control, what, lambda: destination.enter(tokens[0]))
-    # Every rank that holds some of a shard writes it; everything else, and what has no elements, its owner.
-    mine = {
-        key: leaf
-        for key, leaf in leaves.items()
-        if not leaf.is_container and (key in own or (isinstance(leaf.value, FlatShard) and leaf.value.numel() > 0))
-    }
-
-    def write() -> _Part:
-        written, files = write_leaves(destination.path, control.rank, destination.suffix, mine)
-        destination.deliver(list(files))
-        lost: list[str] = []
-        outlines = {key: _outline(leaf, lost) for key, leaf in leaves.items() if key in own}
-        return _Part(written, files, outlines, lost)
-
-    parts = collect(control, what, write)
+    divided = divide(checkpoint, control, what, lambda _: begin())
+    collect(control, what, lambda: destination.enter(divided.seen[0]))
+    parts = collect(control, what, lambda: _write_part(destination, control.rank, divided))
 
     def commit() -> list[str]:
         if control.rank != 0:
             return []
         lost = [_named(path, kind) for path, kind in changed(checkpoint)]
-        lost += _write_record(destination, parts, rest, plan_summary)
+        lost += _write_record(destination, parts, divided.rest, plan_summary)
         destination.commit()
         return lost
 
@@ -201,38 +188,115 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-_ALIGNMENT = 64  # bytes, of the tensors in meta.bin
+# ------------------------------------------------------------------------------------------------ each rank's data file
+
+
+class _Written(NamedTuple):
+    """What one rank wrote under one name: of a tensor its parts, which with those of other ranks make up the whole."""
+
+    leaf: Leaf  # whose value is what the record says of it, but where it lies; of a tensor, a hole
+    archive: StoredBytes | None = None  # of a value
+    boxes: tuple[tuple[StoredBox, Chunk | None], ...] = ()  # of a tensor; without a chunk if there are no elements
 
 
 class _Part(NamedTuple):
-    """What one rank wrote: the entries of its data file, that file, what the record says of what it owns, and what
-    is lost.
-    """
+    """What one rank wrote: values by DCP name, its data file, and what loading will not give back."""
 
-    written: list[Written]
+    written: dict[str, _Written]
     files: dict[str, FileEntry]
-    outlines: dict[str, Leaf]
     lost: list[str]
 
 
-def _outline(leaf: Leaf, lost: list[str]) -> Leaf:
-    """A leaf with what the record says of its value in the place of it, but where it lies: a hole for a tensor, an item
-    for a JSON value, or the name of the class of a blob. ``lost`` gets it if loading does not give it back in a program
-    like this one.
+def _write_part(destination: Destination, rank: int, divided: Divided) -> _Part:
+    """Write one rank's data file as DCP does: an archive per box or value. Durable; no file if there is nothing.
+
+    Every rank that holds some of a shard writes it; everything else, and what has no elements, its owner. Of a tensor
+    on another device or in a file, a piece at a time is copied to the host.
     """
+    mine = {
+        key: leaf
+        for key, leaf in divided.leaves.items()
+        if key in divided.own or (isinstance(leaf.value, FlatShard) and leaf.value.local.numel())
+    }
+    part = _Part({}, {}, [])
+    path = destination.path / f"__{rank}_0{destination.suffix}.distcp"
+    with new_file(path) as opened:
+        file = ChecksummedFile(opened, torch.serialization.get_crc32_options())
+        known: dict[Any, tuple[StoredBytes, int | None, int | None]] = {}
+        for key, leaf in mine.items():
+            part.written[key] = _write_value(file, path.name, leaf, known, part.lost)
+    if file.nbytes:
+        part.files[path.name] = FileEntry(file.nbytes, file.checksum)
+        destination.deliver([path.name])
+    else:
+        path.unlink()
+    return part
+
+
+def _write_value(file: ChecksummedFile, name: str, leaf: Leaf, known: dict[Any, Any], lost: list[str]) -> _Written:
+    """Write one value. ``known`` is what was written of which memory: of a tied parameter there is one copy."""
     value, kind = leaf.value, type_name(leaf.value)
+    if leaf.is_container:
+        return _Written(leaf._replace(value=ValueItem(leaf.path, {})))
     if isinstance(value, FlatShard) or is_plain(value):
-        return leaf._replace(value=Hole(None, value.dtype, tuple(value.shape)))
+        boxes = []
+        for box, elements in _boxes(value):
+            identity = _identity(box, elements)
+            archive, offset, crc32 = known.get(identity) or _write_box(file, name, box, elements)
+            if identity is not None:
+                known[identity] = archive, offset, crc32
+            start = linear(value.shape, box.offsets)
+            chunk = None if offset is None else Chunk(start, math.prod(box.sizes), name, offset, crc32)
+            boxes.append((StoredBox(box, archive), chunk))
+        return _Written(leaf._replace(value=Hole(None, value.dtype, tuple(value.shape))), None, tuple(boxes))
+    layout = TorchFile(value)
+    archive = StoredBytes(name, file.nbytes, layout.nbytes)
+    file.write_archive(layout)
     if not isinstance(value, Tensor):
         with suppress(Inexpressible):
-            return leaf._replace(value=ValueItem(leaf.path, Encoder(strict=True).encode(value)))
-    if leaf.is_container:
-        return leaf._replace(value=ValueItem(leaf.path, {}))
-    archive = io.BytesIO()
-    torch.save(value, archive)
-    if load_safely(archive) is None:
+            return _Written(leaf._replace(value=ValueItem(leaf.path, Encoder(strict=True).encode(value))), archive)
+    content = io.BytesIO()
+    torch.save(value, content)
+    if load_safely(content) is None:
         lost.append(_named([leaf.key], kind))
-    return leaf._replace(value=kind)
+    return _Written(leaf._replace(value=BlobItem(leaf.path, kind, *archive)), archive)
+
+
+def _boxes(value: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes of a tensor that lie here, with their elements; of one without elements one box, so that DCP knows."""
+    if not isinstance(value, FlatShard) or not value.numel():
+        yield Box((0,) * value.dim(), tuple(value.shape)), getattr(value, "local", value.detach())
+        return
+    start = 0
+    for box in value.boxes:
+        end = start + math.prod(box.sizes)
+        yield box, value.local[start:end]
+        start = end
+
+
+def _identity(box: Box, elements: Tensor) -> Any:
+    """What two boxes share that are the same memory and would give the same archive; ``None`` if unknown."""
+    if not elements.numel() or not elements.is_contiguous():
+        return None
+    return memory_identity(elements), box.sizes, elements.is_conj(), elements.is_neg()
+
+
+def _write_box(
+    file: ChecksummedFile, name: str, box: Box, elements: Tensor
+) -> tuple[StoredBytes, int | None, int | None]:
+    """Returns the archive of a box, the byte where its elements begin as raw memory, and their checksum."""
+    begin, layout = file.nbytes, _layout(Hole(0, elements.dtype, box.sizes))
+    (crc32,) = file.write_archive(layout, elements)
+    offset = begin + layout.places[0].offset if elements.numel() else None
+    return StoredBytes(name, begin, layout.nbytes), offset, crc32
+
+
+_layout = lru_cache(maxsize=256)(TorchFile)
+
+
+# -------------------------------------------------------------------------------------------------------------- rank 0
+
+_ALIGNMENT = 64  # bytes, of the tensors in meta.bin
 
 
 def _named(path: Sequence[Any], kind: str) -> str:
@@ -288,34 +352,26 @@ def _write_record(
 
 def _items(parts: Sequence[_Part]) -> tuple[dict[str, Item], Index]:
     """What the record says of every value, and what ``.metadata`` does. Of empty containers DCP knows nothing."""
-    written: dict[str, list[Written]] = {}
-    for entry in (entry for part in parts for entry in part.written):
-        written.setdefault(entry.key, []).append(entry)
+    found: dict[str, _Written] = {}
+    for key, written in (pair for part in parts for pair in part.written.items()):
+        before = found.get(key)
+        found[key] = written if before is None else before._replace(boxes=before.boxes + written.boxes)
     items: dict[str, Item] = {}
     index: dict[str, BoxItem | StoredBytes] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for key, (path, stored_path, found) in (pair for part in parts for pair in part.outlines.items()):
-        entries = written.get(key, [])
-        if entries:
-            paths[key], index[key] = stored_path, entries[0].archive
-        if isinstance(found, ValueItem):
-            items[key] = found
-        elif isinstance(found, str):
-            items[key] = BlobItem(path, found, *entries[0].archive)
-        else:
-            chunks, boxes = [], []
-            for entry in entries:
-                if entry.box is not None:
-                    boxes.append(StoredBox(entry.box, entry.archive))
-                    if entry.elements is not None:
-                        start, numel = linear(found.shape, entry.box.offsets), math.prod(entry.box.sizes)
-                        chunks.append(Chunk(start, numel, entry.archive.file, entry.elements, entry.crc32))
+    for key, (leaf, archive, boxes) in found.items():
+        if isinstance(leaf.value, Hole):
+            chunks = sorted(chunk for _, chunk in boxes if chunk is not None)
+            like = leaf.path, leaf.value.dtype, tuple(leaf.value.shape)
             try:
-                items[key] = TensorItem(path, found.dtype, found.shape, tuple(sorted(chunks)))
-                index[key] = BoxItem(path, found.dtype, found.shape, (), tuple(boxes))
+                items[key] = TensorItem(*like, tuple(chunks))
+                index[key] = BoxItem(*like, (), tuple(box for box, _ in boxes))
             except ValueError as error:
                 raise ValueError(f"of '{key}', {error}") from error
-    return items, Index(index, paths)
+        else:
+            items[key] = leaf.value
+            if archive is not None:
+                index[key] = archive
+    return items, Index(index, {key: found[key].leaf.stored_path for key in index})
 
 
 def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[str, FileEntry]) -> tuple[Encoder, Any]:

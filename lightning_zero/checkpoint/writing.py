@@ -5,28 +5,23 @@ The checksums are CRC-32s, as of zip. That of a whole file is put together of th
 
 from __future__ import annotations
 
-import math
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.dcp import StoredBytes
-from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, memory_identity
-from lightning_zero.checkpoint.format.items import Leaf
-from lightning_zero.checkpoint.format.record import Chunk, FileEntry
+from lightning_zero.checkpoint.format.record import Chunk
 from lightning_zero.checkpoint.format.stored import StoredTensor
-from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.format.typed_json import is_plain, raw_memory
+from lightning_zero.checkpoint.format.torch_file import TorchFile
+from lightning_zero.checkpoint.format.typed_json import raw_memory
 from lightning_zero.checkpoint.storage.files import WRITTEN_NBYTES
 from lightning_zero.errors import CheckpointError
 
@@ -34,13 +29,11 @@ __all__ = [
     "LARGE_NBYTES",
     "ChecksummedFile",
     "Pieces",
-    "Written",
     "combine",
     "new_file",
     "progress_bar",
     "stored_identity",
     "write_bytes",
-    "write_leaves",
 ]
 
 _POLYNOMIAL = 0xEDB88320  # of zlib and zip, bits reversed
@@ -135,83 +128,6 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         yield file
         file.flush()
         os.fsync(file.fileno())
-
-
-# --------------------------------------------------------------------------------------------------- a rank's data file
-
-
-class Written(NamedTuple):
-    """One entry of this rank's data file."""
-
-    key: str  # the DCP name
-    box: Box | None  # of the tensor; ``None`` for a value
-    archive: StoredBytes
-    elements: int | None = None  # byte of the file where they begin as raw memory; ``None`` if there are none
-    crc32: int | None = None  # of the elements; ``None`` if unknown
-
-
-def write_leaves(
-    folder: Path, rank: int, suffix: str, leaves: Mapping[str, Leaf]
-) -> tuple[list[Written], dict[str, FileEntry]]:
-    """Write one rank's data file as DCP does: an archive per box or value. Durable; no file if there is nothing.
-
-    Of a tensor on another device or in a file, a piece at a time is copied to the host. ``OSError`` if the file could
-    not be written.
-    """
-    parts = [(key, box, value) for key, leaf in leaves.items() for box, value in _parts(leaf.value)]
-    if not parts:
-        return [], {}
-    path = folder / f"__{rank}_0{suffix}.distcp"
-    written: list[Written] = []
-    done: dict[Any, Written] = {}
-    with new_file(path) as raw:
-        file = ChecksummedFile(raw, torch.serialization.get_crc32_options())
-        for key, box, value in parts:
-            identity = None if box is None else _identity(box, value)
-            if identity not in done:
-                written.append(_write(file, path.name, key, box, value))
-            else:  # a tied parameter: one copy on disk under two names
-                written.append(done[identity]._replace(key=key, box=box))
-            if identity is not None:
-                done[identity] = written[-1]
-    return written, {path.name: FileEntry(file.nbytes, file.checksum)}
-
-
-def _parts(value: Any) -> Iterator[tuple[Box | None, Any]]:
-    """The boxes of a tensor with their elements. A tensor of a class of its own is a value: its class would be lost."""
-    if isinstance(value, FlatShard) and value.numel():
-        start = 0
-        for box in value.boxes:
-            end = start + math.prod(box.sizes)
-            yield box, value.local[start:end]
-            start = end
-    elif isinstance(value, FlatShard) or is_plain(value):  # also without elements: DCP has to know of it
-        elements = value.local if isinstance(value, FlatShard) else value.detach()
-        yield Box((0,) * value.dim(), tuple(value.shape)), elements
-    else:
-        yield None, value
-
-
-def _identity(box: Box, elements: Tensor) -> Any:
-    """What two boxes share that are the same memory and would give the same archive."""
-    if not elements.numel() or not elements.is_contiguous():
-        return None
-    return memory_identity(elements), box.sizes, elements.is_conj(), elements.is_neg()
-
-
-def _write(file: ChecksummedFile, name: str, key: str, box: Box | None, value: Any) -> Written:
-    begin = file.nbytes
-    if box is None:
-        layout = TorchFile(value)
-        file.write_archive(layout)
-        return Written(key, None, StoredBytes(name, begin, layout.nbytes))
-    layout = _layout(Hole(0, value.dtype, box.sizes))
-    (crc32,) = file.write_archive(layout, value)
-    elements = begin + layout.places[0].offset if value.numel() else None
-    return Written(key, box, StoredBytes(name, begin, layout.nbytes), elements, crc32)
-
-
-_layout = lru_cache(maxsize=256)(TorchFile)
 
 
 # --------------------------------------------------------------------------------------------------------------- pieces
