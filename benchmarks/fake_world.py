@@ -34,8 +34,8 @@ from lightning_zero.comm import (
     Streams,
 )
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.offload import MemoryTiers
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.storage.tiers import MemoryTiers
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
 

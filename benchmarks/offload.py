@@ -44,11 +44,12 @@ from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.extensions import nvme
+from lightning_zero.extensions.nvme.files import FileSystem
+from lightning_zero.extensions.nvme.pipeline import Request
+from lightning_zero.offload.host import host_memory, view_of
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
-from lightning_zero.session.offloading import make_tiers, offloaded_steps
-from lightning_zero.storage.files import FileSystem
-from lightning_zero.storage.host import host_memory, view_of
-from lightning_zero.storage.pipeline import Request
+from lightning_zero.session.offloading import make_steps, make_tiers
 
 PARTS = ("files", "host", "training", "device")
 KINDS: dict[str, dict[str, bool]] = {
@@ -137,7 +138,8 @@ class Rig:
         placement = Placement.from_stage(stage)
         plan = build_plan(model, placement=placement, world_size=1, units=["Block"], offload=offload)
         control, collectives = ControlGroup(None), LocalCollectives()
-        self.tiers = make_tiers(offload, plan, control, torch.device("cpu"), system=system)
+        make, options = (nvme.make_tiers, {"system": system}) if isinstance(offload, NvmeOffload) else (make_tiers, {})
+        self.tiers = make(offload, plan, control, torch.device("cpu"), **options)
         engine = ZeroEngine(model, plan, collectives, control, self.tiers)
         engine.prepare_training()
         self.engine = engine
@@ -150,8 +152,8 @@ class Rig:
             for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
         }
         before, after = engine.before_optimizer_step, engine.after_optimizer_step
-        note, steps = engine.access.writes.note, offloaded_steps(engine, 1)
-        ShardedOptimizer(self.optimizer, "AdamW", owned, collectives, before, after, note, offload=steps)
+        note, steps = engine.access.writes.note, make_steps(engine, 1)
+        ShardedOptimizer(self.optimizer, "AdamW", owned, collectives, before, after, note, steps=steps)
         gradients_of(engine, model)
 
     def step(self) -> float:

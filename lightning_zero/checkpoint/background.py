@@ -37,8 +37,7 @@ from lightning_zero.checkpoint.storage.publish import remove
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect, failure_text
 from lightning_zero.errors import CheckpointError, CommunicationError
-from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.host import host_memory
+from lightning_zero.offload.host import OffloadedTensor, host_memory
 
 __all__ = ["Saver", "Snapshots"]
 
@@ -302,10 +301,7 @@ class Snapshots:
         for run in runs:
             first = begin + run.start % _ALIGNMENT
             place = self._memory[first : first + run.source.nbytes]
-            if isinstance(run.source, FileTensor):
-                run.source.read_into(place.view(run.source.dtype))
-            else:
-                place.copy_(run.source, non_blocking=True)
+            place.view(run.source.dtype).copy_(run.source, non_blocking=True)
             places.append(place)
             begin += run.room
         for device in devices:
@@ -345,7 +341,7 @@ def _runs(sources: Mapping[int, tuple[Tensor, Tensor]]) -> list[_Run]:
     for identity, (_, source) in sources.items():
         if source.numel():
             start, key = 0, memory_identity(source)
-            if not isinstance(source, FileTensor):
+            if not isinstance(source, OffloadedTensor):
                 start = int(source.storage_offset()) * source.dtype.itemsize
                 key = source.device, source.untyped_storage().data_ptr()
             storages.setdefault(key, (source, []))[1].append((start, start + source.nbytes, identity))
@@ -365,7 +361,7 @@ def _runs(sources: Mapping[int, tuple[Tensor, Tensor]]) -> list[_Run]:
 
 def _run(source: Tensor, ranges: list[tuple[int, int, int]], end: int) -> _Run:
     start, memory = ranges[0][0], source
-    if not isinstance(source, FileTensor):
+    if not isinstance(source, OffloadedTensor):
         memory = torch.empty(0, dtype=torch.uint8, device=source.device)
         memory.set_(source.untyped_storage(), start, (end - start,), (1,))
     return _Run(memory, start, [(identity, begin - start) for begin, _, identity in ranges])

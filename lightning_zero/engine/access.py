@@ -19,6 +19,7 @@ from lightning_zero.engine.gradients.shown import GradientPlace, UserGradients
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.offload.transfers import MemoryTiers
 from lightning_zero.plan import FlatLayout, Plan
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data, set_gradient
 from lightning_zero.shards.functions import refusal
@@ -27,7 +28,6 @@ from lightning_zero.shards.slice import ParameterShard
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import values_of
 from lightning_zero.shards.workers import WORKER, for_worker
-from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["ParameterAccess"]
 

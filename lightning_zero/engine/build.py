@@ -21,11 +21,11 @@ from lightning_zero.engine.units.sharded import ShardedUnit, Slot
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.init import InitRecord
+from lightning_zero.offload.transfers import MemoryTiers
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
 from lightning_zero.plan.layout import align_up
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.slice import FlatParameters, ParameterShard, Placeholders, flat_range, views_of
-from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["UnitBuilder", "as_bytes", "build_reducer", "check_materialisable", "copy_slice", "place_buffers"]
 

@@ -14,10 +14,10 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.hooks import unhooked
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import DivergenceError, OffloadError, ParameterAccessError
+from lightning_zero.offload.host import OffloadedTensor, in_memory
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
 from lightning_zero.shards.slice import FlatParameters, checksum, cut, fingerprint, flat_range, views_of
 from lightning_zero.shards.sliced_tensor import SlicedTensor
-from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
 __all__ = [
     "average_into",
@@ -41,11 +41,11 @@ def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what:
     with untracked():
         full = torch.zeros(flat.layout.numel, dtype=shard.dtype, device=engine.device)
         try:
-            fill_from(engine.collectives.own_range(full), shard)
+            engine.collectives.own_range(full).copy_(shard)
         except OffloadError as error:  # this rank's part of the gather must come all the same
             failure = error
         engine.collectives.all_gather(full, what).wait()
-    if isinstance(shard, FileTensor):  # on all ranks or on none
+    if isinstance(shard, OffloadedTensor):  # on all ranks or on none
         engine.control.raise_together(failure, f"read its part of {what}")
     return full
 
@@ -307,11 +307,11 @@ def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
 
 def _keep_own(part: _Shown, own: Tensor) -> bool:
     """Take this rank's shard over into the master. Returns whether anything is new in it."""
-    before = part.own.read() if isinstance(part.own, FileTensor) else part.own
+    before = in_memory(part.own)
     if torch.equal(own.view(torch.uint8), before.to(own.device).view(torch.uint8)):
         return False
     if part.flat.rest.offloaded or own.data_ptr() != part.flat.master.data_ptr():
-        fill_from(part.flat.master, own)
+        part.flat.master.copy_(own)
     return True
 
 

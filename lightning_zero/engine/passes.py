@@ -43,10 +43,10 @@ from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import DivergenceError, ParameterAccessError
 from lightning_zero.init import InitRecord
+from lightning_zero.offload.transfers import MemoryTiers
 from lightning_zero.plan import FETCH_UNITS, Plan
 from lightning_zero.shards.reductions import Combine
 from lightning_zero.shards.slice import ParameterShard, Placeholders
-from lightning_zero.storage.tiers import MemoryTiers
 
 __all__ = ["Passes", "torn"]
 

@@ -37,8 +37,8 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import ReplicatedUnit
+from lightning_zero.offload import OffloadedTensor
 from lightning_zero.plan import Plan
-from lightning_zero.storage import FileTensor
 from lightning_zero.text import readable_size, table
 from lightning_zero.trainer.strategy import ZeroStrategy
 
@@ -588,7 +588,9 @@ def _unclaimed(tensors: Iterable[Tensor | None], claimed: Mapping[int, int]) -> 
     """Bytes of the storages behind tensors that are not in ``claimed``."""
     found: dict[int, int] = {}
     for tensor in tensors:
-        if tensor is None or isinstance(tensor, FileTensor) or tensor.layout is not torch.strided or tensor.is_meta:
+        if tensor is None or isinstance(tensor, OffloadedTensor):
+            continue
+        if tensor.layout is not torch.strided or tensor.is_meta:
             continue
         key = storage_key(tensor)
         if key not in claimed:
@@ -627,16 +629,12 @@ def memory_stats(
     if reducer is not None:
         device["gradient_slots"] = claim(s.buffer for s in reducer._slots if s is not None and not s.vacant)
     device["transport"] = claim(engine.collectives.buffers)
-    store = engine.tiers.store
-    host["buffers"] = engine.tiers.transfers.reserved_nbytes
-    if store is not None:  # what is read ahead goes through host memory
-        host["buffers"] += store.host_nbytes + engine.tiers.fetcher.reserved_nbytes
-    elif engine.device.type != "cpu":
-        device["slots"] += engine.tiers.fetcher.reserved_nbytes
+    host["buffers"] = engine.tiers.host_buffer_nbytes
+    device["slots"] += engine.tiers.device_buffer_nbytes
     return MemoryStats(
         device=device,
         host=host if offload is not None else {},
-        disk=0 if store is None else store.nbytes_on_disk,
+        disk=engine.tiers.disk_nbytes,
         beside=claim(_beside(engine)),
     )
 

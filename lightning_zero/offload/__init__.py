@@ -1,8 +1,6 @@
-"""What does not rest on the device: host memory, files, and what moves between them and the device."""
+"""Offload: host memory for what does not stay on the device, and the copies between them."""
 
-from lightning_zero.storage.file_tensor import FileTensor, fill_from
-from lightning_zero.storage.host import HostMemory, host_memory
-from lightning_zero.storage.pipeline import Pipeline, Request
-from lightning_zero.storage.tiers import NvmeStore
+from lightning_zero.offload.host import HostMemory, OffloadedTensor, host_memory, in_memory
+from lightning_zero.offload.transfers import MemoryTiers
 
-__all__ = ["HostMemory", "NvmeStore", "Pipeline", "Request", "FileTensor", "fill_from", "host_memory"]
+__all__ = ["HostMemory", "MemoryTiers", "OffloadedTensor", "host_memory", "in_memory"]

@@ -1,4 +1,8 @@
-"""Host memory for what does not rest on the device: page-aligned, and page-locked where copies shall overlap."""
+"""Memory for offloaded tensors: on the host, page-aligned, and page-locked where copies shall overlap.
+
+A tier beyond host memory is an extension's. Its tensors are ``OffloadedTensor``, which the rest of the package reads
+and writes without knowing where they are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import ctypes
 import mmap
 import sys
 import weakref
-from collections import deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,23 +23,61 @@ from lightning_zero.comm.streams import runs_beside
 __all__ = [
     "PAGE_NBYTES",
     "PIECE_NBYTES",
-    "TRANSFER_NBYTES",
-    "BufferPool",
     "HostMemory",
+    "OffloadedTensor",
     "bytes_of",
     "host_memory",
+    "in_memory",
     "is_on_host",
+    "new_memory",
     "padded_nbytes",
+    "pieces",
     "view_of",
 ]
 
 PAGE_NBYTES = 4096  # alignment of memory, and of everything that goes to or comes from a disk
-PIECE_NBYTES = 1 << 20  # what passes through memory at once between two files
-TRANSFER_NBYTES = 4 << 20  # most that one system call moves: long enough to be worth one, short enough to share out
+PIECE_NBYTES = 1 << 20  # what passes through memory at once where neither side is in memory
 _HUGE_NBYTES = 4 << 20  # from here on, ask for huge pages: fewer faults, and less work to pin for direct input/output
 # MADV_WIPEONFORK. Not MADV_DONTFORK: a forked process still has the objects that unmap the memory when they are freed,
 # and would unmap whatever it has at that address by then.
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None
+
+
+class OffloadedTensor(Tensor):
+    """A tensor without memory: it stands for elements in a tier beyond host memory.
+
+    An extension defines what it is. ``copy_`` from and to it moves the elements, in pieces; views that are a range of
+    them stay handles. Code that needs memory asks for ``in_memory``.
+    """
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for handles on the same elements in the same shape."""
+        raise NotImplementedError
+
+    def read(self) -> Tensor:
+        """All elements, in host memory of their own. Raises ``OffloadError`` if they cannot be read."""
+        raise NotImplementedError
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or what is read of one that has no memory."""
+    return tensor.read() if isinstance(tensor, OffloadedTensor) else tensor
+
+
+def new_memory(numel: int, dtype: torch.dtype) -> Tensor:
+    """Host memory, 1-D: a mapping of its own, which files are read into directly, if it is large enough for that."""
+    with untracked():
+        if numel * dtype.itemsize < PIECE_NBYTES:
+            return torch.empty(numel, dtype=dtype)
+        return host_memory(numel * dtype.itemsize, locked=False).view(dtype)
+
+
+def pieces(numel: int, dtype: torch.dtype, nbytes: int = PIECE_NBYTES) -> Iterator[tuple[int, Tensor]]:
+    """Where pieces of ``numel`` elements start, and host memory for each, the same for all: at most ``nbytes``."""
+    piece = new_memory(min(numel, nbytes // dtype.itemsize), dtype)
+    for start in range(0, numel, max(1, piece.numel())):
+        yield start, piece[: numel - start]
 
 
 class _Block(NamedTuple):
@@ -129,57 +171,6 @@ class HostMemory:
         self.unlock()
         self._unlocked.clear()
         self.nbytes = 0
-
-
-class BufferPool:
-    """A ring of memory, of whole pages: what is taken first is given back first, so that it never falls to pieces."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self.nbytes = memory.numel()
-        self._taken: deque[tuple[int, int]] = deque()  # begin and end
-
-    @property
-    def empty(self) -> bool:
-        """Whether the memory was given up."""
-        return not self._memory.numel()
-
-    @property
-    def taken(self) -> int:
-        """How many pieces are taken."""
-        return len(self._taken)
-
-    def take(self, nbytes: int) -> Tensor | None:
-        """A piece of memory, of whole pages, or nothing if there is no room at the moment."""
-        if not 0 < nbytes <= self.nbytes or nbytes % PAGE_NBYTES:
-            raise ValueError(f"{nbytes} bytes cannot be taken from a pool of {self.nbytes}.")
-        begin = 0
-        if self._taken:
-            (first, _), (last_begin, begin) = self._taken[0], self._taken[-1]
-            end = self.nbytes if last_begin >= first else first  # taken pieces lie in one row, or go round
-            if begin + nbytes > end:
-                if last_begin < first or nbytes > first:
-                    return None
-                begin = 0
-        self._taken.append((begin, begin + nbytes))
-        return self._memory[begin : begin + nbytes]
-
-    def give_back(self) -> None:
-        """Give back the piece that was taken first of those still taken."""
-        self._taken.popleft()
-
-    def clear(self) -> None:
-        """Give back everything."""
-        self._taken.clear()
-
-    def release(self) -> None:
-        """Give the memory up between runs. Nothing may be taken before ``refill``."""
-        self.clear()
-        self._memory = self._memory.new_empty(0)
-
-    def refill(self, memory: Tensor) -> None:
-        """Have memory again: 1-D, ``nbytes`` bytes."""
-        self._memory = memory
 
 
 def _allocate(nbytes: int, locked: bool, inherited: bool) -> _Block:

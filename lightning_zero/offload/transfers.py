@@ -1,8 +1,8 @@
-"""Copies between device and host that nobody waits for until their result is needed.
+"""Where shards stay between uses (``MemoryTiers``), and the copies between device and host.
 
-On CUDA a copy runs on the transfer stream, and what has to be computed on the host for it (adding to a gradient that is
-there already, a cast) on one worker thread. On the CPU, where device and host are both memory, the worker thread does
-all of it, so that the order of things is the same and as real.
+Nobody waits for a copy until its result is needed. On CUDA a copy runs on the transfer stream, and what has to be
+computed on the host for it (adding to a gradient that is there already, a cast) on one worker thread. On the CPU, where
+device and host are both memory, the worker thread does all of it, so that the order of things is the same and as real.
 
 [Note: who may touch what, when]
 Until a transfer is *ordered* its device memory must not be written; until it is *waited for* its host memory must not
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
+from lightning_zero.comm import Pending
 from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.storage.file_tensor import FileTensor, fill_from
-from lightning_zero.storage.host import HostMemory, is_on_host, padded_nbytes
-from lightning_zero.storage.pipeline import Waitable
+from lightning_zero.config import Tier
+from lightning_zero.offload.host import HostMemory, is_on_host, padded_nbytes
 
-__all__ = ["Copy", "Fetcher", "Transfer", "Transfers"]
+__all__ = ["Copy", "FetchBuffer", "Fetcher", "MemoryTiers", "Transfer", "Transfers"]
 
 
 class Copy(NamedTuple):
@@ -107,7 +107,7 @@ class Transfers:
         """Host memory that ``reserve`` has taken."""
         return sum(staging.buffer.nbytes for staging in (*self._landing, *self._sending))
 
-    def out(self, copies: Sequence[Copy], ready: Waitable | None = None) -> Transfer:
+    def out(self, copies: Sequence[Copy], ready: Pending | None = None) -> Transfer:
         """Start to bring device memory to the host.
 
         ``ready`` still produces the sources, and orders behind it what is issued after its ``wait``; ``None``: all that
@@ -222,31 +222,32 @@ def _run(copies: list[Copy]) -> Event:
 
 
 @dataclass(eq=False)
-class _Buffer:
-    """Memory for one unit's shards on their way: on the host for files, on the device for host memory."""
+class FetchBuffer:
+    """Memory for one unit's shards on their way."""
 
     memory: Tensor
     places: dict[int, Tensor] = field(default_factory=dict)  # of shards not asked for yet, by identity of their source
-    job: Future[None] | None = None  # reads files into it
+    job: Future[None] | None = None  # fills it, where a thread has to
     event: Event = None  # behind the copies into it; then behind the last use of it
 
 
 class Fetcher:
-    """Fetches shards from where they rest into the memory that is gathered.
+    """Copies shards from host memory to the device, where units are gathered from them, ahead of their use.
 
-    Files are read by a thread of their own into host buffers; host memory is copied into device buffers on the transfer
-    stream. Where the device is the CPU, host memory is close enough.
+    The engine says which unit comes next (``ahead``) and takes the shards when it gathers (``fetch``). Where the device
+    is the CPU, host memory is close enough. An extension fetches from another tier by overriding the last four methods.
     """
 
-    def __init__(self, device: torch.device, streams: Streams, memory: HostMemory) -> None:
+    can_fail = False
+    """Whether shards may turn out to be unreadable, so that the ranks have to agree on how it went."""
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
         self._streams = streams
-        self._memory = memory
         self._count, self._nbytes = 0, 0
         self.active = True  # not between runs, where fetching ahead would leave a thread and buffers behind
         self._direct: Event = None  # behind the last copy straight out of host memory
-        self._buffers: list[_Buffer] = []
-        self._reader: ThreadPoolExecutor | None = None
+        self._buffers: list[FetchBuffer] = []
 
     @property
     def reserved_nbytes(self) -> int:
@@ -256,7 +257,7 @@ class Fetcher:
     def reserve(self, units: int, nbytes: int) -> None:
         """Say how many units may be fetched ahead. Memory for them is taken with the first use.
 
-        ``nbytes`` are those of the largest unit's shards that rest elsewhere, each rounded up to whole pages.
+        ``nbytes`` are those of the largest unit's offloaded shards, each rounded up to whole pages.
         """
         self.close()
         self._count, self._nbytes = units, nbytes
@@ -274,50 +275,26 @@ class Fetcher:
             nbytes = source.numel() * source.dtype.itemsize
             buffer.places[id(source)] = buffer.memory[start : start + nbytes].view(source.dtype)
             start += padded_nbytes(nbytes)
-        targets = [(source, buffer.places[id(source)]) for source in wanted]
-        if not isinstance(wanted[0], FileTensor):
-            with untracked(), self._streams.transferring(buffer.event):
-                for source, place in targets:
-                    place.copy_(source, non_blocking=True)
-                buffer.event = self._streams.mark()
-            return
-        event = buffer.event
-
-        def read() -> None:
-            if event is not None:
-                event.synchronize()
-            with untracked():
-                for source, place in targets:
-                    fill_from(place, source)
-
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-fetch")
-        buffer.job = self._reader.submit(read)
+        self._begin(buffer, [(source, buffer.places[id(source)]) for source in wanted])
 
     def fetch(self, source: Tensor, destination: Tensor) -> None:
-        """Fill ``destination``, on the device, on the current stream from ``source``, wherever it rests; both 1-D.
+        """Fill ``destination``, on the device, on the current stream from ``source``, wherever that is; both 1-D.
 
-        An ``OffloadError`` if a file could not be read.
+        Raises ``OffloadError`` if a file could not be read.
         """
         buffer = next((buffer for buffer in self._buffers if id(source) in buffer.places), None)
         with untracked():
             if buffer is None:
-                if isinstance(source, FileTensor):
-                    fill_from(destination, source)
-                else:
-                    destination.copy_(source, non_blocking=self._streams.beside)
-                    self._direct = self._streams.mark()
+                destination.copy_(source, non_blocking=self._streams.beside)
+                self._direct = self._streams.mark()
                 return
             place = buffer.places.pop(id(source))
-            if buffer.job is not None:
-                buffer.job.result()
-            else:
-                self._streams.wait(buffer.event)
+            self._arrived(buffer)
             destination.copy_(place, non_blocking=self._streams.beside)
             buffer.event = self._streams.mark()
 
     def settle(self) -> None:
-        """Wait on the host until nothing reads host memory any more: it is about to be written."""
+        """Wait on the host until nothing reads offloaded shards any more: they are about to be written."""
         for event in (self._direct, *(buffer.event for buffer in self._buffers)):
             if event is not None:
                 event.synchronize()
@@ -331,18 +308,12 @@ class Fetcher:
             buffer.places.clear()
 
     def close(self) -> None:
-        """Forget, free the buffers and end the thread. May be called again; a later fetch starts anew."""
+        """Forget, and free the buffers. May be called again; a later fetch takes others."""
         self.forget()
         self.settle()
         self._buffers.clear()
-        if self._reader is not None:
-            self._reader.shutdown(wait=True)
-            self._reader = None
 
-    def _is_far(self, source: Tensor) -> bool:
-        return isinstance(source, FileTensor) or (self._streams.beside and is_on_host(source))
-
-    def _free_buffer(self, wanted: Sequence[Tensor]) -> _Buffer | None:
+    def _free_buffer(self, wanted: Sequence[Tensor]) -> FetchBuffer | None:
         """One that nothing is in which somebody may still ask for; ``None`` if there is none, or it is too small."""
         nbytes = padded_nbytes(self._nbytes)
         if sum(padded_nbytes(source.numel() * source.dtype.itemsize) for source in wanted) > nbytes:
@@ -350,15 +321,96 @@ class Fetcher:
         buffer = next((buffer for buffer in self._buffers if not buffer.places), None)
         # The device may still have to take something from one that was used: the next copy into that waits for it.
         if (buffer is None or self._streams.beside) and len(self._buffers) < self._count:
-            if isinstance(wanted[0], FileTensor):
-                memory = self._memory.allocate(nbytes, torch.uint8)
-            else:
-                with untracked():
-                    memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            buffer = _Buffer(memory)
+            buffer = FetchBuffer(self._room(nbytes))
         elif buffer is not None:
             self._buffers.remove(buffer)
         if buffer is not None:
             self._buffers.append(buffer)  # by turns: the first one was filled longest ago
             buffer.job = None
         return buffer
+
+    def _is_far(self, source: Tensor) -> bool:
+        """Whether a shard is worth fetching ahead."""
+        return self._streams.beside and is_on_host(source)
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Memory for one buffer."""
+        with untracked():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _begin(self, buffer: FetchBuffer, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Start to fill a buffer: each source, and its place in there."""
+        with untracked(), self._streams.transferring(buffer.event):
+            for source, place in copies:
+                place.copy_(source, non_blocking=True)
+            buffer.event = self._streams.mark()
+
+    def _arrived(self, buffer: FetchBuffer) -> None:
+        """Order everything from now on behind what fills a buffer."""
+        self._streams.wait(buffer.event)
+
+
+class MemoryTiers:
+    """Memory for the shards of one engine by tier: the device's and the host's.
+
+    At most ``pin_nbytes`` of host memory are page-locked (``None``: all of it). A tier of an extension is a subclass.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None, pin_nbytes: int | None = None) -> None:
+        self.device = device
+        self.streams = streams = streams or Streams(device)
+        self.memory = HostMemory(device, pin_nbytes)
+        self.transfers = Transfers(streams, self.memory)
+        self.fetcher = Fetcher(device, streams)
+
+    @property
+    def host_buffer_nbytes(self) -> int:
+        """Host memory of buffers beside the shards."""
+        return self.transfers.reserved_nbytes
+
+    @property
+    def device_buffer_nbytes(self) -> int:
+        """Memory on the device, where that is not the host's, of buffers beside the shards."""
+        return self.fetcher.reserved_nbytes if self.streams.beside else 0
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes in files."""
+        return 0
+
+    def allocate(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        """Memory for one shard, all zeros: 1-D. ``what`` it will hold is for messages.
+
+        Raises ``MemoryError`` or ``OffloadError`` if there is no room for it.
+        """
+        if tier is Tier.HOST:
+            return self.memory.allocate(numel, dtype)
+        with untracked():
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def settle(self) -> None:
+        """Wait on the host until nothing reads or writes offloaded shards any more."""
+        self.transfers.settle()
+        self.fetcher.settle()
+
+    def abandon(self) -> None:
+        """Settle everything under way after an error in the middle of a step."""
+        self.transfers.settle()
+        self.fetcher.forget()
+
+    def rest(self) -> None:
+        """End threads, give up buffers and page-locking between runs; the shards stay. A later use takes them again."""
+        self.transfers.close()
+        self.fetcher.close()
+        self.fetcher.active = False
+        self.memory.unlock()
+
+    def wake(self) -> None:
+        """Page-lock again what ``rest`` has unlocked, and fetch ahead: a run begins."""
+        self.memory.lock()
+        self.fetcher.active = True
+
+    def close(self) -> None:
+        """Give everything up. May be called again."""
+        self.rest()
+        self.memory.release()

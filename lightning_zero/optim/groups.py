@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
-from lightning_zero.config import Tier
 from lightning_zero.plan import FlatLayout, ShardSlice
-from lightning_zero.shards.slice import FlatParameters, ParameterShard
-from lightning_zero.storage.tiers import NvmeStore
+from lightning_zero.shards.slice import FlatParameters, ParameterShard, shard_parameter
 
-__all__ = ["BeforeStep", "Note", "OffloadedSteps", "OwnedParameter", "ParamGroups", "restore_options"]
+__all__ = ["BeforeStep", "Note", "OwnedParameter", "ParamGroups", "restore_options"]
 
 
 BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None], Callable[[], bool]], None]
@@ -71,42 +69,7 @@ class OwnedParameter:
         """1-D: what stands for it in a step: the shard parameter of the engine, or one like that if it is frozen."""
         if self.shard.parameter is not None:
             return self.shard.parameter
-        with torch.inference_mode(False):
-            data = self.shard.data.detach()
-            if self.flat.rest.master is Tier.DISK:
-                absent = float("nan") if data.dtype.is_floating_point or data.dtype.is_complex else 0
-                data = torch.full((), absent, dtype=data.dtype).expand(data.numel())
-            return nn.Parameter(data, requires_grad=False)
-
-
-RANGE_NUMEL = 2**18
-"""Elements. With masters, gradients, two tensors of state and a temporary in float32 they are 5 MiB."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadedSteps:
-    """What the optimizer side needs of a run that offloads.
-
-    Attributes:
-        unit_stepped: called with the index of every unit of the optimizer, ascending, as soon as its masters are new:
-            the same sequence on every rank, also after a failure. What is in files may be up to date only when
-            ``agree`` is called. Collective: every rank.
-        agree: called once a step, with what went wrong here or ``None``. Raises ``OffloadError`` on every rank if
-            anything went wrong anywhere. Collective: every rank.
-        check_room: for masters in files, called with the bytes that are about to be added to them, also if these are
-            none. Raises ``OffloadError`` on every rank if a disk has no room for those of all ranks that share it.
-            Collective: every rank.
-        store: where files are; ``None`` without masters in files.
-        threads: threads to compute with.
-        range_numel: elements that a step works on at a time, a multiple of 64.
-    """
-
-    unit_stepped: Callable[[int], None]
-    agree: Callable[[BaseException | None], None]
-    check_room: Callable[[int], None]
-    store: NvmeStore | None
-    threads: int
-    range_numel: int = RANGE_NUMEL
+        return shard_parameter(self.shard.data, trainable=False)
 
 
 class ParamGroups:

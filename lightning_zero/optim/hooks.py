@@ -36,10 +36,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_zero._torch import put_hooks_innermost
 from lightning_zero.comm import Collectives
 from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.offload.host import in_memory
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.state import StateHomes
 from lightning_zero.optim.whole import WholeState, resharded
-from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["Kept", "StepHooks", "holds", "keep_in_memory", "kept_of"]
 
@@ -154,7 +154,7 @@ class Kept:
         self._label = label
         self._entries = list(entries)
         self._state: Callable[[], dict[str, WholeState]] | None = state
-        self._in_files = homes.store is not None
+        self._in_files = not homes.lasts
         self._handle = optimizer.register_step_pre_hook(self._refuse)
         holds(optimizer, self.keep)
 
@@ -164,17 +164,17 @@ class Kept:
 
     def give_up_files(self) -> None:
         """Let other optimizers have the files. State that was in them is lost, and this optimizer cannot go on."""
-        if self.homes.store is not None:
+        if not self.homes.lasts:
             self._state = None
             self.homes.release()
 
     def read_files(self) -> None:
         """Hold in memory what is in files."""
-        if self.homes.store is None or self._state is None:
+        if self.homes.lasts or self._state is None:
             return
         found = self._state()
         for one in found.values():
-            one.slices.update({k: v.read() for k, v in one.slices.items() if isinstance(v, FileTensor)})
+            one.slices.update({key: in_memory(value) for key, value in one.slices.items()})
         self._state, self._in_files = lambda: found, False
 
     def let_go(self) -> None:

@@ -2,7 +2,7 @@
 
 Elementwise optimizers step on 1-D slices, bit-identical to the whole. Every rank keeps every parameter in its place in
 the groups, with 0 elements where it owns nothing, so parameter indices mean the same everywhere and step counters
-agree. Where masters do not rest on the device, the update happens in ``optim/files.py``.
+agree. How they step on each tier of memory is in ``optim/stepper.py``.
 
 Optimizers that need whole matrices get them at one owner rank (``optim/whole.py``). During a step their groups hold the
 whole parameters this rank owns *and* the shard parameters of all, which show no gradient then, so that the optimizer
@@ -18,19 +18,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives
-from lightning_zero.errors import OffloadError, UnsupportedOptimizerError, some
+from lightning_zero.errors import UnsupportedOptimizerError, some
 from lightning_zero.optim.agreement import Fingerprint
-from lightning_zero.optim.files import OffloadedUpdate
-from lightning_zero.optim.groups import BeforeStep, Note, OffloadedSteps, OwnedParameter, ParamGroups, restore_options
+from lightning_zero.optim.groups import BeforeStep, Note, OwnedParameter, ParamGroups, restore_options
 from lightning_zero.optim.hooks import Kept, StepHooks, holds, kept_of
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
 from lightning_zero.optim.segments import Member, members_of
-from lightning_zero.optim.state import SCALARS, StateHomes, copied, covers
-from lightning_zero.optim.stepper import SegmentStepper
+from lightning_zero.optim.state import SCALARS, copied, covers
+from lightning_zero.optim.stepper import Steps
 from lightning_zero.optim.visible import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
 
-__all__ = ["OffloadedSteps", "OwnedParameter", "ShardedOptimizer", "optimizer_rule"]
+__all__ = ["OwnedParameter", "ShardedOptimizer", "optimizer_rule"]
 
 
 class ShardedOptimizer:
@@ -44,7 +43,7 @@ class ShardedOptimizer:
         note: called with what user code writes to state.
         writable: whether the user can write to the masters at any time, because parameters show them; whole parameters
             are then brought up to date before every step.
-        offload: the run's side of steps on masters that do not rest on the device; ``None`` if all do.
+        steps: how the run's optimizers step, by the tier of the masters.
 
     Raises:
         UnsupportedOptimizerError: if the optimizer cannot be sharded, or not be stepped on where its masters rest.
@@ -64,7 +63,7 @@ class ShardedOptimizer:
         after_step: Callable[[Mapping[int, Sequence[nn.Parameter]]], None],
         note: Note,
         writable: bool = False,
-        offload: OffloadedSteps | None = None,
+        steps: Steps | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.label = label
@@ -85,18 +84,9 @@ class ShardedOptimizer:
         self._whole_is_stale = False
         self._writable = writable
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients that the step is not to see
-        self._offload = offload
-        store = None if offload is None else offload.store
-        if kept is not None and store is not None and kept.homes.store is store:
-            self.homes = kept.homes
-        else:
-            self.homes = StateHomes(optimizer, label, store)
-        self._stepper: OffloadedUpdate | SegmentStepper | None = None
-        if offload is not None:
-            self._stepper = OffloadedUpdate(optimizer, offload, self.homes)
-        elif self.rule == "elementwise":
-            # Small parameters in host memory are stepped on together; the rest is left to the optimizer's own step.
-            self._stepper = SegmentStepper(optimizer, None)
+        self._steps = steps or Steps()
+        self.homes = self._steps.homes(optimizer, label, None if kept is None else kept.homes)
+        self._stepper = self._steps.stepper(optimizer, self.homes)
         self._shards: list[Member] = []
         self._view = OptimizerView(optimizer, label, owned, self.homes, note, whole=self.rule == "whole")
         self.adopt_new_groups()
@@ -152,8 +142,7 @@ class ShardedOptimizer:
 
     def _forget_segments(self) -> None:
         """Have state held nowhere else: it is about to be loaded anew, or given up."""
-        if self._stepper is not None:
-            self._stepper.forget()
+        self._stepper.forget()
 
     # ------------------------------------------------------------------- steps
 
@@ -190,7 +179,7 @@ class ShardedOptimizer:
             self._hidden = [(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None]
             for parameter, _ in self._hidden:
                 parameter.grad = None
-        elif self._stepper is not None:
+        else:
             self._view.pass_over(self._stepper.run(self._shards))
 
     def _after(self) -> None:
@@ -221,15 +210,7 @@ class ShardedOptimizer:
             check_offloadable(self.optimizer, self.label, self.rule, tier, entry.user.device)
         if self.rule == "whole" and entries:
             self._hand_out(entries)
-        failure: OffloadError | None = None
-        try:
-            if self._offload is not None:
-                self.homes.reserve(self.optimizer, fresh, self._offload.check_room)
-            self._take_over()
-        except OffloadError as error:
-            failure = error
-        if self._offload is not None and self.homes.store is not None:
-            self._offload.agree(failure)
+        self._stepper.take_over(fresh, self._take_over)
         self._adopted.update(dict.fromkeys(entries))
         self._shards = members_of(members)
         self.units = {}
@@ -315,7 +296,7 @@ class ShardedOptimizer:
 
     def make_room(self) -> None:
         """Give up state that is about to be loaded anew, where there is no memory for both: off the device."""
-        if self._offload is not None and self._whole is None:
+        if self._steps.range_numel is not None and self._whole is None:
             self.state.clear()
             self._forget_segments()
 
@@ -328,9 +309,7 @@ class ShardedOptimizer:
                 f"{self.label} has {len(self.optimizer.param_groups)} param groups, the checkpoint has {len(groups)}. "
                 "Build the optimizer with the same groups as when the checkpoint was saved."
             )
-        # Some options are those of the run, not of the training.
-        own = ("params",) if self._offload is None else ("params", "capturable", "differentiable")
-        restore_options(self.optimizer, groups, own)
+        restore_options(self.optimizer, groups, self._steps.own_options)
         self.state.clear()
         self._forget_segments()
         if self._whole is not None:

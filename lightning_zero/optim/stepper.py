@@ -1,8 +1,21 @@
-"""Steps of an elementwise optimizer on segments. See [Note: segments]."""
+"""The step of an elementwise optimizer, for masters in every tier of memory. See [Note: segments].
+
+[Note: a step before the step]
+``optimizer.step()`` stays what schedulers, step hooks and the user call. Its last pre-hook updates offloaded units one
+after the other, so that each one's weights are on their way to the device while the next one is updated. The groups
+hold none of them then: the call that torch makes of the optimizer's own ``step`` finds nothing left to do.
+
+[Note: a failure on one rank]
+Publishing a unit may be a collective. A rank that cannot step on a unit (a full disk, an optimizer that raises)
+publishes what it has for that one and all after it, and only then do the ranks tell each other: every rank raises, none
+waits for a rank that is gone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -14,10 +27,14 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step, untracked
 from lightning_zero.analysis.optimizers import SEGMENT_NUMEL, SMALL_NUMEL
+from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.segments import Member, Range, Segment, Together
-from lightning_zero.optim.state import Kind, copied, covers
+from lightning_zero.optim.state import Kind, StateHomes, copied, covers
 
-__all__ = ["Memory", "SegmentStep", "SegmentStepper", "threads"]
+__all__ = ["RANGE_NUMEL", "Memory", "SegmentStep", "Stepper", "Steps"]
+
+RANGE_NUMEL = 2**18
+"""Elements. With masters, gradients, two tensors of state and a temporary in float32 they are 5 MiB."""
 
 _AT_ONCE = 16  # segments in a step of the optimizers that take one parameter after the other
 _LINE_NBYTES = 64
@@ -173,6 +190,11 @@ def _exactly_fused(optimizer: Optimizer, group: dict[str, Any], parameters: Sequ
     )
 
 
+def _reraise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
 @dataclass
 class _Plan:
     """How some parameters are stepped on, as long as all that this depends on is as it was."""
@@ -185,20 +207,113 @@ class _Plan:
     stepped: list[nn.Parameter]
 
 
-class SegmentStepper:
-    """Steps on parameters in host memory, in segments, of which a range has at most ``range_numel`` elements, a
-    multiple of 64. ``None``: only what can be put together is stepped on, the rest is left to the optimizer's own step.
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """How the optimizers of a run step on its shards: by default on masters that stay on the device, where small ones
+    in host memory are stepped on together, and the rest is left to the optimizer's own step.
+
+    With offload the optimizer's own step has nothing left to do: see [Note: a step before the step].
+
+    Attributes:
+        range_numel: elements that are stepped on at a time with offload, a multiple of 64; ``None``: no offload.
+        threads: with offload: threads to compute with.
+        publish: with offload: called with the index of every unit of the optimizer, ascending, as soon as its masters
+            are new: the same sequence on every rank, also after a failure. Collective: every rank.
+        agree: called once a step, with what went wrong here or ``None``. Raises on every rank if anything went wrong
+            anywhere. With offload collective: every rank.
     """
 
-    def __init__(self, optimizer: Optimizer, range_numel: int | None) -> None:
+    range_numel: int | None = None
+    threads: int = 0
+    publish: Callable[[int], None] = lambda unit: None
+    agree: Callable[[Exception | None], None] = _reraise
+
+    @property
+    def own_options(self) -> tuple[str, ...]:
+        """Options of param groups that belong to the run, so that a checkpoint does not bring them."""
+        return ("params",) if self.range_numel is None else ("params", "capturable", "differentiable")
+
+    def homes(self, optimizer: Optimizer, label: str, former: StateHomes | None) -> StateHomes:
+        """Where an optimizer's state is kept; ``former``: where an earlier fit has kept it."""
+        return StateHomes()
+
+    def stepper(self, optimizer: Optimizer, homes: StateHomes) -> Stepper:
+        """What steps with an elementwise optimizer."""
+        return Stepper(optimizer, self)
+
+
+class Stepper:
+    """Updates the parameters of one elementwise optimizer, window by window: the one step for every tier.
+
+    A window is memory that holds masters and state while they are stepped on: what they are in anyway, on the device
+    and on the host (``Memory``), or what a file was read into.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: Steps) -> None:
         self._optimizer = optimizer
-        self._step = SegmentStep(optimizer)
-        self._range_numel = range_numel
+        self._steps = steps
+        self._segments = SegmentStep(optimizer)
+        self._members: Sequence[Member] = []
+        self._windows: list[tuple[int, list[Member]]] = []
+        self._left: deque[tuple[int, list[Member]]] = deque()  # of one step
+        self._publishing = False
         self._plans: dict[int, _Plan] = {}
 
-    def run(self, members: Sequence[Member], unit: int = 0) -> list[nn.Parameter]:
-        """Step on those of ``members`` with a gradient, and return what was stepped on. The same object means the same
-        parameters; ``unit`` tells several such calls of a step apart."""
+    def take_over(self, groups: Sequence[Sequence[OwnedParameter]], take: Callable[[], None]) -> None:
+        """Call ``take``, which puts state where it belongs, when there is room for that of new parameters in groups."""
+        take()
+
+    def forget(self) -> None:
+        """Hold no state any more: it is about to be loaded anew, or given up."""
+        self._plans.clear()
+
+    def run(self, members: Sequence[Member]) -> list[nn.Parameter]:
+        """One step on those of ``members`` with a gradient. Returns what is left to no other step.
+
+        The same object means the same parameters. Where ranks publish units, it raises ``OffloadError`` on every rank
+        if one could not step: see [Note: a failure on one rank]. Collective there: every rank.
+        """
+        offload = self._steps.range_numel is not None
+        if members is not self._members:
+            units: dict[int, list[Member]] = {}
+            for member in members:
+                units.setdefault(member.entry.unit if offload else 0, []).append(member)
+            self._members, self._windows = members, sorted(units.items())
+        self._left, self._publishing = deque(self._windows), False
+        failure: Exception | None = None
+        try:
+            with _threads(self._steps.threads):
+                self._update()
+        except Exception as error:
+            if self._publishing:  # then the other ranks cannot be reached
+                raise
+            failure = error
+            while self._left:
+                self._publish()
+        self._steps.agree(failure)
+        if offload:
+            return [member.parameter for member in members]
+        return [parameter for plan in self._plans.values() for parameter in plan.stepped]
+
+    def _update(self) -> None:
+        """Step on all windows."""
+        self._finish(math.inf)
+
+    def _finish(self, end: float) -> None:
+        """Step on the windows of all units before ``end``, and publish these units."""
+        while self._left and self._left[0][0] < end:
+            unit, members = self._left[0]
+            self._step_in_memory(members, unit)
+            self._publish()
+
+    def _publish(self) -> None:
+        unit, _ = self._left.popleft()
+        self._publishing = True
+        self._steps.publish(unit)
+        self._publishing = False
+
+    def _step_in_memory(self, members: Sequence[Member], unit: int) -> None:
+        """Step on parameters that are in memory; ``unit`` tells the plans for several such calls of a step apart."""
         gradients = [None if (g := member.parameter.grad) is None else g.dtype for member in members]
         ways = [*(tuple(map(group.get, _WAY)) for group in self._optimizer.param_groups), torch.get_num_threads()]
         plan = self._plans.get(unit)
@@ -208,15 +323,10 @@ class SegmentStepper:
                 former = [] if plan is None else plan.together
                 plan = self._plans[unit] = self._planned(members, gradients, ways, former)
         memory = Memory(self._optimizer)
-        self._step.begin()
+        self._segments.begin()
         for batch in plan.batches:
-            self._step.run(batch, memory)
-        self._step.commit(memory)
-        return plan.stepped
-
-    def forget(self) -> None:
-        """Hold no state any more: it is about to be loaded anew, or given up."""
-        self._plans.clear()
+            self._segments.run(batch, memory)
+        self._segments.commit(memory)
 
     def _planned(
         self,
@@ -230,7 +340,7 @@ class SegmentStepper:
         taken = {parameter for segment in together for parameter in segment.members}
         for segment in former:
             self._part(parameter for parameter in segment.members if parameter not in taken)
-        if self._range_numel is None:
+        if self._steps.range_numel is None:
             return _Plan((members, gradients, ways), together, self._batches(together, []), list(taken))
         batches = self._batches(together, [member for member in present if member.parameter not in taken])
         return _Plan((members, gradients, ways), together, batches, [member.parameter for member in present])
@@ -272,7 +382,7 @@ class SegmentStepper:
         """What the optimizer gets at once: as many elements as bound its temporary tensors and the copies."""
         # With `foreach` each operation goes over all that it is given before the next one begins.
         foreach = any(group.get("foreach") for group in self._optimizer.param_groups)
-        most = (self._range_numel or SEGMENT_NUMEL) * (1 if foreach and self._range_numel else _AT_ONCE)
+        most = (self._steps.range_numel or SEGMENT_NUMEL) * (1 if foreach and self._steps.range_numel else _AT_ONCE)
         batches: list[list[Segment]] = []
         room = 0
         for segment in chain(together, *map(self._cut, alone)):
@@ -287,7 +397,7 @@ class SegmentStepper:
         # A fused kernel passes over everything once, and needs no memory for it.
         fused = self._optimizer.param_groups[member.group].get("fused")
         rounded = torch.get_num_threads() > 1 and member.parameter.dtype.itemsize < 4
-        most = self._range_numel or 0
+        most = self._steps.range_numel or 0
         return [member] if fused or rounded or member.numel <= most else member.ranges(most)
 
 
@@ -299,13 +409,13 @@ def _number(value: Any) -> Any:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Compute with ``count`` threads inside."""
+def _threads(count: int) -> Iterator[None]:
+    """Compute with ``count`` threads inside; 0: with as many as outside."""
     before = torch.get_num_threads()
-    if count != before:
+    if count and count != before:
         torch.set_num_threads(count)
     try:
         yield
     finally:
-        if count != before:
+        if count and count != before:
             torch.set_num_threads(before)

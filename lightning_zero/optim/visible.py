@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.optim.groups import Note, OwnedParameter
 from lightning_zero.optim.state import StateHomes, copied, covers
 from lightning_zero.shards.slice import fingerprint
 from lightning_zero.shards.sliced_tensor import SlicedTensor
 from lightning_zero.shards.sliced_values import state_of
-from lightning_zero.storage.file_tensor import FileTensor
 
 __all__ = ["OptimizerView", "ParameterState", "VisibleState"]
 
@@ -382,7 +382,7 @@ class OptimizerView:
             value = state[key]
             if isinstance(value, SlicedTensor):
                 own = value.elements(entry.layout.cut_of(entry.position))
-                sliced[key] = own if isinstance(own, FileTensor) else self._homes.put(entry, key, own.clone())
+                sliced[key] = own if isinstance(own, OffloadedTensor) else self._homes.put(entry, key, own.clone())
                 del state[key]
         sliced |= self._homes.adopt(entry, state)
         return {key: sliced[key] for key in keys}

@@ -29,7 +29,7 @@ from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState, load_initial_weights
-from lightning_zero.session.offloading import make_tiers, offloaded_steps
+from lightning_zero.session.offloading import make_steps, make_tiers
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.settings import SessionSettings
 from lightning_zero.shards.binding import is_absent
@@ -291,7 +291,7 @@ class ZeroSession:
             for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
         }
         labels = agree_on_set_up(list(optimizers), schedulers, owned, engine.control)
-        steps = offloaded_steps(engine, self.local_ranks)
+        steps = make_steps(engine, self.local_ranks)
         for label, optimizer in zip(labels, optimizers, strict=True):
             if optimizer_rule(optimizer) == "replicated":
                 whole = partial(gathered_whole, engine)
@@ -307,7 +307,7 @@ class ZeroSession:
                 engine.after_optimizer_step,
                 engine.access.writes.note,
                 writable=writable and not engine.plan.placement.shards_parameters,
-                offload=steps,
+                steps=steps,
             )
         engine.listeners = [adapter.masters_changed for adapter in self._adapters.values()]
 

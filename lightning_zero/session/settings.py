@@ -13,6 +13,7 @@ from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
     Compression,
+    NvmeOffload,
     Offload,
     Placement,
     ShardWithin,
@@ -25,6 +26,7 @@ from lightning_zero.config import (
     validate_shard_within,
     validate_units,
 )
+from lightning_zero.registry import extension
 
 __all__ = ["MIXED_DTYPES", "TRUE_DTYPES", "SessionSettings"]
 
@@ -73,6 +75,8 @@ class SessionSettings:
         }
         for name, value in usable.items():
             object.__setattr__(self, name, value)
+        if isinstance(self.offload, NvmeOffload):
+            extension("nvme")
         validate_shard_within(self.shard_within)
         if self.compression is not None:
             if not isinstance(self.compression, Compression):

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import forbid_writes, no_functions, untracked
+from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, ShardSlice
-from lightning_zero.storage.file_tensor import FileTensor, fill_from
 
 __all__ = [
     "FlatParameters",
@@ -30,18 +30,17 @@ __all__ = [
     "cut",
     "fingerprint",
     "flat_range",
+    "shard_parameter",
     "views_of",
 ]
-
-_PIECE_NUMEL = 2**20  # of a file that are looked at together
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
     """This rank's part of one parameter, from element ``start`` of the flattened parameter on.
 
-    ``data`` is a 1-D part of the master shard, a ``FileTensor`` if that is on disk. Optimizers step on ``parameter``,
-    which shares ``data``, or stands in for it if that is on disk; ``None`` for a frozen parameter.
+    ``data`` is a 1-D part of the master shard. Optimizers step on ``parameter``, which shares ``data``, or stands in
+    for it if that has no memory; ``None`` for a frozen parameter.
     """
 
     spec: ParameterSpec
@@ -97,31 +96,21 @@ class FlatParameters:
         self.slices = layout.slices(rank)
         parts = cut(master, self.slices)
         self.shards = tuple(
-            ParameterShard(spec, piece.parameter_start, data, parameter)
-            for spec, piece, data, parameter in zip(
-                layout.parameters, self.slices, parts, _shard_parameters(parts, layout), strict=True
-            )
+            ParameterShard(spec, piece.parameter_start, data, shard_parameter(data) if layout.trainable else None)
+            for spec, piece, data in zip(layout.parameters, self.slices, parts, strict=True)
         )
 
     def refresh(self) -> None:
         """Make the weights what the master is, now."""
         if self.weights is not None:
             with untracked():
-                fill_from(self.weights, self.master)
+                self.weights.copy_(self.master)
 
     def take_over_shown(self) -> None:
         """Make the master what the user's parameters show, if they can be written to at any time."""
-        if self.shown is None:
-            return
-        with untracked():
-            if not isinstance(self.master, FileTensor):
+        if self.shown is not None:
+            with untracked():
                 self.master.copy_(self.shown)
-                return
-            for start in range(0, self.master.numel(), _PIECE_NUMEL):
-                numel = min(_PIECE_NUMEL, self.master.numel() - start)
-                part, shown = self.master.part(start, numel), self.shown.narrow(0, start, numel).cpu()
-                if not torch.equal(part.read().view(torch.uint8), shown.view(torch.uint8)):  # NaN equals itself
-                    part.write(shown)
 
     def refresh_part(self, start: int, values: Tensor) -> None:
         """Make the weights, from element ``start`` of the shard on, what the master is about to be there."""
@@ -154,16 +143,17 @@ class Placeholders:
             return self._sentinels[key].expand(parameter.shape)
 
 
-def _shard_parameters(parts: Sequence[Tensor], layout: FlatLayout) -> list[nn.Parameter | None]:
-    """What optimizers know the parts of a master by. On disk something stands in: NaN to read, refuses writes."""
-    if not layout.trainable:
-        return [None] * len(parts)
+def shard_parameter(data: Tensor, trainable: bool = True) -> nn.Parameter:
+    """What an optimizer knows a part of a master by. Where that has no memory something stands in, which reads as NaN
+    and refuses writes."""
     with torch.inference_mode(False):
-        if any(isinstance(part, FileTensor) for part in parts):
-            sentinel = torch.full((), float("nan"), dtype=layout.dtype)
+        data = data.detach()
+        if isinstance(data, OffloadedTensor):
+            absent = float("nan") if data.dtype.is_floating_point or data.dtype.is_complex else 0
+            sentinel = torch.full((), absent, dtype=data.dtype)
             forbid_writes(sentinel)
-            parts = [sentinel.expand(part.numel()) for part in parts]
-        return [nn.Parameter(part.detach(), requires_grad=True) for part in parts]
+            data = sentinel.expand(data.numel())
+        return nn.Parameter(data, requires_grad=trainable)
 
 
 _SUM_NUMEL = 2**18  # what is summed together, a multiple of 8; this takes at most 6 MiB for it

@@ -23,8 +23,8 @@ from torch import nn
 from lightning_zero.checkpoint.writing import ChecksummedFile
 from lightning_zero.comm.hosts import shut, sockets
 from tests.chaos.run import LOADING, SETTING_UP, STEPPING, Struck
+from tests.extensions.nvme.stores import flip
 from tests.helpers.cases import WIDTH
-from tests.storage.stores import flip
 from tests.strategy.test_offload_liveness import break_disk, resting
 
 __all__ = ["FAULTS", "Fault"]

@@ -25,9 +25,8 @@ from lightning_zero.checkpoint.format.flat_shard import memory_identity
 from lightning_zero.checkpoint.format.safetensors import read_safetensors
 from lightning_zero.checkpoint.storage.files import LocalFiles
 from lightning_zero.errors import CheckpointError, OffloadError
-from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.files import FileSystem
-from lightning_zero.storage.tiers import NvmeStore
+from lightning_zero.extensions.nvme.files import FileSystem, FileTensor
+from lightning_zero.extensions.nvme.store import NvmeStore
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, one_by_one, parameters, verify
 from tests.checkpoint.test_foreign import Boxed, grid
 from tests.checkpoint.test_sources import save_file

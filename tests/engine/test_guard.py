@@ -19,8 +19,8 @@ from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.units.guard import SavedTensorGuard
 from lightning_zero.engine.units.sharded import ShardedUnit
+from lightning_zero.offload import MemoryTiers
 from lightning_zero.shards.slice import Placeholders
-from lightning_zero.storage.tiers import MemoryTiers
 
 CPU = torch.device("cpu")
 SIZE = 6

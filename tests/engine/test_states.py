@@ -14,8 +14,8 @@ from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.units.sharded import ShardedUnit, UnitState
+from lightning_zero.offload import MemoryTiers
 from lightning_zero.shards.slice import Placeholders
-from lightning_zero.storage.tiers import MemoryTiers
 
 CPU = torch.device("cpu")
 SHARDED, GATHERING, UNSHARDED, BOUND = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED, UnitState.BOUND

@@ -15,8 +15,8 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.collectives import LocalCollectives
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.offload import MemoryTiers
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.storage.tiers import MemoryTiers
 
 WIDTH = 8
 

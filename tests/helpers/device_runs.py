@@ -32,10 +32,10 @@ from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, Wrapp
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.config import Placement
 from lightning_zero.extensions.compression.codes import Format, compress, decompress, format_nbytes
+from lightning_zero.offload.host import HostMemory, host_memory
+from lightning_zero.offload.transfers import Copy, Transfers
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
-from lightning_zero.storage.host import HostMemory, host_memory
-from lightning_zero.storage.transfers import Copy, Transfers
 from tests.helpers.device_models import beside_ddp
 from tests.helpers.script import run_forked
 from tests.helpers.world import ROOT, die_with_parent, free_port, rank_environment, subprocess_env

@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
-from lightning_zero.storage import host as memory
-from lightning_zero.storage.host import HostMemory, bytes_of, host_memory, padded_nbytes
+from lightning_zero.offload import host as memory
+from lightning_zero.offload.host import HostMemory, bytes_of, host_memory, padded_nbytes
 from tests.helpers.device_runs import needs_gpu, run_on
 from tests.helpers.world import run_world
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from lightning_zero.comm import LocalCollectives
-from lightning_zero.storage.host import HostMemory
-from lightning_zero.storage.transfers import Copy, Fetcher, Transfers
+from lightning_zero.offload.host import HostMemory
+from lightning_zero.offload.transfers import Copy, Fetcher, Transfers
 
 CPU = torch.device("cpu")
 CUDA: Any = types.SimpleNamespace(type="cuda")
@@ -139,7 +139,7 @@ def test_masters_are_not_stepped_on_while_they_are_read(streams: Any, transfers:
 
 
 def test_host_memory_that_is_fetched_is_not_written_meanwhile(streams: Any) -> None:
-    fetcher = Fetcher(CUDA, streams, HostMemory(CPU, None))
+    fetcher = Fetcher(CUDA, streams)
     source = torch.ones(16)
     fetcher.fetch(source, torch.zeros(16))
     event: Any = fetcher._direct
@@ -152,7 +152,7 @@ def test_a_buffer_is_fetched_into_only_behind_its_last_use(
     count: int, streams: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And of two buffers into the one whose last use is longer ago."""
-    fetcher = Fetcher(CUDA, streams, HostMemory(CPU, None))
+    fetcher = Fetcher(CUDA, streams)
     fetcher.reserve(count, 4096)
     monkeypatch.setattr(fetcher, "_device", CPU)  # where the buffers come from
     monkeypatch.setattr(fetcher, "_is_far", lambda source: True)
@@ -174,7 +174,7 @@ def test_a_buffer_is_fetched_into_only_behind_its_last_use(
 
 def test_results_of_all_jobs_are_looked_at() -> None:
     """A transfer of several tensors fails if any of them does."""
-    from lightning_zero.storage.transfers import Transfer
+    from lightning_zero.offload.transfers import Transfer
 
     good, bad = Future[Any](), Future[Any]()
     good.set_result(None)

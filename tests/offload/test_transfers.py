@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_zero.comm import Streams
-from lightning_zero.storage.host import HostMemory
-from lightning_zero.storage.transfers import Copy, Transfers
+from lightning_zero.offload.host import HostMemory
+from lightning_zero.offload.transfers import Copy, Transfers
 
 CPU = torch.device("cpu")
 

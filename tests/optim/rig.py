@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 from lightning_zero.comm import LocalCollectives
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError
+from lightning_zero.extensions.nvme import FileSteps
+from lightning_zero.extensions.nvme.files import FileTensor, fill_from
+from lightning_zero.extensions.nvme.store import NvmeStore
 from lightning_zero.optim.groups import OwnedParameter
-from lightning_zero.optim.sharded import OffloadedSteps, ShardedOptimizer
+from lightning_zero.optim.sharded import ShardedOptimizer
+from lightning_zero.optim.stepper import Steps
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
 from lightning_zero.shards.slice import FlatParameters
-from lightning_zero.storage.file_tensor import FileTensor, fill_from
-from lightning_zero.storage.tiers import NvmeStore
 
 # Two layouts in unit 0, one in each of the others; sizes around windows (4096 elements), shards and alignment.
 SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
@@ -130,15 +132,15 @@ class Rig:
             before_step=lambda label, values=(), differ=None, running=bool: None,
             after_step=lambda units: None,
             note=lambda what, value: None,
-            offload=OffloadedSteps(
-                unit_stepped=self._unit_stepped,
-                agree=self._agree,
-                check_room=lambda nbytes: None if self.store is None else self.store.check_space(nbytes),
-                store=self.store,
-                threads=self._threads,
-                range_numel=1024,
-            ),
+            steps=self._steps(),
         )
+
+    def _steps(self) -> Steps:
+        told: dict[str, Any] = {"publish": self._unit_stepped, "agree": self._agree}
+        told |= {"threads": self._threads, "range_numel": 1024}
+        if self.tier is not Tier.DISK or self.store is None:
+            return Steps(**told)
+        return FileSteps(check_room=self.store.check_space, store=self.store, **told)
 
     def _add(self, unit: int, members: Sequence[nn.Parameter]) -> None:
         specs = [

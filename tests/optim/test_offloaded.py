@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
+from lightning_zero.extensions.nvme.files import FileTensor, fill_from
+from lightning_zero.extensions.nvme.store import NvmeStore
 from lightning_zero.optim.rules import check_offloadable
-from lightning_zero.storage.file_tensor import FileTensor, fill_from
-from lightning_zero.storage.tiers import NvmeStore
+from tests.extensions.nvme.stores import Disk, fail
 from tests.helpers.world import run_world
 from tests.optim.rig import SMALLEST, Rig, Whole, looking
 from tests.optim.test_optimizers import ELEMENTWISE, FUSED
-from tests.storage.stores import Disk, fail
 
 optim = torch.optim
 Make = Callable[[list[nn.Parameter]], Optimizer]

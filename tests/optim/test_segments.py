@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zero.analysis.optimizers import SEGMENT_NUMEL, SMALL_NUMEL
 from lightning_zero.optim.segments import Member
-from lightning_zero.optim.stepper import SegmentStepper
+from lightning_zero.optim.stepper import Stepper, Steps
 from tests.optim.rig import looking
 
 SIZES = (1, 3, 7, 16, 17, 31, 64, 100, 5, SMALL_NUMEL, SMALL_NUMEL + 1, 33, 12)
@@ -66,7 +66,7 @@ class Pair:
             value.copy_(parameter.detach())
         self.together = [nn.Parameter(value) for value in values]
         self.optimizers = kind(self.alone, **options), kind(self.together, **options)
-        self.stepper = SegmentStepper(self.optimizers[1], None)
+        self.stepper = Stepper(self.optimizers[1], Steps())
         self.members = members_of(self.together)
 
     def _memory(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step
-from lightning_zero.optim.state import probe_state
+from lightning_zero.extensions.nvme.step import probe_state
 from lightning_zero.optim.stepper import SegmentStep
 from tests.optim.test_optimizers import ELEMENTWISE, FUSED
 

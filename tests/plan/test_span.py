@@ -18,9 +18,9 @@ from lightning_zero.analysis import CollectiveTraffic, OptimizerCost, ZeroPlan, 
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import HostOffload, Placement
 from lightning_zero.engine.build import UnitBuilder
+from lightning_zero.offload import MemoryTiers
 from lightning_zero.plan import deal_out
 from lightning_zero.shards.slice import Placeholders
-from lightning_zero.storage.tiers import MemoryTiers
 
 LAYERS, WIDTH = 8, 512
 P = LAYERS * WIDTH * WIDTH  # each layer's shards are whole multiples of 64 elements, in groups of 4 and of 8

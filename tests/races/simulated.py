@@ -41,8 +41,9 @@ from torch.utils._pytree import tree_leaves
 import lightning_zero
 from lightning_zero._torch import WeakStorage, storage_key
 from lightning_zero.comm import streams
-from lightning_zero.storage import files, host, transfers
-from lightning_zero.storage.file_tensor import FileTensor, fill_from
+from lightning_zero.extensions.nvme import files, store
+from lightning_zero.extensions.nvme.files import FileTensor, fill_from
+from lightning_zero.offload import host, transfers
 from tests.races.trace import Free, Item, Mark, Use, Wait, Work
 
 __all__ = ["Recorder", "simulated_device"]
@@ -54,7 +55,7 @@ _STREAMS = "comm/streams.py"
 _ON_BEHALF = {"wait", "receive", "order", "settle", "drain", "mark", "result"}
 _WIRE = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_", "c10d::broadcast_"}
 # What makes memory that may lie on either side.
-_EITHER = ("optim/", "comm/control.py", "trainer/loaders.py", "storage/file")
+_EITHER = ("optim/", "comm/control.py", "trainer/loaders.py", "extensions/nvme/file")
 _ANSWERS = {"aten::_local_scalar_dense", "aten::equal"}  # the host waits for what they say
 _NO_DATA = {"aten::set_", "aten::resize_"}  # change what a tensor shows, not what is there
 _SWEEP = 256  # works between two looks for memory that only its owner has used
@@ -387,10 +388,11 @@ def simulated_device(quick: bool = False, traced: bool = True) -> Iterator[Recor
         patch.setattr(torch.cuda, "synchronize", lambda device: recorder.synchronize())
         patch.setattr(host, "_allocate", allocated)
         patch.setattr(host, "_lock", lock)
-        patch.setattr(transfers, "ThreadPoolExecutor", partial(SimulatedThread, recorder))
+        for module in (transfers, store):
+            patch.setattr(module, "ThreadPoolExecutor", partial(SimulatedThread, recorder))
         for module in (transfers, files):
             patch.setattr(module, "is_on_host", recorder.is_on_host)
-        patch.setattr(transfers, "fill_from", recorder.fill_from)
+        patch.setattr(store, "fill_from", recorder.fill_from)
         with recorder if traced else nullcontext():
             yield recorder
         gc.collect()

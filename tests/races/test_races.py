@@ -111,15 +111,15 @@ _ARRIVES = "wait in comm/collectives.py wait: self._streams.wait(self._event) < 
 _HOPS = "both hops, and the arithmetic behind them, are on one stream"
 _IN_ORDER = "all of an average is on the stream of the reductions, where it is behind the one that it needs"
 SPARE = {
-    "result in storage/transfers.py order: self._event = job.result() < "
+    "result in offload/transfers.py order: self._event = job.result() < "
     "engine/units/unit.py settle_weights": _HANDS_OVER,
-    "result in storage/transfers.py settle: self._jobs.popleft().exception() < storage/tiers.py settle < "
+    "result in offload/transfers.py settle: self._jobs.popleft().exception() < offload/transfers.py settle < "
     "engine/engine.py before_optimizer_step": _HANDS_OVER,
-    "result in storage/transfers.py settle: self._jobs.popleft().exception() < storage/transfers.py close": _HANDS_OVER,
-    "result in storage/transfers.py forget: buffer.job.exception()": "what is read is in a file, not in memory",
-    "synchronize in storage/transfers.py wait: self._event.synchronize() < engine/gradients/bucket.py settle < "
+    "result in offload/transfers.py settle: self._jobs.popleft().exception() < offload/transfers.py close": _HANDS_OVER,
+    "result in offload/transfers.py forget: buffer.job.exception()": "what is read is in a file, not in memory",
+    "synchronize in offload/transfers.py wait: self._event.synchronize() < engine/gradients/bucket.py settle < "
     "engine/gradients/reducer.py close": "of what the backward did not use; the stepper waits for all transfers again",
-    "synchronize in storage/host.py unlock: torch.cuda.synchronize(self._device)  # copies from and to it may be on "
+    "synchronize in offload/host.py unlock: torch.cuda.synchronize(self._device)  # copies from and to it may be on "
     "their way": "who calls it in a run has waited for every copy itself",
     _ARRIVES + "engine/units/sharded.py wait < engine/units/sharded.py release": (
         "a later gather on the same stream is waited for; but memory that is none of the slots is given up here"

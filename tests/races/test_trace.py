@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Streams
-from lightning_zero.storage.host import host_memory
+from lightning_zero.offload.host import host_memory
 from tests.races.simulated import simulated_device
 from tests.races.trace import Free, Item, Mark, Race, Use, Wait, Work, find_races, sites
 

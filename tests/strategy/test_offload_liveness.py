@@ -21,12 +21,11 @@ from lightning_zero.comm import GlooCollectives, Groups, Streams
 from lightning_zero.config import Offload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, OffloadError
-from lightning_zero.session.offloading import make_tiers
-from lightning_zero.storage import FileTensor
-from lightning_zero.storage.files import FileSystem
+from lightning_zero.extensions.nvme import FileTensor, make_tiers
+from lightning_zero.extensions.nvme.files import FileSystem
+from tests.extensions.nvme.stores import flip
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
-from tests.storage.stores import flip
 from tests.strategy.runs import Net, batches, quiet, values_of, zero
 
 KINDS: dict[str, Callable[[Path], Offload]] = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_zero import HostOffload, ZeroPrecision
-from lightning_zero.storage.transfers import Transfers
+from lightning_zero.offload.transfers import Transfers
 from tests.helpers.cases import Block, Case, Stack, case
 from tests.helpers.probe import Probe, fit, masters
 from tests.helpers.world import run_world

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass
-from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.offload.host import OffloadedTensor
 
 if TYPE_CHECKING:  # it takes longer to import than this package, and only DCP itself asks for its classes
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -223,6 +223,6 @@ class FlatShard(Tensor):
 
 def memory_identity(tensor: Tensor) -> Hashable:
     """Equal for tensors that show the same elements in the same shape, while they exist."""
-    if isinstance(tensor, FileTensor):
+    if isinstance(tensor, OffloadedTensor):
         return tensor.identity
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)

@@ -27,8 +27,7 @@ from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.torch_file import describe_tensor, load_torch, start_of
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window, open_range
 from lightning_zero.errors import CheckpointError
-from lightning_zero.storage.file_tensor import FileTensor, pieces
-from lightning_zero.storage.host import bytes_of, view_of
+from lightning_zero.offload.host import OffloadedTensor, bytes_of, pieces, view_of
 
 __all__ = ["Source", "StoredTensor", "find_elements", "read_chunk", "read_slices"]
 
@@ -191,12 +190,12 @@ def read_slices(wanted: Iterable[tuple[Any, int, Tensor]]) -> None:
                 memory = tensor._memory[0] if tensor._memory else None
             if memory is not None:
                 destination.copy_(memory.detach().reshape(-1)[start : start + numel])
-            elif not isinstance(destination, FileTensor):
+            elif not isinstance(destination, OffloadedTensor):
                 tensor._source.read_elements(tensor.key, tensor._item, destination, start)
-            else:  # a piece at a time: sources write to memory of any stride, which a file has not
+            else:  # a piece at a time: sources write to memory
                 for begin, piece in pieces(numel, destination.dtype, PIECE_NBYTES):
                     tensor._source.read_elements(tensor.key, tensor._item, piece, start + begin)
-                    destination.write(piece, begin)
+                    destination[begin : begin + piece.numel()].copy_(piece)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading

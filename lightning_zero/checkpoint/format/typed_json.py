@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.storage.file_tensor import FileTensor
+from lightning_zero.offload.host import in_memory
 
 __all__ = [
     "DTYPES",
@@ -119,7 +119,7 @@ def is_plain(value: Any) -> bool:
 
 def raw_memory(tensor: Tensor) -> memoryview:
     """The elements in order, in this machine's byte order; a copy only if they do not lie so in host memory."""
-    here = tensor.read() if isinstance(tensor, FileTensor) else tensor.detach().cpu()
+    here = in_memory(tensor.detach()).cpu()
     flat = here.resolve_conj().resolve_neg().contiguous().view(-1)
     flat = flat.as_strided(flat.shape, (1,))  # one element may come with any stride, and only 1 becomes bytes
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -29,9 +29,9 @@ from lightning_zero._torch import WeakStorage, bytes_of, foreach_zero, untracked
 from lightning_zero.comm import Collectives, Pending
 from lightning_zero.engine.gradients.parts import put_gradient
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.slice import FlatParameters, cut, views_of
-from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["GradientBucket"]
 

@@ -52,8 +52,8 @@ from lightning_zero.engine.units.order import OrderChange, UnitOrder
 from lightning_zero.engine.units.sharded import ShardedUnit, Slot
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import OffloadError, some
+from lightning_zero.offload.transfers import Fetcher
 from lightning_zero.plan import Plan
-from lightning_zero.storage.transfers import Fetcher
 
 __all__ = ["UnitSchedule"]
 

@@ -18,11 +18,10 @@ from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import OffloadError, ParameterAccessError
+from lightning_zero.offload.transfers import Fetcher
 from lightning_zero.plan import FlatLayout, UnitPlan, pack
 from lightning_zero.shards.binding import Bound, hide, show
 from lightning_zero.shards.slice import FlatParameters
-from lightning_zero.storage.file_tensor import fill_from
-from lightning_zero.storage.transfers import Fetcher
 
 __all__ = ["ShardedUnit", "Slot", "UnitState", "carve"]
 
@@ -299,7 +298,7 @@ class ShardedUnit(Unit):
         with untracked():
             for flat, buffer in zip(self.flats, self._carve(self.storage), strict=True):
                 if flat.layout.compute_dtype == flat.layout.dtype:
-                    fill_from(flat.master, collectives.own_range(buffer))
+                    flat.master.copy_(collectives.own_range(buffer))
                     flat.refresh()
         if self.storage is not self.home and not self.pins:
             self.release()

@@ -39,6 +39,7 @@ from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.plan import UnitPlan
 from lightning_zero.shards.binding import (
     Bound,
@@ -52,7 +53,6 @@ from lightning_zero.shards.binding import (
     shown_kind,
 )
 from lightning_zero.shards.slice import FlatParameters, checksum, views_of
-from lightning_zero.storage.transfers import Copy, Transfer, Transfers
 
 __all__ = ["PublishedWeights", "ReplicatedUnit", "Unit"]
 

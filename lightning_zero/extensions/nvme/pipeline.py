@@ -10,7 +10,6 @@ That is why they are no ``ThreadPoolExecutor``, which also waits at the end of t
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -18,16 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.host import PAGE_NBYTES, TRANSFER_NBYTES, BufferPool, padded_nbytes
+from lightning_zero.extensions.nvme.files import FileTensor
+from lightning_zero.offload.host import PAGE_NBYTES, padded_nbytes
 
-__all__ = ["Job", "Pipeline", "Request", "Waitable", "Workers"]
+__all__ = ["BufferPool", "Job", "Pipeline", "Request", "Workers"]
 
+_TRANSFER_NBYTES = 4 << 20  # most that one system call moves: long enough to be worth one, short enough to share out
 _JOIN_SECONDS = 60.0  # how long a transfer that is under way may take before its thread is left alone
 
 
@@ -127,11 +127,55 @@ def _work(queue: SimpleQueue[Job | None], over: SimpleQueue[None]) -> None:
         del job  # and with it the memory it moved
 
 
-class Waitable(Protocol):
-    """Something that uses a buffer until it is waited for."""
+class BufferPool:
+    """A ring of memory, of whole pages: what is taken first is given back first, so that it never falls to pieces."""
 
-    def wait(self) -> object:
-        """Wait on the host until it is over."""
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self.nbytes = memory.numel()
+        self._taken: deque[tuple[int, int]] = deque()  # begin and end
+
+    @property
+    def empty(self) -> bool:
+        """Whether the memory was given up."""
+        return not self._memory.numel()
+
+    @property
+    def taken(self) -> int:
+        """How many pieces are taken."""
+        return len(self._taken)
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """A piece of memory, of whole pages, or nothing if there is no room at the moment."""
+        if not 0 < nbytes <= self.nbytes or nbytes % PAGE_NBYTES:
+            raise ValueError(f"{nbytes} bytes cannot be taken from a pool of {self.nbytes}.")
+        begin = 0
+        if self._taken:
+            (first, _), (last_begin, begin) = self._taken[0], self._taken[-1]
+            end = self.nbytes if last_begin >= first else first  # taken pieces lie in one row, or go round
+            if begin + nbytes > end:
+                if last_begin < first or nbytes > first:
+                    return None
+                begin = 0
+        self._taken.append((begin, begin + nbytes))
+        return self._memory[begin : begin + nbytes]
+
+    def give_back(self) -> None:
+        """Give back the piece that was taken first of those still taken."""
+        self._taken.popleft()
+
+    def clear(self) -> None:
+        """Give back everything."""
+        self._taken.clear()
+
+    def release(self) -> None:
+        """Give the memory up between runs. Nothing may be taken before ``refill``."""
+        self.clear()
+        self._memory = self._memory.new_empty(0)
+
+    def refill(self, memory: Tensor) -> None:
+        """Have memory again: 1-D, ``nbytes`` bytes."""
+        self._memory = memory
 
 
 @dataclass
@@ -162,7 +206,7 @@ class _Span(NamedTuple):
 
 @dataclass(eq=False)
 class _Window:
-    """A window under way: its reads start with it, its writes after its work, which has returned ``waits``."""
+    """A window under way: its reads start with it, its writes after its work."""
 
     request: Request
     spans: list[_Span]
@@ -170,7 +214,6 @@ class _Window:
     reads: list[Job] = field(default_factory=list)
     writes: list[Job] = field(default_factory=list)
     worked: bool = False
-    waits: Sequence[Waitable] = ()
 
     def buffers(self) -> list[Tensor]:
         """One 1-D tensor for each part, in order."""
@@ -181,7 +224,7 @@ class _Window:
         return found
 
 
-Work = Callable[[Request, list[Tensor]], Sequence[Waitable] | None]
+Work = Callable[[Request, list[Tensor]], None]
 
 
 class Pipeline:
@@ -203,8 +246,7 @@ class Pipeline:
 
         All that is written is in the files when this returns. Until then nobody else may use the elements of these
         requests. A window whose elements an earlier one still writes is read after that. Requests are taken one by one,
-        some of them ahead of their work, which gets one 1-D tensor for each part, valid until ``work`` returns and what
-        it has returned has been waited for.
+        some of them ahead of their work, which gets one 1-D tensor for each part, valid until ``work`` returns.
 
         Whatever is raised, by a disk, ``requests`` or ``work``, nothing is under way any more then, and what windows
         before have done is written, unless that failed.
@@ -243,7 +285,7 @@ class Pipeline:
 
     def _work(self, window: _Window, work: Work) -> None:
         _raise_failed(window.reads)
-        window.waits = work(window.request, window.buffers()) or ()
+        work(window.request, window.buffers())
         window.writes = [job for span in window.spans if span.write for job in self._jobs(window, span, write=True)]
         window.worked = True
         self._workers.submit(window.writes)
@@ -283,8 +325,8 @@ class Pipeline:
         region = span.tensor.region
         move = region.write if write else region.read
         jobs = []
-        for begin in range(span.begin, span.end, TRANSFER_NBYTES):
-            nbytes = min(TRANSFER_NBYTES, span.end - begin)
+        for begin in range(span.begin, span.end, _TRANSFER_NBYTES):
+            nbytes = min(_TRANSFER_NBYTES, span.end - begin)
             place = span.place + begin - span.begin
             memory = window.memory[place : place + nbytes]
             jobs.append(Job(partial(move, memory, begin), droppable=not write))
@@ -296,7 +338,7 @@ class Pipeline:
         return _over(window.reads)
 
     def _first_is_over(self) -> bool:
-        """Whether the window that was begun first is written. What its work has returned may go on."""
+        """Whether the window that was begun first is written."""
         first = self._under_way[0]
         return first.worked and _over(first.writes)
 
@@ -305,8 +347,6 @@ class Pipeline:
         window = self._under_way[0]
         self._workers.wait(self._first_is_over)
         _raise_failed(window.writes)
-        for wait in window.waits:
-            wait.wait()
         self._under_way.popleft()
         self._pool.give_back()
 
@@ -317,10 +357,6 @@ class Pipeline:
         """
         self._abandoned = True
         self._workers.settle()
-        for window in self._under_way:
-            for wait in window.waits:
-                with contextlib.suppress(Exception):  # the first error is the one that is raised
-                    wait.wait()
         self._under_way.clear()
         self._pool.clear()
         self._abandoned = False

@@ -1,14 +1,4 @@
-"""The step of an optimizer whose masters do not rest on the device: unit by unit, and all ranks together or none.
-
-[Note: a step before the step]
-``optimizer.step()`` stays what schedulers, step hooks and the user call. Its last pre-hook updates the units one after
-the other, so that each one's weights are on their way to the device while the next one is stepped on. The groups hold
-none of them then: the call that torch makes of the optimizer's own ``step`` finds nothing left to do.
-
-[Note: a failure on one rank]
-Publishing a unit may be a collective. A rank that cannot step on a unit (a full disk, an optimizer that raises)
-publishes what it has for that one and all after it, and only then do the ranks tell each other: every rank raises, none
-waits for a rank that is gone.
+"""The step on masters and state in files: window by window, and all ranks together or none.
 
 [Note: windows]
 Masters and state that rest in files are read ahead in windows, stepped on, and written behind. A window is a range of
@@ -25,28 +15,174 @@ window of the unit is done.
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import bare_step, untracked
 from lightning_zero.config import Tier
-from lightning_zero.optim.groups import OffloadedSteps
+from lightning_zero.errors import OffloadError
+from lightning_zero.extensions.nvme.files import FileTensor, fill_from
+from lightning_zero.extensions.nvme.pipeline import Request
+from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT, NvmeStore
+from lightning_zero.offload.host import padded_nbytes
+from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.segments import Member, Range
-from lightning_zero.optim.state import Kind, StateHomes, covers
-from lightning_zero.optim.stepper import Memory, SegmentStep, SegmentStepper, threads
+from lightning_zero.optim.state import Kind, StateHomes, covers, is_like
+from lightning_zero.optim.stepper import Memory, Stepper, Steps
+from lightning_zero.plan import ALIGNMENT
 from lightning_zero.shards.slice import FlatParameters
-from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.pipeline import Request
-from lightning_zero.storage.tiers import WINDOW_ALIGNMENT, NvmeStore
 
-__all__ = ["OffloadedUpdate"]
+__all__ = ["FileHomes", "FileStepper", "FileSteps", "probe_state"]
+
+Regions = dict[tuple[FlatParameters, Kind], FileTensor]
+
+# Regions that an optimizer of an earlier fit has left in files which are still there.
+_FREE: weakref.WeakKeyDictionary[NvmeStore, list[FileTensor]] = weakref.WeakKeyDictionary()
+
+
+class FileHomes(StateHomes):
+    """Keeps the state of one optimizer in files of ``store``, in one region for each layout and kind of state.
+
+    The optimizer is not held; its regions are free for others when nobody holds it any more.
+    """
+
+    lasts = False
+
+    def __init__(self, optimizer: Optimizer, label: str, store: NvmeStore) -> None:
+        self.store = store
+        self._label = label
+        self._regions: Regions = {}
+        self._expected: dict[tuple[int, torch.dtype], list[Kind]] = {}
+        weakref.finalize(optimizer, _give_back, weakref.ref(store), self._regions).atexit = False
+
+    def slice_for(self, entry: OwnedParameter, key: str, dtype: torch.dtype) -> Tensor:
+        if _in_file(entry):
+            return self.part(entry, Kind(key, dtype))
+        return super().slice_for(entry, key, dtype)
+
+    def put(self, entry: OwnedParameter, key: str, value: Tensor) -> Tensor:
+        if not _in_file(entry):
+            return super().put(entry, key, value)
+        place = self.part(entry, Kind(key, value.dtype))
+        fill_from(place, value)
+        return place
+
+    def expected(self, optimizer: Optimizer, flat: FlatParameters, group: int) -> list[Kind]:
+        """What the optimizer will make for a parameter of a param group when it first steps on it."""
+        place = (group, flat.layout.dtype)
+        if place not in self._expected:
+            found = probe_state(optimizer, group, flat.layout.dtype)
+            self._expected[place] = [Kind(key, dtype) for key, dtype in found.items()]
+        return self._expected[place]
+
+    def reserve(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Sequence[OwnedParameter]],
+        check_room: Callable[[int], None],
+    ) -> None:
+        """Allocate what the optimizer will need for the parameters of each group that are new, so that a full disk is
+        noticed before training begins: ``check_room`` raises on every rank if so many bytes more have no room.
+        Collective: every rank."""
+        wanted = {
+            (entry.flat, kind): entry.flat.layout.shard_numel
+            for index, group in enumerate(groups)
+            for entry in group
+            if entry.shard.parameter is not None and _in_file(entry)
+            for kind in self.expected(optimizer, entry.flat, index)
+        }
+        missing = {place: numel for place, numel in wanted.items() if place not in self._regions}
+        free = [(region.numel(), region.dtype) for region in _FREE.get(self.store, [])]
+        nbytes = 0
+        for (_, kind), numel in missing.items():
+            if (numel, kind.dtype) in free:
+                free.remove((numel, kind.dtype))
+            else:
+                nbytes += padded_nbytes(numel * kind.dtype.itemsize)
+        check_room(nbytes)
+        for flat, kind in missing:
+            self.region(flat, kind)
+
+    def release(self) -> None:
+        _give_back(weakref.ref(self.store), self._regions)
+
+    def region(self, flat: FlatParameters, kind: Kind) -> FileTensor:
+        """1-D, as many elements as the shard; any content where nothing was written. Raises if there is no space for
+        it."""
+        if (flat, kind) not in self._regions:
+            numel, free = flat.layout.shard_numel, _FREE.get(self.store, [])
+            fitting = [place for place, r in enumerate(free) if r.numel() == numel and r.dtype == kind.dtype]
+            what = f"'{kind.key}' of {self._label} for '{flat.layout.parameters[0].name}' and what lies with it"
+            found = free.pop(fitting[0]) if fitting else self.store.allocate(numel, kind.dtype, what)
+            self._regions[flat, kind] = found
+        return self._regions[flat, kind]
+
+    def part(self, entry: OwnedParameter, kind: Kind) -> FileTensor:
+        """1-D: the elements of a region that belong to one parameter."""
+        return self.region(entry.flat, kind).part(entry.slice.shard_start, entry.slice.numel)
+
+
+def _in_file(entry: OwnedParameter) -> bool:
+    """Whether state of a parameter belongs in a file: not that of a frozen one that stays on the device."""
+    return entry.flat.rest.state is Tier.DISK and entry.slice.numel > 0
+
+
+def _give_back(weak_store: weakref.ref[NvmeStore], regions: Regions) -> None:
+    store = weak_store()
+    if store is not None and regions:
+        _FREE.setdefault(store, []).extend(regions.values())
+    regions.clear()
+
+
+def probe_state(optimizer: Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The state, of which every element of a parameter has one, that an elementwise optimizer will make for masters of
+    ``dtype`` in a param group: key to dtype.
+
+    A constructor that makes state for its parameters has told already. Otherwise a twin of the optimizer steps once on
+    a tiny parameter of zeros with a gradient of zeros. It shares all but state and groups, so that nothing is copied,
+    and what torch notes in it (which checks of a first step were made) is gone with it.
+    """
+    options = optimizer.param_groups[group]
+    for parameter in options["params"]:
+        if parameter.dtype == dtype and optimizer.state.get(parameter):
+            state = optimizer.state[parameter].items()
+            return {k: v.dtype for k, v in state if isinstance(v, Tensor) and is_like(k, v, parameter.shape)}
+    with untracked():
+        tiny = nn.Parameter(torch.zeros(ALIGNMENT, dtype=dtype))
+        tiny.grad = torch.zeros_like(tiny)
+        on_host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()}
+        twin: Optimizer = object.__new__(type(optimizer))
+        vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[{**on_host, "params": [tiny]}])
+        bare_step(twin)()
+    return {key: value.dtype for key, value in twin.state.get(tiny, {}).items() if covers(value, ALIGNMENT)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSteps(Steps):
+    """Steps on masters and state in files of ``store``.
+
+    ``check_room`` is called with the bytes that are about to be added to the files, also if these are none. It raises
+    ``OffloadError`` on every rank if a disk has no room for those of all ranks that share it. Collective: every rank.
+    """
+
+    check_room: Callable[[int], None]
+    store: NvmeStore
+
+    def homes(self, optimizer: Optimizer, label: str, former: StateHomes | None) -> StateHomes:
+        if isinstance(former, FileHomes) and former.store is self.store:
+            return former
+        return FileHomes(optimizer, label, self.store)
+
+    def stepper(self, optimizer: Optimizer, homes: StateHomes) -> Stepper:
+        return FileStepper(optimizer, self, cast(FileHomes, homes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +192,14 @@ class _Window:
     start: int
     numel: int
     ranges: Sequence[Range]
-    kinds: Mapping[Kind, bool]
-    """State in the order of the buffers behind the master's, and whether it is read."""
+    kinds: Sequence[Kind]  # state, in the order of the buffers behind the master's
 
 
 class _InWindow(Memory):
     """The memory of one window."""
 
     def __init__(
-        self, optimizer: Optimizer, window: _Window, memory: Tensor, kinds: Mapping[Kind, Tensor], homes: StateHomes
+        self, optimizer: Optimizer, window: _Window, memory: Tensor, kinds: Mapping[Kind, Tensor], homes: FileHomes
     ) -> None:
         super().__init__(optimizer)
         self._window = window
@@ -106,73 +241,31 @@ def _cut(members: Sequence[Member], shard_numel: int, window_numel: int) -> list
     return [(s, min(s + window_numel, end)) for start, end in runs for s in range(start, end, window_numel)]
 
 
-class OffloadedUpdate:
-    """Updates all parameters of one optimizer, elementwise and adapted to shards, that have a gradient."""
+class FileStepper(Stepper):
+    """Updates the parameters of one elementwise optimizer whose masters and state are in files.
 
-    def __init__(self, optimizer: Optimizer, steps: OffloadedSteps, homes: StateHomes) -> None:
-        self._optimizer = optimizer
-        self._steps = steps
-        self._homes = homes
-        self._memory = SegmentStepper(optimizer, steps.range_numel)
-        self._segments = SegmentStep(optimizer)  # in files
-        self._members: Sequence[Member] = []
-        self._parameters: list[nn.Parameter] = []  # of them
-        self._units: list[tuple[int, list[Member]]] = []  # what is in memory of each unit with trainable parameters
-        self._left: deque[tuple[int, list[Member]]] = deque()  # of one step
-        self._publishing = False
+    A unit's last window may not be in the file yet when it is published: all files are up to date when ``run`` returns.
+    If something could not be read or written, masters and state are useless.
+    """
 
-    def forget(self) -> None:
-        """Hold no state any more: it is about to be loaded anew, or given up."""
-        self._memory.forget()
+    def __init__(self, optimizer: Optimizer, steps: FileSteps, homes: FileHomes) -> None:
+        super().__init__(optimizer, steps)
+        self._files, self._homes = steps, homes
 
-    def run(self, members: Sequence[Member]) -> list[nn.Parameter]:
-        """One step on those of ``members`` with a gradient. Returns all of them: nothing is left to do. The same object
-        means the same parameters. Raises ``OffloadError`` on every rank, if one could not make it: see [Note: a failure
-        on one rank]. Collective: every rank."""
-        if members is not self._members:
-            units: dict[int, list[Member]] = {}
-            for member in members:
-                found = units.setdefault(member.entry.unit, [])
-                if member.entry.flat.rest.master is not Tier.DISK:
-                    found.append(member)
-            self._members, self._units = members, sorted(units.items())
-            self._parameters = [member.parameter for member in members]
-        self._left, self._publishing = deque(self._units), False
-        failure: Exception | None = None
+    def take_over(self, groups: Sequence[Sequence[OwnedParameter]], take: Callable[[], None]) -> None:
+        failure: OffloadError | None = None
         try:
-            with threads(self._steps.threads):
-                if self._homes.store is not None:
-                    on_disk = [member for member in members if member.entry.flat.rest.master is Tier.DISK]
-                    self._step_on_files(self._homes.store, on_disk)
-                self._finish(math.inf)
-        except Exception as error:
-            if self._publishing:  # then the other ranks cannot be reached
-                raise
+            self._homes.reserve(self._optimizer, groups, self._files.check_room)
+            take()
+        except OffloadError as error:
             failure = error
-            while self._left:
-                self._publish()
-        self._steps.agree(failure)
-        return self._parameters
+        self._files.agree(failure)
 
-    def _finish(self, end: float) -> None:
-        """Step on what is in memory of all units before ``end``, and publish these units."""
-        while self._left and self._left[0][0] < end:
-            unit, members = self._left[0]
-            self._memory.run(members, unit)
-            self._publish()
+    def _step_in_memory(self, members: Sequence[Member], unit: int) -> None:
+        """Nothing is: the windows of the unit are done."""
 
-    def _publish(self) -> None:
-        unit, _ = self._left.popleft()
-        self._publishing = True
-        self._steps.unit_stepped(unit)
-        self._publishing = False
-
-    # ------------------------------------------------------------------- files
-
-    def _step_on_files(self, store: NvmeStore, everything: Sequence[Member]) -> None:
-        """Step on all parameters that rest in files and have a gradient, and finish units in between. A unit's last
-        window may not be in the file yet when it is finished: all files are up to date when this returns. If something
-        could not be read or written, masters and state are useless."""
+    def _update(self) -> None:
+        everything, store = self._members, self._files.store
         self._segments.begin()
         self._settle(everything)
         members = [member for member in everything if member.parameter.grad is not None]
@@ -180,7 +273,7 @@ class OffloadedUpdate:
         nothing = Memory(self._optimizer)
         self._segments.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
         self._segments.commit(nothing)
-        windows = self._plan([member for member in members if member.numel], everything, store)
+        windows = self._plan([member for member in members if member.numel], store)
         last = {window.unit: window for window in windows}
 
         def work(request: Request, buffers: list[Tensor]) -> None:
@@ -194,6 +287,7 @@ class OffloadedUpdate:
 
         if windows:
             store.pipeline().run(map(self._request, windows), work)
+        super()._update()
 
     def _settle(self, members: Sequence[Member]) -> None:
         """Bring state that somebody has put into the optimizer, as its ``load_state_dict`` does, to the files.
@@ -224,32 +318,16 @@ class OffloadedUpdate:
             part.write(value)
             self._optimizer.state[parameter][key] = part
 
-    def _plan(self, members: Sequence[Member], everything: Sequence[Member], store: NvmeStore) -> list[_Window]:
+    def _plan(self, members: Sequence[Member], store: NvmeStore) -> list[_Window]:
         """The windows of all units in order, none where no parameter takes part."""
         by_flat: dict[FlatParameters, list[Member]] = {}
         for member in sorted(members, key=lambda member: (member.entry.unit, member.start)):
             by_flat.setdefault(member.entry.flat, []).append(member)
-        holders: dict[FlatParameters, list[Member]] = {}
-        for member in everything:
-            holders.setdefault(member.entry.flat, []).append(member)
-        grouped = set(self._parameters)  # what was taken out of the groups, for a while, may have state in any window
-        unseen = any(parameter not in grouped for parameter in self._optimizer.state)
-        windows: list[_Window] = []
-        for flat, found in by_flat.items():
-            windows += self._plan_flat(flat, found, holders[flat], store, unseen)
-        return windows
+        return [window for flat, found in by_flat.items() for window in self._plan_flat(flat, found, store)]
 
-    def _plan_flat(
-        self,
-        flat: FlatParameters,
-        members: Sequence[Member],
-        holders: Sequence[Member],
-        store: NvmeStore,
-        unseen: bool,
-    ) -> Iterator[_Window]:
+    def _plan_flat(self, flat: FlatParameters, members: Sequence[Member], store: NvmeStore) -> Iterator[_Window]:
         kinds = {member: self._kinds(member) for member in members}
         needed = list(dict.fromkeys(chain.from_iterable(kinds.values())))
-        stored = {kind: [member for member in holders if kind in self._stored(member)] for kind in needed}
         most = store.window_numel([dtype.itemsize for dtype in (flat.layout.dtype, *(k.dtype for k in needed))])
         for start, end in _cut(members, flat.layout.shard_numel, most):
             inside = [member for member in members if member.start < end and start < member.end]
@@ -257,33 +335,25 @@ class OffloadedUpdate:
                 part
                 for member in inside
                 for part in member.ranges(
-                    self._steps.range_numel,
+                    self._files.range_numel or 1,
                     max(start, member.start) - member.start,
                     min(end, member.end) - member.start,
                 )
             ]
-            reads = {
-                kind: unseen or any(member.start < end and start < member.end for member in stored[kind])
-                for kind in dict.fromkeys(kind for member in inside for kind in kinds[member])
-            }
-            yield _Window(flat, members[0].entry.unit, start, end - start, ranges, reads)
-
-    def _stored(self, member: Member) -> set[Kind]:
-        """What of a parameter's state is in files."""
-        state = self._optimizer.state.get(member.parameter, {})
-        return {Kind(key, value.dtype) for key, value in state.items() if isinstance(value, FileTensor)}
+            found = list(dict.fromkeys(kind for member in inside for kind in kinds[member]))
+            yield _Window(flat, members[0].entry.unit, start, end - start, ranges, found)
 
     def _kinds(self, member: Member) -> list[Kind]:
         """What of a parameter's state is in files, or will be after its first step."""
-        stored = self._stored(member)
+        state = self._optimizer.state.get(member.parameter, {})
+        stored = {Kind(key, value.dtype) for key, value in state.items() if isinstance(value, FileTensor)}
         if stored:
             return sorted(stored, key=str)
         return self._homes.expected(self._optimizer, member.entry.flat, member.group)
 
     def _request(self, window: _Window) -> Request:
-        master = cast(FileTensor, window.flat.master)
-        tensors = [(master, window.flat.shown is None)]
-        tensors += [(self._homes.region(window.flat, kind), read) for kind, read in window.kinds.items()]
+        tensors = [(cast(FileTensor, window.flat.master), window.flat.shown is None)]
+        tensors += [(self._homes.region(window.flat, kind), True) for kind in window.kinds]
         parts = [(tensor.part(window.start, window.numel), read, True) for tensor, read in tensors]
         return Request(window.numel, parts, window)
 
@@ -293,9 +363,6 @@ class OffloadedUpdate:
         with untracked():
             if window.flat.shown is not None:
                 master.copy_(window.flat.shown.narrow(0, window.start, window.numel))
-            for read, memory in zip(window.kinds.values(), state, strict=True):
-                if not read:
-                    memory.zero_()
         place = _InWindow(self._optimizer, window, master, dict(zip(window.kinds, state, strict=True)), self._homes)
         # One at a time where each operation goes over all that it is given before the next one begins.
         foreach = any(group.get("foreach") for group in self._optimizer.param_groups)

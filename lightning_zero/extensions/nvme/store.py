@@ -1,13 +1,37 @@
-"""Where shards rest: the device, host memory, and the files of one rank on a disk, in a folder of its own."""
+"""The files of one rank on a disk, in a folder of its own beside what earlier runs have left, as a tier of memory.
+
+[Note: whose folder is it?]
+A folder belongs to the process that created it, under a name that nobody else can have chosen, and is removed by that
+process alone, at the end of its run. A process that was killed leaves its folder behind. Nothing in it can be used
+again (it is half of an optimizer step), but deleting what another process may be using is worse than a full disk: it is
+only reported. Its owner holds a lock on ``owner.json`` as long as it lives, which the kernel releases however it ends,
+and which shows through containers and network file systems where a process number means nothing. Where there are no
+locks, number and start time of the process decide, on its own host.
+
+[Note: strangers]
+Others may write to the directory, too, and what looks like a run's folder may be anything. A name that no run would
+give is none of our business, links are not followed, a page is read of an owner's file if that is a file, and what it
+says is not repeated if it is no time. Nothing there is an error. Only the folder that was made is removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
+import re
+import secrets
+import socket
+import stat
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +40,20 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Streams, runs_beside
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage.file_tensor import FileTensor
-from lightning_zero.storage.files import DataFile, FileSystem, PageChecksums, Region, amount
-from lightning_zero.storage.folder import DATA, RunFolder, find_leftovers
-from lightning_zero.storage.host import PAGE_NBYTES, BufferPool, HostMemory, host_memory, padded_nbytes
-from lightning_zero.storage.pipeline import Pipeline, Workers
-from lightning_zero.storage.transfers import Fetcher, Transfers
+from lightning_zero.extensions.nvme.files import (
+    DataFile,
+    FileSystem,
+    FileTensor,
+    PageChecksums,
+    Region,
+    amount,
+    fill_from,
+)
+from lightning_zero.extensions.nvme.pipeline import BufferPool, Pipeline, Workers
+from lightning_zero.offload.host import PAGE_NBYTES, HostMemory, host_memory, padded_nbytes
+from lightning_zero.offload.transfers import FetchBuffer, Fetcher, MemoryTiers
 
-__all__ = ["WINDOW_ALIGNMENT", "MemoryTiers", "NvmeStore"]
+__all__ = ["WINDOW_ALIGNMENT", "FileFetcher", "FileTiers", "Leftover", "NvmeStore", "RunFolder", "find_leftovers"]
 
 WINDOW_ALIGNMENT = 4096
 """Windows are cut at multiples of so many elements: whole pages, for elements of any size."""
@@ -82,17 +112,23 @@ class NvmeStore:
         staging = host_memory(staging_nbytes, locked=False, inherited=False)
         self._folder = RunFolder(self.path, rank, world_size)
         try:
-            self._file = DataFile(self._folder.path / DATA, rank, self._system, staging)
+            self._file = DataFile(self._folder.path / _DATA, rank, self._system, staging)
         except BaseException:
             self._folder.remove()
             raise
         self._pipeline = Pipeline(self.pool, self._workers, self._file.check_alive)
         self._closing = weakref.finalize(self, _close, self._workers, self._file, self._folder)
-        self.folder = str(self._folder.path)
-        """Where the file is."""
-        self.direct = self._file.direct
-        """Whether the page cache is left out."""
         self.check_alive = self._file.check_alive
+
+    @property
+    def folder(self) -> str:
+        """Where the file is."""
+        return str(self._folder.path)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is left out."""
+        return self._file.direct
 
     @property
     def host_nbytes(self) -> int:
@@ -170,67 +206,83 @@ class NvmeStore:
         self._closing.detach()
 
 
-class MemoryTiers:
-    """Memory by tier. At most ``pin_nbytes`` of host memory are page-locked (``None``: all of it)."""
+class FileFetcher(Fetcher):
+    """Reads shards from files into host buffers, by a thread of its own, ahead of their use."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        streams: Streams | None = None,
-        pin_nbytes: int | None = None,
-        store: NvmeStore | None = None,
-    ) -> None:
-        self.device = device
-        self.streams = streams = streams or Streams(device)
-        self.memory = HostMemory(device, pin_nbytes)
+    can_fail = True
+
+    def __init__(self, device: torch.device, streams: Streams, memory: HostMemory) -> None:
+        super().__init__(device, streams)
+        self._memory = memory
+        self._reader: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """Forget, free the buffers and end the thread. May be called again; a later fetch starts anew."""
+        super().close()
+        if self._reader is not None:
+            self._reader.shutdown(wait=True)
+            self._reader = None
+
+    def _is_far(self, source: Tensor) -> bool:
+        return isinstance(source, FileTensor)
+
+    def _room(self, nbytes: int) -> Tensor:
+        return self._memory.allocate(nbytes, torch.uint8)
+
+    def _begin(self, buffer: FetchBuffer, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        used = buffer.event
+
+        def read() -> None:
+            if used is not None:
+                used.synchronize()
+            with untracked():
+                for source, place in copies:
+                    fill_from(place, source)
+
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-fetch")
+        buffer.job = self._reader.submit(read)
+
+    def _arrived(self, buffer: FetchBuffer) -> None:
+        if buffer.job is not None:
+            buffer.job.result()
+
+
+class FileTiers(MemoryTiers):
+    """Memory by tier, with files of ``store`` as one more."""
+
+    def __init__(self, store: NvmeStore, device: torch.device, streams: Streams | None = None) -> None:
+        super().__init__(device, streams)
         self.store = store
-        self.transfers = Transfers(streams, self.memory)
-        self.fetcher = Fetcher(device, streams, self.memory)
+        self.fetcher = FileFetcher(device, self.streams, self.memory)
+
+    @property
+    def host_buffer_nbytes(self) -> int:
+        return super().host_buffer_nbytes + self.store.host_nbytes + self.fetcher.reserved_nbytes
+
+    @property
+    def device_buffer_nbytes(self) -> int:
+        return 0
+
+    @property
+    def disk_nbytes(self) -> int:
+        return self.store.nbytes_on_disk
 
     def allocate(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """Memory for one shard, all zeros: 1-D; a ``FileTensor`` on disk. ``what`` it will hold is for messages."""
+        """As for ``MemoryTiers``; a ``FileTensor`` on disk."""
         if tier is Tier.DISK:
-            if self.store is None:
-                raise RuntimeError(f"There are no files for {what}. This is an error in lightning_zero itself.")
             return self.store.allocate(numel, dtype, what)
-        if tier is Tier.HOST:
-            return self.memory.allocate(numel, dtype)
-        with untracked():
-            return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    def settle(self) -> None:
-        """Wait on the host until nothing reads or writes what rests there any more."""
-        self.transfers.settle()
-        self.fetcher.settle()
-
-    def abandon(self) -> None:
-        """Settle everything under way after an error in the middle of a step."""
-        self.transfers.settle()
-        self.fetcher.forget()
+        return super().allocate(tier, numel, dtype, what)
 
     def rest(self) -> None:
-        """End threads, buffers, page-locking and names of files between runs; what rests, rests on.
-
-        A later use starts threads and takes buffers again.
-        """
-        self.transfers.close()
-        self.fetcher.close()
-        self.fetcher.active = False
-        if self.store is not None:
-            self.store.rest()
-        self.memory.unlock()
-
-    def wake(self) -> None:
-        """Page-lock again what ``rest`` has unlocked, and fetch ahead: a run begins."""
-        self.memory.lock()
-        self.fetcher.active = True
+        """As for ``MemoryTiers``; the folder goes, and the file lives on without a name."""
+        super().rest()
+        self.store.rest()
 
     def close(self) -> None:
         """Give everything up. May be called again."""
-        self.rest()
-        if self.store is not None:
-            self.store.close()
-        self.memory.release()
+        super().close()
+        self.store.close()
 
 
 def _close(workers: Workers, file: DataFile, folder: RunFolder) -> None:
@@ -250,3 +302,191 @@ def _close(workers: Workers, file: DataFile, folder: RunFolder) -> None:
     if left:
         with contextlib.suppress(Warning):  # where warnings are errors, the end of a run still is none
             warnings.warn(left, stacklevel=2)
+
+
+# The folder
+
+_DATA = "data"
+"""The name of the file that a run puts into its folder."""
+
+_OWNER = "owner.json"
+_PREFIX = "lightning_zero-"
+_NAME = re.compile(re.escape(_PREFIX) + r"(?P<host>[A-Za-z0-9._]+)-(?P<pid>[0-9]{1,9})-[0-9a-f]{12}-rank[0-9]{1,9}")
+_WHEN, _TIME = "%Y-%m-%d %H:%M:%S %z", re.compile("[0-9: +-]{10,30}")
+_LATEST = 1e11  # seconds that any system can tell the date of
+_SETTLING_SECONDS = 60.0  # how long a folder without an owner's file may be one that is just being made or removed
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A folder that a run left behind."""
+
+    path: Path
+    nbytes: int | None  # on disk, if that can be read
+    when: str  # it was created, or last changed
+    owner: str  # in words
+    dead: bool  # whether that process is known to have ended
+
+    def __str__(self) -> str:
+        size = "unknown size" if self.nbytes is None else amount(self.nbytes)
+        state = "which has ended" if self.dead else "of which nothing is known"
+        return f"{self.path} ({size}, {self.when}, {self.owner}, {state})"
+
+
+class RunFolder:
+    """A new folder for this process in an existing directory: see [Note: whose folder is it?]."""
+
+    def __init__(self, parent: str, rank: int, world_size: int) -> None:
+        host, pid = _host(), os.getpid()
+        self._rank = rank
+        self.pid = pid
+        self._lock: int | None = None
+        self._made: tuple[int, int] | None = None  # its device and number
+        self.path = Path(os.path.abspath(parent)) / f"{_PREFIX}{host}-{pid}-{secrets.token_hex(6)}-rank{rank}"
+        owner = {"host": host, "pid": pid, "started": _started(pid), "rank": rank, "world_size": world_size}
+        try:
+            self.path.mkdir(mode=0o700)
+            self._made = _identity(self.path)
+            self._sign(owner | {"when": time.strftime(_WHEN)})
+        except BaseException as error:
+            self.remove()
+            if not isinstance(error, OSError):
+                raise
+            raise OffloadError(
+                f"Rank {rank}: the folder for offloaded files '{self.path}' cannot be created: {error.strerror}."
+            ) from error
+
+    def remove(self) -> str | None:
+        """Remove the folder with what this package put into it; in a forked process, and the second time, nothing.
+
+        Returns why it is still there, if it is.
+        """
+        if os.getpid() != self.pid:
+            return None
+        reason, there = "", _identity(self.path)
+        ours = there is not None and there == self._made
+        for name in (_DATA, f"{_OWNER}.new", _OWNER) if ours else ():
+            try:
+                self.path.joinpath(name).unlink(missing_ok=True)
+            except OSError as error:
+                reason = reason or str(error.strerror)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                os.close(lock)
+        try:
+            if ours:
+                self.path.rmdir()
+            elif there and self._made:
+                reason = "another one is in its place"
+        except FileNotFoundError:
+            reason = ""
+        except OSError as error:
+            reason = reason or str(error.strerror)
+        left = f"Rank {self._rank}: the offloaded files in '{self.path}' were not removed: {reason}."
+        return left if reason else None
+
+    def _sign(self, owner: dict[str, Any]) -> None:
+        """Write the owner's file, locked before anybody can see it."""
+        new = self.path / f"{_OWNER}.new"
+        self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # not offered here
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(self._lock, json.dumps(owner).encode())
+        new.rename(self.path / _OWNER)
+
+
+def find_leftovers(parent: str) -> list[Leftover]:
+    """The folders in ``parent`` whose process has ended, or cannot be asked. What vanishes meanwhile is not counted."""
+    names: list[str] = []
+    found: list[Leftover] = []
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    for name in filter(None, map(_NAME.fullmatch, names)):
+        with contextlib.suppress(OSError):
+            if leftover := _leftover(Path(os.path.abspath(parent), name.string), name):
+                found.append(leftover)
+    return found
+
+
+def _leftover(path: Path, name: re.Match[str]) -> Leftover | None:
+    """What is known about a folder, unless its owner lives."""
+    changed = path.lstat().st_mtime
+    pid, host = int(name["pid"]), name["host"]
+    owner, locked = _asked(path / _OWNER)
+    if owner is None:
+        if time.time() - changed < _SETTLING_SECONDS:
+            return None
+        path.lstat()  # it may just have been removed
+        owner = {}
+    ours = host == _host()
+    if locked or (locked is None and ours and _lives(pid, owner.get("started"))):
+        return None
+    nbytes: int | None = None
+    with contextlib.suppress(OSError):
+        nbytes = sum(path.joinpath(file).lstat().st_blocks * 512 for file in (_DATA, _OWNER))
+    when = owner.get("when")
+    if not isinstance(when, str) or not _TIME.fullmatch(when):
+        when = time.strftime(_WHEN, time.localtime(min(changed, _LATEST)))
+    return Leftover(path, nbytes, when, f"process {pid} on {host}", dead=ours)
+
+
+def _asked(path: Path) -> tuple[dict[str, Any] | None, bool | None]:
+    """What an owner's file says, ``None`` if there is none; and whether its owner still holds the lock, if known."""
+    # What takes its place meanwhile is neither followed nor waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return {}, None
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        return None, None
+    except OSError:
+        return {}, None
+    try:
+        locked: bool | None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others ask at the same time
+            locked = False
+        except OSError as error:
+            locked = True if isinstance(error, BlockingIOError) else None
+        try:
+            owner = json.loads(os.pread(descriptor, PAGE_NBYTES, 0))
+        except (OSError, ValueError, RecursionError):
+            owner = {}
+        return owner if isinstance(owner, dict) else {}, locked
+    finally:
+        os.close(descriptor)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from every other one; ``None`` if there is none that can be looked at."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _lives(pid: int, started: Any) -> bool:
+    """Whether that process of this host is running, and is not another one with the same number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # it is somebody else's
+    now = _started(pid)
+    return started is None or now is None or started == now
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in ticks since the system's start."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "localhost"

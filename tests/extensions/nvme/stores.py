@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from lightning_zero.storage import FileTensor
-from lightning_zero.storage.files import FileSystem
-from lightning_zero.storage.tiers import NvmeStore
+from lightning_zero.extensions.nvme import FileTensor
+from lightning_zero.extensions.nvme.files import FileSystem
+from lightning_zero.extensions.nvme.store import NvmeStore
 
 CPU = torch.device("cpu")
 NAMES = {"direct": True, "buffered": False}

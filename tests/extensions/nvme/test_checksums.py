@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage import FileTensor, NvmeStore, Request
-from lightning_zero.storage.files import PageChecksums
-from lightning_zero.storage.host import PAGE_NBYTES, host_memory
-from lightning_zero.storage.tiers import WINDOW_ALIGNMENT
+from lightning_zero.extensions.nvme import FileTensor, NvmeStore, Request
+from lightning_zero.extensions.nvme.files import PageChecksums
+from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT
+from lightning_zero.offload.host import PAGE_NBYTES, host_memory
+from tests.extensions.nvme.stores import CPU, NAMES, Call, Disk, fail, flip, store
 from tests.helpers.world import run_world
-from tests.storage.stores import CPU, NAMES, Call, Disk, fail, flip, store
 
 STEP = WINDOW_ALIGNMENT
 NUMEL = 3 * STEP + 777

@@ -14,8 +14,9 @@ from torch import Tensor
 from lightning_zero import NvmeOffload
 from lightning_zero.comm import Streams
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage import FileTensor, HostMemory, NvmeStore
-from lightning_zero.storage.transfers import Fetcher
+from lightning_zero.extensions.nvme import FileTensor, NvmeStore
+from lightning_zero.extensions.nvme.store import FileFetcher
+from lightning_zero.offload import HostMemory
 from tests.helpers.probe import Probe, fit
 from tests.helpers.world import run_world
 from tests.strategy.test_offload_order import CASE
@@ -31,8 +32,8 @@ def store(tmp_path: Path) -> Iterator[NvmeStore]:
 
 
 @pytest.fixture
-def fetcher() -> Iterator[Fetcher]:
-    made = Fetcher(CPU, Streams(CPU), HostMemory(CPU, None))
+def fetcher() -> Iterator[FileFetcher]:
+    made = FileFetcher(CPU, Streams(CPU), HostMemory(CPU, None))
     made.reserve(2, 2 * 4096)
     yield made
     made.close()
@@ -44,13 +45,13 @@ def resting(store: NvmeStore, *values: float) -> FileTensor:
     return made
 
 
-def fetched(fetcher: Fetcher, source: Tensor) -> list[float]:
+def fetched(fetcher: FileFetcher, source: Tensor) -> list[float]:
     destination = torch.full((source.numel(),), float("nan"))
     fetcher.fetch(source, destination)
     return destination.tolist()
 
 
-def test_what_was_fetched_ahead_is_not_read_again(store: NvmeStore, fetcher: Fetcher) -> None:
+def test_what_was_fetched_ahead_is_not_read_again(store: NvmeStore, fetcher: FileFetcher) -> None:
     first, second = resting(store, 1.0, 2.0, 3.0), resting(store, 4.0, 5.0)
     fetcher.ahead([first, second])
     fetcher._buffers[0].job.result()
@@ -60,7 +61,7 @@ def test_what_was_fetched_ahead_is_not_read_again(store: NvmeStore, fetcher: Fet
     assert fetched(fetcher, second) == [4.0, 5.0]
 
 
-def test_what_was_fetched_ahead_is_void_after_a_step(store: NvmeStore, fetcher: Fetcher) -> None:
+def test_what_was_fetched_ahead_is_void_after_a_step(store: NvmeStore, fetcher: FileFetcher) -> None:
     source = resting(store, 1.0, 2.0)
     fetcher.ahead([source])
     fetcher.forget()
@@ -68,7 +69,7 @@ def test_what_was_fetched_ahead_is_void_after_a_step(store: NvmeStore, fetcher: 
     assert fetched(fetcher, source) == [7.0, 8.0]
 
 
-def test_few_units_are_fetched_ahead_and_their_buffers_are_used_again(store: NvmeStore, fetcher: Fetcher) -> None:
+def test_few_units_are_fetched_ahead_and_their_buffers_are_used_again(store: NvmeStore, fetcher: FileFetcher) -> None:
     sources = [resting(store, float(number), 1.0) for number in range(6)]
     for source in sources:
         fetcher.ahead([source])
@@ -80,7 +81,7 @@ def test_few_units_are_fetched_ahead_and_their_buffers_are_used_again(store: Nvm
     assert fetcher._memory.nbytes == fetcher.reserved_nbytes == 2 * 2 * 4096
 
 
-def test_a_read_that_failed_is_raised_by_whoever_needs_it(store: NvmeStore, fetcher: Fetcher) -> None:
+def test_a_read_that_failed_is_raised_by_whoever_needs_it(store: NvmeStore, fetcher: FileFetcher) -> None:
     source = resting(store, 1.0, 2.0)
     store.close()
     fetcher.ahead([source])
@@ -89,7 +90,7 @@ def test_a_read_that_failed_is_raised_by_whoever_needs_it(store: NvmeStore, fetc
 
 
 def test_closing_ends_the_thread_and_a_later_fetch_starts_one(store: NvmeStore) -> None:
-    fetcher = Fetcher(CPU, Streams(CPU), HostMemory(CPU, None))
+    fetcher = FileFetcher(CPU, Streams(CPU), HostMemory(CPU, None))
     fetcher.reserve(1, 4096)
     source = resting(store, 1.0, 2.0)
     before = threading.active_count()
@@ -100,14 +101,14 @@ def test_closing_ends_the_thread_and_a_later_fetch_starts_one(store: NvmeStore) 
         assert threading.active_count() == before
 
 
-def test_host_memory_is_close_enough_to_the_cpu(fetcher: Fetcher) -> None:
+def test_host_memory_is_close_enough_to_the_cpu(fetcher: FileFetcher) -> None:
     source = torch.tensor([1.0, 2.0])
     fetcher.ahead([source])
     assert not fetcher._buffers
     assert fetched(fetcher, source) == [1.0, 2.0]
 
 
-class Counting(Fetcher):
+class Counting(FileFetcher):
     """Counts what is asked for, and how much of it had been fetched ahead."""
 
     def fetch(self, source: Tensor, destination: Tensor) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage import FileTensor
-from lightning_zero.storage.files import amount
+from lightning_zero.extensions.nvme import FileTensor
+from lightning_zero.extensions.nvme.files import amount
+from tests.extensions.nvme.stores import NAMES, Call, Disk, fail, store
 from tests.helpers.world import run_world
-from tests.storage.stores import NAMES, Call, Disk, fail, store
 
 NUMEL = 5000  # 20,000 bytes: 4 pages and some
 

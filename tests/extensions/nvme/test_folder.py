@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage import NvmeStore, tiers
-from lightning_zero.storage import folder as folders
-from lightning_zero.storage.folder import RunFolder, find_leftovers
+from lightning_zero.extensions.nvme import NvmeStore
+from lightning_zero.extensions.nvme import store as folders
+from lightning_zero.extensions.nvme import store as stores
+from lightning_zero.extensions.nvme.store import RunFolder, find_leftovers
+from tests.extensions.nvme.stores import CPU, Disk, io_threads, store
 from tests.helpers.world import run_world, subprocess_env
-from tests.storage.stores import CPU, Disk, io_threads, store
 
 GIB = 1 << 30
 
@@ -185,7 +186,7 @@ def test_too_little_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
             raise MemoryError
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(tiers, "host_memory", scarce)
+    monkeypatch.setattr(stores, "host_memory", scarce)
     with pytest.raises(MemoryError):
         store(tmp_path).__enter__()
     assert not os.listdir(tmp_path)
@@ -214,7 +215,7 @@ def test_a_store_that_is_forgotten_is_closed(tmp_path: Path) -> None:
 
 
 def _request(resting: torch.Tensor) -> object:
-    from lightning_zero.storage import Request
+    from lightning_zero.extensions.nvme import Request
 
     return Request(resting.numel(), [(resting, True, True)])
 
@@ -223,7 +224,7 @@ def test_a_process_that_ends_removes_its_files(tmp_path: Path) -> None:
     """However it ends, short of being killed. Each end has a process of its own, forked from one that has imported."""
     script = f"""
 import os, signal, sys, torch
-from lightning_zero.storage import NvmeStore, Request
+from lightning_zero.extensions.nvme import NvmeStore, Request
 
 ENDS = {{"return": lambda: None, "raise": lambda: 1 / 0, "exit": lambda: sys.exit(3),
         "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT)}}

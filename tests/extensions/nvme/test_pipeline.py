@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage import FileTensor, NvmeStore, Request
-from lightning_zero.storage.host import BufferPool, host_memory
-from lightning_zero.storage.tiers import WINDOW_ALIGNMENT
+from lightning_zero.extensions.nvme import FileTensor, NvmeStore, Request
+from lightning_zero.extensions.nvme.pipeline import BufferPool
+from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT
+from lightning_zero.offload.host import host_memory
+from tests.extensions.nvme.stores import NAMES, Call, Disk, fail, io_threads, store
 from tests.helpers.world import run_world
-from tests.storage.stores import NAMES, Call, Disk, fail, io_threads, store
 
 STEP = WINDOW_ALIGNMENT
 PATIENCE_SECONDS = 20.0
@@ -187,34 +188,6 @@ def test_work_sees_what_earlier_windows_of_the_same_elements_wrote(opened: NvmeS
     assert torch.equal(tensor.read(), torch.full((2 * STEP,), 12.0))
 
 
-def test_buffers_are_used_again_only_after_what_work_returned(opened: NvmeStore) -> None:
-    """As a device copy that still reads from the buffer: it is over when it is waited for."""
-    numel = 64 * STEP
-    tensor = opened.allocate(numel, torch.float32, "x")
-    copied = torch.zeros(numel)
-    pending: list[object] = []
-
-    class Copy:
-        def __init__(self, start: int, buffer: Tensor) -> None:
-            self.start, self.buffer = start, buffer
-
-        def wait(self) -> None:
-            copied[self.start : self.start + self.buffer.numel()] = self.buffer
-            pending.remove(self)
-
-    def work(request: Request, buffers: list[Tensor]) -> list[Copy]:
-        buffers[0].copy_(torch.arange(request.tag[0], request.tag[0] + request.numel))
-        copy = Copy(request.tag[0], buffers[0])
-        pending.append(copy)
-        return [copy]
-
-    # 64 windows of 16 KiB through a pool of 896 KiB
-    opened.pipeline().run(requests(numel, STEP, tensor, read=False), work)
-    assert not pending
-    assert torch.equal(copied, torch.arange(float(numel)))
-    assert torch.equal(tensor.read(), copied)
-
-
 def test_parts_that_share_pages_can_be_read_and_not_written(opened: NvmeStore) -> None:
     tensor = opened.allocate(STEP, torch.float32, "exp_avg")
     tensor.write(torch.arange(float(STEP)))
@@ -255,7 +228,6 @@ def test_after_an_error_nothing_is_under_way(opened: NvmeStore, disk: Disk, wher
     numel = 12 * STEP
     tensor = opened.allocate(numel, torch.float32, "exp_avg")
     place = tensor.region.offset + window * STEP * 4
-    waited: list[int] = []
 
     def before(call: Call) -> None:
         if (call.kind, call.offset) == (where, place):
@@ -263,16 +235,11 @@ def test_after_an_error_nothing_is_under_way(opened: NvmeStore, disk: Disk, wher
 
     disk.before = before
 
-    class Wait:
-        def wait(self) -> None:
-            waited.append(1)
-
-    def work(request: Request, buffers: list[Tensor]) -> list[Wait]:
+    def work(request: Request, buffers: list[Tensor]) -> None:
         buffers[0].add_(1)
         if where == "work" and request.tag[0] == window * STEP:
             raise ZeroDivisionError
         worked.append(request.tag[0])
-        return [Wait()]
 
     def generated() -> Iterator[Request]:
         for index, request in enumerate(requests(numel, STEP, tensor)):
@@ -286,7 +253,6 @@ def test_after_an_error_nothing_is_under_way(opened: NvmeStore, disk: Disk, wher
         opened.pipeline().run(generated(), work)
     disk.before = None
     assert opened.pool.taken == 0
-    assert len(waited) == len(worked)
     done = tensor.read()[::STEP]
     for start in worked:
         if not (where == "write" and start == window * STEP):

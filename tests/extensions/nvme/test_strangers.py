@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.storage import NvmeStore
-from lightning_zero.storage import folder as folders
-from lightning_zero.storage.folder import RunFolder, find_leftovers
+from lightning_zero.extensions.nvme import NvmeStore
+from lightning_zero.extensions.nvme import store as folders
+from lightning_zero.extensions.nvme.store import RunFolder, find_leftovers
+from tests.extensions.nvme.stores import CPU, store
+from tests.extensions.nvme.test_folder import leave
 from tests.helpers.world import run_world
-from tests.storage.stores import CPU, store
-from tests.storage.test_folder import leave
 
 NAME = "lightning_zero-elsewhere-{pid}-0123456789ab-rank0"
 LONG_AGO = time.time() - 3600

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_zero.storage.pipeline import Job, Workers
+from lightning_zero.extensions.nvme.pipeline import Job, Workers
 from tests.helpers.waiting import until
 
 PATIENCE_SECONDS = 10.0

@@ -1,0 +1,83 @@
+"""Offload to files (``NvmeOffload``): a tier of memory beyond the host's, and the optimizer's step through it."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from lightning_zero.analysis.memory import expected_disk
+from lightning_zero.comm import ControlGroup, Streams
+from lightning_zero.config import NvmeOffload
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.extensions.nvme.files import FileSystem, FileTensor, fill_from
+from lightning_zero.extensions.nvme.pipeline import Pipeline, Request
+from lightning_zero.extensions.nvme.step import FileSteps
+from lightning_zero.extensions.nvme.store import FileTiers, NvmeStore
+from lightning_zero.optim.stepper import Steps
+from lightning_zero.plan import Plan
+
+__all__ = ["FileSteps", "FileTensor", "FileTiers", "NvmeStore", "Pipeline", "Request", "fill_from"]
+
+
+def make_tiers(
+    offload: NvmeOffload,
+    plan: Plan,
+    control: ControlGroup,
+    device: torch.device,
+    streams: Streams | None = None,
+    local_rank: int = 0,
+    system: FileSystem | None = None,
+) -> FileTiers:
+    """Memory for an engine, by tier. The first rank of a host reports what earlier runs have left on its disk.
+
+    Collective: every rank; ``OffloadError`` on all, if the files of one cannot be made, or have no room for the
+    masters.
+    """
+    store, failure = None, None
+    try:
+        store = NvmeStore(
+            offload.path,
+            rank=control.rank,
+            world_size=control.world_size,
+            buffer_nbytes=int(offload.buffer_mib * 2**20),
+            io_threads=offload.io_threads,
+            device=device,
+            system=system,
+            report=local_rank == 0,
+            checksums=offload.checksums,
+        )
+    except Exception as error:
+        failure = error
+    try:
+        control.raise_together(failure, f"offload to '{offload.path}'")
+        if store is None:
+            raise RuntimeError("There are no files. This is an error in lightning_zero itself.")
+        _check_room(store, expected_disk(plan, optimizer_tensors=0).total, control)  # masters of all ranks are alike
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    return FileTiers(store, device, streams)
+
+
+def make_steps(engine: ZeroEngine, steps: Steps) -> FileSteps:
+    """The same ``steps`` on an engine's shards in files."""
+    store: NvmeStore = engine.tiers.store  # type: ignore[attr-defined]
+    return FileSteps(check_room=lambda nbytes: _check_room(store, nbytes, engine.control), store=store, **vars(steps))
+
+
+def _check_room(store: NvmeStore, nbytes: int, control: ControlGroup) -> None:
+    """Make sure that the disks have room for bytes that are about to be put there: ``OffloadError`` on every rank.
+
+    Collective: every rank.
+    """
+    disk = (platform.node(), os.stat(store.path).st_dev)
+    needs = control.gather_objects((disk, nbytes))
+    failure = None
+    try:
+        store.check_space(sum(need for other, need in needs if other == disk))  # ranks of one machine share its disk
+    except Exception as error:
+        failure = error
+    control.raise_together(failure, f"offload to '{store.path}'")
