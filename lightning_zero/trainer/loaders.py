@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero._torch import tree_leaves, tree_map_only
-from lightning_zero.config import LoaderPolicy, Placement, Uneven
+from lightning_zero.config import LoaderPolicy, Uneven
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import DivergenceError, some
 from lightning_zero.shards.slice import fingerprint
@@ -61,18 +61,79 @@ _log = logging.getLogger(__name__)
 _OUT = 1 << 32  # in place of a loader's number: no batch of any
 
 
+class Signals:
+    """What signals ask of a run: see [Note: signals]. ``engine`` is asked for while a fit runs."""
+
+    def __init__(self, trainer: Any, engine: Callable[[], ZeroEngine], replaced: Replaced) -> None:
+        self.connector = connector = trainer._signal_connector  # 2.6
+        self._trainer, self._engine = trainer, engine
+        self._asked = 0  # of this rank, in this run
+        self._told = self._saved = False  # whether others are told; whether what Slurm wants is saved
+        self._save: Callable[..., None] = connector._slurm_sigusr_handler_fn
+        loop = trainer.fit_loop.epoch_loop
+        advance = loop.advance
+
+        def heed_and_advance(*args: Any) -> None:
+            self.heed(between=True)
+            advance(*args)
+
+        replaced.put(connector, "_sigterm_notifier_fn", lambda _: self._on_end)
+        replaced.put(connector, "_slurm_sigusr_handler_fn", lambda _: self._on_save)
+        replaced.put(loop, "advance", lambda _: heed_and_advance)
+
+    def _on_end(self, signum: Any, frame: Any) -> None:
+        strategy = self._trainer.strategy
+        _log.info("[rank: %s] Received SIGTERM: all ranks end after this step.", strategy.global_rank)
+        if strategy.launcher is not None and not self._asked & _END:
+            strategy.launcher.kill(signum)
+        if self._trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:
+            self._ask(_END)
+        else:
+            self.connector.received_sigterm = True
+
+    def _on_save(self, signum: Any, frame: Any) -> None:
+        self._ask(_SAVE) if self._trainer.state.fn == TrainerFn.FITTING else self._save(signum, frame)
+
+    def _ask(self, what: int) -> None:
+        self._asked |= what
+        if self._told:
+            self._engine().agreement.notice = self._asked
+
+    def begin(self) -> None:
+        """From here on others are told; also of what was asked before."""
+        self._engine().agreement.noticed, self._told = 0, True
+        self._ask(0)
+
+    def end(self) -> None:
+        """The last time that others are told, and that what they ask is done. Collective: every rank."""
+        self._engine().agreement.round("the end of the training")
+        self.heed(between=True)
+        self._told = False
+
+    def heed(self, *, between: bool) -> None:
+        """Do what any rank was asked for and can be done here: ``between`` two batches or not. On all ranks alike.
+
+        Not while gradients of a step that has not been made are held, which a checkpoint has no part of.
+        """
+        noticed = self._engine().agreement.noticed if self._told else 0
+        if not noticed or self._trainer.fit_loop._should_accumulate():  # 2.6
+            return
+        if noticed & _SAVE and not self._saved:
+            if not between:
+                return  # and do not end before
+            self._saved = True
+            self._save(None, None)
+        if noticed & _END:
+            self.connector.received_sigterm = True  # Lightning ends the fit before the next batch
+
+
 class Batches(Processes, ParallelStrategy):
     """What Lightning asks a strategy about data, and the signals that a Trainer handles."""
 
     loaders: LoaderPolicy
-    placement: Placement
     may_lack = False
     """Whether a training step may get no batch."""
-    _connector: Any
-    _asked = 0  # of this rank, in this run
-    _fitting = False
-    _save: Callable[..., None]
-    _saved = False
+    _signals: Signals
 
     if TYPE_CHECKING:
 
@@ -83,69 +144,21 @@ class Batches(Processes, ParallelStrategy):
 
     def listen(self, trainer: Any, replaced: Replaced) -> None:
         """Take the place of Lightning's handlers, before it installs them, and of what its loops fetch from. Local."""
-        self._connector = connector = trainer._signal_connector  # 2.6
-        self._asked, self._fitting, self._saved = 0, False, False
-        self._save = connector._slurm_sigusr_handler_fn
-
-        advance = trainer.fit_loop.epoch_loop.advance
-
-        def end(signum: Any, frame: Any) -> None:
-            _log.info("[rank: %s] Received SIGTERM: all ranks end after this step.", self.global_rank)
-            if self._launcher is not None and not self._asked & _END:
-                self._launcher.kill(signum)
-            if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
-                self._ask(_END)
-            else:
-                connector.received_sigterm = True
-
-        def save(signum: Any, frame: Any) -> None:
-            self._ask(_SAVE) if trainer.state.fn == TrainerFn.FITTING else self._save(signum, frame)
-
-        def heed_and_advance(*args: Any) -> None:
-            self.heed(between=True)
-            advance(*args)
-
-        replaced.put(connector, "_sigterm_notifier_fn", lambda _: end)
-        replaced.put(connector, "_slurm_sigusr_handler_fn", lambda _: save)
-        replaced.put(trainer.fit_loop.epoch_loop, "advance", lambda _: heed_and_advance)
+        self._signals = Signals(trainer, lambda: self.engine, replaced)
         self.may_lack = False
         loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
         for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             replaced.put(loop._data_source, "dataloader", partial(self._in_step, trainer, loop))  # 2.6
 
-    def _ask(self, what: int) -> None:
-        self._asked |= what
-        if self._fitting:
-            self.engine.agreement.notice = self._asked
-
     def on_train_start(self) -> None:
-        """From here on others are told; also of what was asked before."""
+        """From here on others are told of signals."""
         super().on_train_start()
-        self.engine.agreement.noticed, self._fitting = 0, True
-        self._ask(0)
+        self._signals.begin()
 
     def on_train_end(self) -> None:
-        """The last time that others are told, and that what they ask is done. Collective: every rank."""
-        self.engine.agreement.round("the end of the training")
-        self.heed(between=True)
-        self._fitting = False
+        """The last time that others are told of signals. Collective: every rank."""
+        self._signals.end()
         super().on_train_end()
-
-    def heed(self, *, between: bool) -> None:
-        """Do what any rank was asked for and can be done here: ``between`` two batches or not. On all ranks alike.
-
-        Not while gradients of a step that has not been made are held, which a checkpoint has no part of.
-        """
-        noticed = self.engine.agreement.noticed if self._fitting else 0
-        if not noticed or self._connector.trainer.fit_loop._should_accumulate():  # 2.6
-            return
-        if noticed & _SAVE and not self._saved:
-            if not between:
-                return  # and do not end before
-            self._saved = True
-            self._save(None, None)
-        if noticed & _END:
-            self._connector.received_sigterm = True  # Lightning ends the fit before the next batch
 
     def _in_step(self, trainer: Any, loop: Any, request: Callable[[], Any]) -> Callable[[], Any]:
         """``request``, whose loaders end on all ranks together where the ranks need one another."""
@@ -156,7 +169,7 @@ class Batches(Processes, ParallelStrategy):
         def dataloader() -> Any:
             given, module = request(), trainer.lightning_module
             policy = self.loaders.training if training else self.loaders.evaluation
-            listens = not training and not self.placement.shards_parameters  # to signals: the steps need nobody
+            listens = not training and not self.settings.placement.shards_parameters  # to signals
             free = listens and policy == "join" and trainer.state.fn != TrainerFn.FITTING
             by_hand = is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
             if self.world_size == 1 or free or by_hand:
@@ -176,7 +189,7 @@ class Batches(Processes, ParallelStrategy):
 
     def _take_part(self, step: str) -> None:
         self.run_step(step, (), {}, without=True)
-        if self._connector.received_sigterm:  # as Lightning's loops end between two batches of a validation
+        if self._signals.connector.received_sigterm:  # as Lightning's loops end between two batches of a validation
             raise SIGTERMException
 
     def lacks_batch(self, *called: Any) -> bool:

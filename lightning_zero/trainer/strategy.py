@@ -27,7 +27,9 @@ from lightning_zero.config import (
     Compression,
     LoaderPolicy,
     LoadersLike,
+    Offload,
     OffloadLike,
+    Placement,
     ShardWithin,
     StageLike,
     TimeoutLike,
@@ -155,7 +157,6 @@ class ZeroStrategy(Batches):
             broadcast_buffers=broadcast_buffers,
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, precision_plugin=precision_plugin)
-        self.placement, self.offload = self.settings.placement, self.settings.offload
         self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
         self.process_group_backend, self._start_method = process_group_backend, start_method
@@ -169,6 +170,16 @@ class ZeroStrategy(Batches):
         return "<ZeroStrategy for lightning.pytorch.Trainer; Fabric takes lightning_zero.ZeroFabricStrategy>"
 
     # ------------------------------------------------------------- environment
+
+    @property
+    def placement(self) -> Placement:
+        """What is sharded, and over which ranks."""
+        return self.settings.placement
+
+    @property
+    def offload(self) -> Offload | None:
+        """What is kept in host memory, or in files, between uses."""
+        return self.settings.offload
 
     @property
     def engine(self) -> ZeroEngine:
@@ -321,7 +332,7 @@ class ZeroStrategy(Batches):
         with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
             result = None if without else getattr(self._module, name)(*args, **kwargs)
         if not training:
-            self.heed(between=True)
+            self._signals.heed(between=True)
         return torch.zeros((), device=self.root_device, requires_grad=True) if without and training else result
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -335,7 +346,7 @@ class ZeroStrategy(Batches):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
-        self.heed(between=False)
+        self._signals.heed(between=False)
         return closure_loss
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
