@@ -61,7 +61,7 @@ _OF_EXTENSIONS = {
     "verify_checkpoint": "inspection",
 }
 if TYPE_CHECKING:
-    from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+    from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
     from lightning_zero.measure import measure_activations
     from lightning_zero.trainer.cli import ZeroCLI
 
@@ -72,7 +72,7 @@ else:
     # What a training does not need, and takes long to import.
     _LATER = {
         "ZeroCLI": "trainer.cli",
-        "consolidate_checkpoint": "checkpoint.consolidate",
+        "consolidate_checkpoint": "checkpoint.consolidated",
         "measure_activations": "measure",
     }
 

@@ -91,7 +91,7 @@ def consolidate(args: Sequence[str]) -> int:
 
     Raises SystemExit for ``--help``, or with 2 for wrong options.
     """
-    from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+    from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
 
     parser = _consolidate_parser()
     options = parser.parse_args(args)

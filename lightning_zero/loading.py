@@ -39,13 +39,7 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.init import InitRecord, InitRecorder
 from lightning_zero.session.module_state import left_out_of, weights_of
-from lightning_zero.session.names import (
-    adapter_names,
-    in_layout_of,
-    refuse_dependent_adapters,
-    under_own_names,
-    values_from_the_base,
-)
+from lightning_zero.session.names import adapters_in, under_names_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
@@ -308,16 +302,14 @@ def _load(
     built.on_load_checkpoint(checkpoint)
     own = built.state_dict(keep_vars=True)
     stored = weights_of(checkpoint, path)
-    state = under_own_names(in_layout_of(built, own, stored), own, path, strict)
+    state = under_names_of(built, own, stored, path, strict)
     if initial_weights is not None:
         weights = weights_of(open_one(initial_weights), initial_weights)
-        base = under_own_names(in_layout_of(built, own, weights), own, initial_weights, strict=False)
-        unstored = [name for name in adapter_names(built, own) if name not in base]
-        refuse_dependent_adapters(built, initial_weights, unstored)
-        base.update(values_from_the_base(built, own, base))
+        base = under_names_of(built, own, weights, initial_weights, strict=False)
+        adapters_in(built, own, weights, base, initial_weights)
         state.update({name: base[name] for name in own if name in base and name not in state})
     tied = _tied_elsewhere(own, state)
-    left_out = under_own_names(dict.fromkeys(left_out_of(checkpoint)), own, path, strict=False)
+    left_out = under_names_of(built, own, dict.fromkeys(left_out_of(checkpoint)), path, strict=False)
     unsaved = [name for name in left_out if name in own and name not in state and name not in tied]
     if unsaved and initial_weights is not None:
         raise CheckpointError(

@@ -39,20 +39,21 @@ def installed(name: str) -> bool:
     return find_spec(f"{_FOLDER}.{name}") is not None
 
 
-def extension(name: str, instead: str = "leave out the setting that asks for it") -> Any:
+def extension(name: str, instead: str = "leave out the setting that asks for it", *, why: str = "") -> Any:
     """The module of an extension, imported when it is first asked for.
 
     Args:
         name: a name in ``EXTENSIONS``.
         instead: what a user can do without it, for the error.
+        why: what needs it, as a sentence, for the error.
 
     Raises:
         ExtensionError: it was deleted from this copy of the package.
     """
     if not installed(name):
         raise ExtensionError(
-            f"This copy of lightning_zero has no extension '{name}', which has {EXTENSIONS[name]}. Install "
-            f"lightning_zero again, or {instead}."
+            f"{why and why + ' '}This copy of lightning_zero has no extension '{name}', which has {EXTENSIONS[name]}. "
+            f"Install lightning_zero again, or {instead}."
         )
     return import_module(f"{_FOLDER}.{name}")
 

@@ -41,7 +41,7 @@ from lightning_zero.loading import (
     load_full_state_dict,
 )
 from lightning_zero.session.checkpoints import require_lightning
-from lightning_zero.session.names import under_own_names
+from lightning_zero.session.names import renamed
 from tests.checkpoint.samples import control
 from tests.helpers.script import run_forked
 from tests.helpers.training import make_trainer
@@ -801,7 +801,8 @@ def test_compiled_blocks_that_were_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_names_under_one_prefix(stored: list[str], own: list[str], strict: bool, expected: list[str]) -> None:
-    found = under_own_names({name: index for index, name in enumerate(stored)}, own, "a path", strict)
+    known = {name: name for name in own}
+    found = renamed({name: index for index, name in enumerate(stored)}, [known], "a path", strict)
 
     assert found == {name: index for index, name in enumerate(expected)}
 
@@ -816,7 +817,7 @@ def test_names_under_one_prefix(stored: list[str], own: list[str], strict: bool,
 def test_names_under_two_prefixes_are_left_as_they_are(stored: list[str], own: list[str], strict: bool) -> None:
     """Also if more of them are there under one of the two."""
     with pytest.warns(UserWarning, match=r"'student\.' put before them and also with 'teacher\.'"):
-        found = under_own_names(dict.fromkeys(stored), own, "a path", strict)
+        found = renamed(dict.fromkeys(stored), [{name: name for name in own}], "a path", strict)
 
     assert list(found) == stored
 

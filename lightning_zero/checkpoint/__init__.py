@@ -8,8 +8,7 @@ in ``storage/publish.py``. What other programs write is read too; see ``load.py`
 from __future__ import annotations
 
 from lightning_zero.checkpoint.background import Saver
-from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
-from lightning_zero.checkpoint.consolidated import save_consolidated_file
+from lightning_zero.checkpoint.consolidated import consolidate_checkpoint, save_consolidated_file
 from lightning_zero.checkpoint.format.flat_shard import FlatShard
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.load import is_checkpoint_directory_at, open_checkpoint

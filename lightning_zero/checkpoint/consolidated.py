@@ -1,8 +1,9 @@
-"""Saving one ordinary checkpoint file from all ranks, without gathering the model anywhere.
+"""One ordinary checkpoint file: saved by all ranks of a run, or made of a checkpoint of any kind by one process.
 
-Rank 0 lays the file out (see [Note: A torch file without its tensors]) and makes it under a temporary name; every rank
-writes the slices that it holds to their places in it; rank 0 completes and publishes it. A slice of a flattened
-parameter is one range of the file, so that no rank needs more memory than for a piece of its own.
+The file is laid out first (see [Note: A torch file without its tensors]) and made under a temporary name; then its
+tensors are written to their places, a piece at a time; then it is completed and published. When a run saves, rank 0
+lays out and completes, and every rank writes the slices that it holds: a slice of a flattened parameter is one range of
+the file. So nobody needs memory for more than a piece of a tensor.
 
 The file is what ``Trainer.save_checkpoint`` writes on a single device: full shapes, names, and optimizer states by
 parameter index, and loads without this package.
@@ -11,30 +12,85 @@ parameter index, and loads without this package.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.directories import Directory
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.format.items import Leaf, put_together
+from lightning_zero.checkpoint.format.record import RECORD_FILE
+from lightning_zero.checkpoint.format.safetensors import SafetensorsFile
+from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.format.typed_json import is_plain
+from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
+from lightning_zero.checkpoint.load import open_checkpoint
 from lightning_zero.checkpoint.save import SUMMARY_KEY, Divided, divide
-from lightning_zero.checkpoint.storage.files import local_output
+from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile
-from lightning_zero.checkpoint.writing import Pieces, combine, write_bytes
+from lightning_zero.checkpoint.writing import Pieces, combine, progress_bar, write_bytes
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
+from lightning_zero.config import parse_size
+from lightning_zero.errors import CheckpointError
+from lightning_zero.registry import extension
 
-__all__ = ["FEEDBACK_KEY", "RANDOM_KEY", "SUMMARY_KEY", "by_parameter_index", "save_consolidated_file"]
+__all__ = [
+    "FEEDBACK_KEY",
+    "RANDOM_KEY",
+    "SUMMARY_KEY",
+    "Export",
+    "FileFormat",
+    "by_parameter_index",
+    "consolidate_checkpoint",
+    "holes_of",
+    "names_of",
+    "save_consolidated_file",
+    "warn_of_excluded",
+    "warn_of_overflow",
+    "with_holes",
+    "write_file",
+]
 
 RANDOM_KEY = "random_state"
 """Under it: the state of every rank's random number generators, in sharded directories only."""
 
 FEEDBACK_KEY = "error_feedback"
 """Under it: what every rank keeps of gradients that were rounded, likewise."""
+
+FileFormat = Literal["ckpt", "safetensors", "fsdp", "huggingface", "peft"]
+
+_SUFFIXES: dict[str, FileFormat] = {".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", ".bin": "ckpt"}
+_SUFFIXES |= {".safetensors": "safetensors"}
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+# What Lightning leaves out of a checkpoint that is saved with `weights_only=True`.
+_TRAINING_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "ZeroPrecision", "MixedPrecision")
+
+
+def write_file(
+    file: StagedFile, layout: TorchFile | SafetensorsFile, pieces: Pieces, advance: Callable[[int], Any]
+) -> None:
+    """Fill a file from one process. ``advance`` is called with the bytes of every piece."""
+    with open(file.path, "r+b", buffering=0) as opened:
+        descriptor = opened.fileno()
+        crcs = [
+            pieces.write(place.key if place.tensor is None else place.tensor, descriptor, place.offset, advance)
+            for place in layout.places
+        ]
+        for offset, content in layout.frame(crcs):
+            write_bytes(descriptor, offset, content)
+            advance(len(content))
+
+
+# ------------------------------------------------------------------------------------------------- saved by all ranks
 
 
 class _Part(NamedTuple):
@@ -170,12 +226,9 @@ class _Export:
             else next(plain)
             for place in self._layout.places
         ]
-        descriptor = os.open(self.file.path, os.O_WRONLY)
-        try:
+        with open(self.file.path, "r+b", buffering=0) as file:
             for offset, content in self._layout.frame(crcs):
-                write_bytes(descriptor, offset, content)
-        finally:
-            os.close(descriptor)
+                write_bytes(file.fileno(), offset, content)
         self.file.publish()
 
 
@@ -229,3 +282,301 @@ def _checked(key: str, nbytes: int, parts: Sequence[_Part]) -> int:
     if end != nbytes:
         raise ValueError(f"of '{key}', {end} of {nbytes} bytes are held by the ranks")
     return crc32
+
+
+# -------------------------------------------------------------------------------------- made of another by one process
+
+
+def consolidate_checkpoint(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: FileFormat | None = None,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: str | int = "5GB",
+    weights_only: bool = False,
+    prefix: str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> list[Path]:
+    """Write an ordinary checkpoint file, or safetensors files, from a checkpoint of any kind.
+
+    Runs in one process and needs memory for a piece of one tensor, for ``"huggingface"`` for the whole model. Checksums
+    that the source has are verified.
+
+    Args:
+        source: a sharded directory of this package, of Lightning's strategies, ``torch.distributed.checkpoint`` or
+            DeepSpeed (ZeRO stages 1 to 3), a ``.ckpt`` file, or safetensors.
+        out: ``*.ckpt`` (or ``.pt``, ``.pth``, ``.bin``): one file as ``Trainer.save_checkpoint`` writes it on one
+            device, which ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)`` read without this package.
+            ``*.safetensors``: one file of weights. Anything without a suffix is a directory of safetensors files as
+            Hugging Face has it, with an index if there are several.
+        format: what to write, where the name of ``out`` does not say it. ``"fsdp"``, which no name says, is a sharded
+            directory for Lightning's ``FSDPStrategy``, of one of this package or of ``ModelParallelStrategy``. It
+            shares the data files with the source where the file system can; no checksum of tensors is verified then.
+            ``"huggingface"`` and ``"peft"`` are folders for ``from_pretrained``, with configurations: the model, with
+            adapters merged into it, or the adapters alone. transformers and peft write them, which have to be
+            installed, from a checkpoint of this package.
+        dtype: cast floating-point weights to it, as ``"bfloat16"`` or ``"bf16"``. Optimizer states keep theirs.
+        max_shard_size: of a file in a directory of safetensors, as ``"5GB"`` or ``"2GiB"``, or a number of bytes. A
+            larger tensor goes alone.
+        weights_only: leave the state of optimizers, schedulers and callbacks out of a ``.ckpt``.
+        prefix: cut this module's name off the weights' names: with ``"model"``, ``model.weight`` becomes ``weight``.
+        base: for ``"huggingface"``: the pretrained model that a checkpoint without frozen parameters was trained on.
+        overwrite: replace a file, or weights in a directory, that are there; never the source or a sharded directory.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The files that were written, or the directory for ``"fsdp"``.
+
+    Raises:
+        ValueError: for settings that are wrong or contradict each other, and for a target that exists.
+        CheckpointError: if the source is damaged or no checkpoint, or a file could not be written, naming it. A file
+            that is replaced is replaced whole or not at all.
+        ExtensionError: for what is more than one file, if the extension ``formats`` was deleted.
+    """
+    target = local_output(out)
+    export = Export(
+        source=os.fspath(source),
+        target=target,
+        kind=_kind(target, format),
+        limit=parse_size(max_shard_size),
+        dtype=_floating(dtype),
+        weights_only=weights_only,
+        prefix=prefix,
+        base=base,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    if base is not None and export.kind not in ("huggingface", "peft"):
+        raise ValueError("base goes with format='huggingface' and format='peft' only.")
+    if prefix is not None and export.kind == "ckpt" and not weights_only:
+        raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
+    if not is_remote(source):
+        _refuse_overlap(local_path(source), target)
+    try:
+        if not export.is_one_file:
+            written: list[Path] = extension("formats", why=f"'{target}' is to be a directory.").export(export)
+            return written
+        if target.is_dir():
+            raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
+        if os.path.lexists(target) and not overwrite:
+            raise export.exists(target)
+        return [_write_torch(export) if export.kind == "ckpt" else _write_safetensors(export)]
+    except OSError as error:
+        raise CheckpointError(f"Could not write '{target}': {error}.") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What ``consolidate_checkpoint`` was asked for; the source is opened when it is needed."""
+
+    source: str
+    target: Path
+    kind: FileFormat
+    limit: int  # bytes of a file in a directory
+    dtype: torch.dtype | None
+    weights_only: bool
+    prefix: str | None
+    base: str | os.PathLike[str] | None
+    overwrite: bool
+    progress: bool
+
+    @property
+    def is_one_file(self) -> bool:
+        """Whether one file is written, and no directory."""
+        named = self.target.suffix.lower() == ".safetensors"
+        return self.kind == "ckpt" or (self.kind == "safetensors" and named)
+
+    def exists(self, path: Path) -> ValueError:
+        """What to raise if something is there."""
+        return ValueError(f"'{path}' exists: write to another place, or replace it with overwrite=True (--overwrite).")
+
+    @cached_property
+    def own(self) -> Directory | None:
+        """The source, if it is a directory of ours."""
+        with suppress(CheckpointError):  # a local file, for example; what is wrong shows when it is opened
+            if (files := open_folder(self.source)).has(RECORD_FILE):
+                return Directory(files)
+        return None
+
+    @cached_property
+    def checkpoint(self) -> dict[str, Any]:
+        """The checkpoint, with its partition if it is one of ours."""
+        own, checkpoint = self.own, open_checkpoint(self.source, ControlGroup(None))
+        if own is not None and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
+            summary = {
+                key: value
+                for key, value in checkpoint.get(SUMMARY_KEY, {}).items()
+                if key not in (FEEDBACK_KEY, RANDOM_KEY)
+            }
+            checkpoint[SUMMARY_KEY] = {**summary, "plan": Decoder().decode(own.record.plan)}
+        if not isinstance(checkpoint.get("state_dict"), Mapping):
+            raise CheckpointError(f"'{self.source}' holds no weights: there is no `state_dict` in it.")
+        return checkpoint
+
+    def weights(self) -> dict[str, Any]:
+        """The weights with their names to be. Warns of those that were not saved."""
+        warn_of_excluded(self.checkpoint, self.source)
+        state: Mapping[str, Any] = self.checkpoint["state_dict"]
+        if not self.prefix:
+            return dict(state)
+        prefix = self.prefix.removesuffix(".") + "."  # it names a module
+        renamed = {name.removeprefix(prefix): value for name, value in state.items()}
+        if not any(name.startswith(prefix) for name in state):
+            raise ValueError(f"prefix={prefix!r}: no weight's name begins so; the first are {list(state)[:3]}.")
+        if len(renamed) != len(state):
+            raise ValueError(f"prefix={prefix!r}: without it, two weights would have the same name.")
+        if self.kind == "safetensors":
+            _refuse_wrapped_names(renamed, self.prefix)
+        return renamed
+
+
+def _refuse_wrapped_names(names: Mapping[str, Any], prefix: str) -> None:
+    """``ValueError`` if ``from_pretrained`` would not find these weights, cut off ``prefix``, as peft wrapped them."""
+    parts = {"base_layer", "original_module"}
+    wrapped = [name for name in names if not parts.isdisjoint(name.split("."))]
+    if wrapped and "base_model" in prefix.split("."):
+        raise ValueError(
+            f"prefix={prefix!r} leaves names that peft has changed, such as '{wrapped[0]}': `from_pretrained` would "
+            "initialise those layers anew. Use format='huggingface' for the model with its adapters merged into it, or "
+            "format='peft' for the adapters alone."
+        )
+
+
+def _kind(target: Path, given: str | None) -> FileFormat:
+    by_suffix = _SUFFIXES.get(target.suffix.lower())
+    for kind in get_args(FileFormat):
+        if kind == given and (by_suffix in (None, kind) or (kind == "fsdp" and by_suffix == "ckpt")):
+            return kind  # type: ignore[no-any-return]  # Lightning calls directories of FSDP `*.ckpt`
+    if given is not None and given not in get_args(FileFormat):
+        raise ValueError(f"format must be one of {', '.join(map(repr, get_args(FileFormat)))}, got {given!r}.")
+    if given is not None:
+        raise ValueError(f"format='{given}' contradicts the name '{target.name}'.")
+    if by_suffix is None and target.suffix and not target.is_dir():
+        raise ValueError(f"'{target.name}' does not say what to write: give format='ckpt' or 'safetensors'.")
+    return by_suffix or "safetensors"
+
+
+def _floating(given: str | torch.dtype | None) -> torch.dtype | None:
+    if given is None:
+        return None
+    name = str(given).lower().removeprefix("torch.")
+    dtype = _SHORT.get(name) or getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"dtype must be a floating-point dtype: bfloat16 (bf16), float16 (fp16) or float32 (fp32), got {given!r}."
+        )
+    return dtype
+
+
+def _refuse_overlap(source: Path, out: Path) -> None:
+    """Make sure that no file of a checkpoint is replaced by what is made of it, whatever links lead there.
+
+    Raises:
+        ValueError: if one would be, or ``out`` would lie within the checkpoint.
+    """
+    real, target = Path(os.path.realpath(source)), Path(os.path.realpath(out))
+    if target == real or (target.exists() and real.exists() and target.samefile(real)):
+        raise ValueError(f"'{out}' is the source itself: write to another place.")
+    names = names_of(out)
+    if real.is_dir() and any(name.is_relative_to(real) for name in names):
+        raise ValueError(f"'{out}' is within the source: write to another place.")
+    parts = [real / name for name in os.listdir(real)] if real.is_dir() else [source]
+    for part in (name for given in parts for name in names_of(given)):
+        if part in names:
+            raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
+
+
+def names_of(path: Path) -> set[Path]:
+    """Of a path, and of what it leads to if it is a link; without links before the last part."""
+    return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
+
+
+def warn_of_excluded(checkpoint: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
+    """Say how many frozen parameters a checkpoint was saved without."""
+    own = checkpoint.get(SUMMARY_KEY)
+    excluded = own.get("excluded_frozen") if isinstance(own, Mapping) else None
+    if excluded:
+        warnings.warn(
+            f"'{os.fspath(source)}' was saved without its {len(excluded)} frozen parameters ({excluded[0]}, ...), so "
+            "they are not in what is written either.",
+            stacklevel=3,
+        )
+
+
+def warn_of_overflow(holes: Mapping[str, Any], pieces: Pieces) -> None:
+    """Name weights that became infinite when they were cast."""
+    names = [name for name, hole in holes.items() if isinstance(hole, Hole) and hole.key in pieces.overflowed]
+    if names:
+        warnings.warn(
+            f"{len(names)} weights have values that are too large for the dtype and became infinite, for example "
+            f"'{names[0]}'. `bfloat16` has the range of `float32`.",
+            stacklevel=4,
+        )
+
+
+def _write_torch(export: Export) -> Path:
+    pieces, weights = Pieces(), export.weights()
+    dropped = _TRAINING_STATE if export.weights_only else ()
+    content = {key: with_holes(value, pieces, None) for key, value in export.checkpoint.items() if key not in dropped}
+    content["state_dict"] = {
+        name: with_holes(value, pieces, export.dtype if isinstance(value, Tensor) else None)
+        for name, value in weights.items()
+    }
+    if isinstance(content.get("optimizer_states"), list):
+        content["optimizer_states"] = [by_parameter_index(state) for state in content["optimizer_states"]]
+    _publish(export, TorchFile(content), pieces)
+    warn_of_overflow(content["state_dict"], pieces)
+    return export.target
+
+
+def _write_safetensors(export: Export) -> Path:
+    pieces, weights = Pieces(), export.weights()
+    holes, aliases = holes_of(weights, pieces, export.dtype)
+    _publish(export, SafetensorsFile(holes, {"format": "pt", **aliases}), pieces)
+    warn_of_overflow(holes, pieces)
+    return export.target
+
+
+def _publish(export: Export, layout: TorchFile | SafetensorsFile, pieces: Pieces) -> None:
+    staged = StagedFile(export.target, layout.nbytes)
+    try:
+        with progress_bar(export.target.name, layout.nbytes, export.progress) as bar:
+            write_file(staged, layout, pieces, bar.update)
+        staged.publish()
+    finally:
+        staged.discard()
+
+
+def holes_of(
+    weights: Mapping[str, Any], pieces: Pieces, dtype: torch.dtype | None
+) -> tuple[dict[str, Hole], dict[str, str]]:
+    """A hole for every tensor that safetensors can hold, once if it is tied, and the other names of tied ones."""
+    tensors = {name: value for name, value in weights.items() if isinstance(value, StoredTensor) or is_plain(value)}
+    if left_out := [name for name in weights if name not in tensors]:
+        warnings.warn(f"Left out, because safetensors hold plain tensors only: {', '.join(left_out)}.", stacklevel=4)
+    holes: dict[str, Hole] = {}
+    aliases: dict[str, str] = {}
+    kept: dict[Any, str] = {}
+    for name, value in tensors.items():
+        hole = with_holes(value, pieces, dtype or value.dtype)
+        first = kept.setdefault((hole.key, hole.shape), name)
+        if first == name:
+            holes[name] = hole
+        else:
+            aliases[name] = first
+    return holes, aliases
+
+
+def with_holes(value: Any, pieces: Pieces, cast: torch.dtype | None) -> Any:
+    """A structure with a hole for every tensor that is on disk or to be cast."""
+    if isinstance(value, StoredTensor) or (cast is not None and is_plain(value)):
+        dtype = cast if cast is not None and value.dtype.is_floating_point else value.dtype
+        return Hole(pieces.add(value, dtype), dtype, value.shape)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, with_holes(item, pieces, cast)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(with_holes(item, pieces, cast) for item in value)
+    return value

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from lightning_zero.checkpoint.deepspeed import LATEST_FILE, deepspeed_folder, read_deepspeed_directory
 from lightning_zero.checkpoint.directories import read_directory, read_foreign_directory
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.record import METADATA_FILE, RECORD_FILE
-from lightning_zero.checkpoint.format.safetensors import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    read_safetensors,
-    read_safetensors_directory,
-)
+from lightning_zero.checkpoint.format.safetensors import read_safetensors
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import read_torch_file
 from lightning_zero.checkpoint.storage.files import (
@@ -31,16 +26,18 @@ from lightning_zero.checkpoint.storage.files import (
 )
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
-from lightning_zero.errors import CheckpointError, shortened, some
+from lightning_zero.errors import CheckpointError, ExtensionError, shortened, some
 from lightning_zero.registry import extension, installed
 
 __all__ = [
     "Found",
     "Kind",
+    "Reader",
     "checkpoints_in",
     "find_checkpoint",
     "is_checkpoint_directory_at",
     "open_checkpoint",
+    "with_samples",
 ]
 
 
@@ -69,6 +66,7 @@ def open_checkpoint(
 
     Raises:
         CheckpointError: on every rank, naming the file, if it is not whole, could run code, or differs between ranks.
+        ExtensionError: if it has a layout of the extension ``formats``, which was deleted.
 
     Collective: every rank.
     """
@@ -80,7 +78,12 @@ def open_checkpoint(
         read.append((found, read_checkpoint(path, found, weights_only)))
         return read[0][1].digest
 
-    digests = collect(control, what, look)
+    try:
+        digests = collect(control, what, look)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, ExtensionError):  # it was deleted from this copy of the package
+            raise error.__cause__ from None
+        raise
     found, (checkpoint, _, missing, notes) = read[0]
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -120,10 +123,26 @@ class Kind(Enum):
 
     OWN = "sharded directory of lightning_zero"  # with our record
     FOREIGN = "sharded directory of torch.distributed.checkpoint"  # with DCP's index
-    HUGGING_FACE = "directory of safetensors"  # of the usual names
-    DEEPSPEED = "sharded directory of DeepSpeed"  # with `latest`, or the folder of one save in it
     SAFETENSORS = "safetensors file"  # by its ending
     TORCH = "torch file"  # any other file
+    # Of the extension `formats`:
+    HUGGING_FACE = "directory of safetensors"  # of the usual names
+    DEEPSPEED = "sharded directory of DeepSpeed"  # with `latest`, or the folder of one save in it
+
+
+# By files that stand in a folder, whose layout the extension `formats` reads.
+_LAYOUTS = {
+    **dict.fromkeys(("model.safetensors.index.json", "model.safetensors"), "Hugging Face"),
+    **dict.fromkeys(
+        (
+            *("latest", "latest_universal", "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
+            *(f"zero_pp_rank_0_mp_rank_0{number}_model_states.pt" for number in (0, 1)),
+            *(f"{kind}zero_pp_rank_0_mp_rank_00_optim_states.pt" for kind in ("", "bf16_")),
+            "layer_0_expert_0_mp_rank_00_model_states.pt",
+        ),
+        "DeepSpeed",
+    ),
+}
 
 
 class Found(NamedTuple):
@@ -149,7 +168,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
         in_it = f" In it are checkpoints, of which one is needed: {some(map(repr, there))}." if there else ""
         raise CheckpointError(
             f"The directory '{os.fspath(path)}' is no checkpoint: it has neither {RECORD_FILE} nor {METADATA_FILE}, "
-            f"{SINGLE_FILE}, {INDEX_FILE} or DeepSpeed's `{LATEST_FILE}`."
+            "model.safetensors, model.safetensors.index.json or DeepSpeed's `latest`."
             f"{in_it or ' If it was being written, use the one before.'}"
         )
     return found
@@ -162,10 +181,11 @@ def _in_folder(path: str | os.PathLike[str]) -> Found | None:
     if files.has(METADATA_FILE):
         return Found(Kind.FOREIGN, files)
     files = open_folder(path, follow_links=True)
-    if files.has(INDEX_FILE) or files.has(SINGLE_FILE):
-        return Found(Kind.HUGGING_FACE, files)
-    if (folder := deepspeed_folder(path)) is not None:
-        return Found(Kind.DEEPSPEED, folder)
+    for name, layout in _LAYOUTS.items():
+        if files.has(name):
+            seen = f"'{os.fspath(path)}' is a directory of {layout}, by its '{name}'."
+            found: Found | None = extension("formats", why=seen).find(path, files)
+            return found
     return None
 
 
@@ -194,22 +214,26 @@ def _is_checkpoint(folder: str) -> bool:
 
 def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:
     """What a checkpoint of any kind says of itself; ``open_checkpoint`` on this rank alone."""
-    kind, files, name = found
-    if kind is Kind.OWN:
-        return read_directory(files)
-    if kind is Kind.FOREIGN:
-        return read_foreign_directory(files, weights_only)
-    if kind is Kind.HUGGING_FACE:
-        return _withsamples(read_safetensors_directory(files), files)
-    if kind is Kind.DEEPSPEED:
-        return read_deepspeed_directory(files)
-    if kind is Kind.SAFETENSORS:
-        return _withsamples(read_safetensors(files, name), files)
-    digest = samples(files, name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
+    read: Reader = _READERS.get(found.kind) or extension("formats").READERS[found.kind]
+    return read(path, found, weights_only)
+
+
+def _read_torch(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:
+    digest = samples(found.files, found.name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
     return read_torch_file(path, weights_only)._replace(digest=digest)
 
 
-def _withsamples(opened: Opened, files: Files) -> Opened:
+Reader = Callable[[str | os.PathLike[str], Found, bool | None], Opened]
+
+_READERS: dict[Kind, Reader] = {
+    Kind.OWN: lambda path, at, weights_only: read_directory(at.files),
+    Kind.FOREIGN: lambda path, at, weights_only: read_foreign_directory(at.files, weights_only),
+    Kind.SAFETENSORS: lambda path, at, weights_only: with_samples(read_safetensors(at.files, at.name), at.files),
+    Kind.TORCH: _read_torch,
+}
+
+
+def with_samples(opened: Opened, files: Files) -> Opened:
     """Headers of safetensors are the same for all weights of a model: the digest is of some elements too."""
     stored = [value for value in opened.checkpoint["state_dict"].values() if isinstance(value, StoredTensor)]
     names = sorted({chunk.file for value in stored for chunk in value._item.chunks})

@@ -15,7 +15,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.consolidated import FEEDBACK_KEY, RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
-from lightning_zero.checkpoint.pretrained import MODELS_KEY
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.comm import ControlGroup, Groups
 from lightning_zero.comm.control import collect
@@ -23,7 +22,6 @@ from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
 from lightning_zero.registry import extension, installed
-from lightning_zero.session.names import described_models
 
 __all__ = ["Checkpoints", "require_lightning"]
 
@@ -306,8 +304,8 @@ def _summary(engine: ZeroEngine, precision: str) -> dict[str, Any]:
     """How the run is partitioned, for people, and which models it holds."""
     plan = engine.plan
     placed = {part: getattr(plan.placement, part).value for part in ("parameters", "gradients", "optimizer")}
-    models = described_models(engine.module)
+    models = extension("formats").described_models(engine.module) if installed("formats") else []
     return {
         **{"world_size": plan.world_size, **placed, "fingerprint": plan.fingerprint(), "precision": precision},
-        **({MODELS_KEY: models} if models else {}),
+        **({"models": models} if models else {}),
     }

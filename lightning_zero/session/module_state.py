@@ -20,16 +20,7 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
 from lightning_zero.engine import ParameterShard, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
-from lightning_zero.session.names import (
-    ADAPTED,
-    adapter_names,
-    base_name,
-    in_layout_of,
-    refuse_dependent_adapters,
-    under_own_names,
-    unwrapped,
-    values_from_the_base,
-)
+from lightning_zero.session.names import adapters_in, under_names_of, unwrapped
 
 __all__ = [
     "ModuleState",
@@ -209,7 +200,7 @@ def load_initial_weights(
 ) -> None:
     """Read weights and buffers into a sharded module, each rank its own slices. Collective: every rank.
 
-    What a transformers model stores in another layout than it has is converted (`in_layout_of`).
+    What a transformers model stores in another layout than it has is converted (`under_names_of`).
     If none of the stored names is one of the module's, but all are once the same prefix is put before them or cut off
     (``transformer.h.0`` and ``model.transformer.h.0``), they are read under the module's names, and so are those of a
     base in a module with adapters of peft. With ``strict``, missing, unexpected and differently shaped tensors are a
@@ -220,35 +211,28 @@ def load_initial_weights(
     checkpoint = open_checkpoint(path, control, verify=verify or "sample")
     weights = weights_of(checkpoint, path)
     own = state.save()
-    adapters = adapter_names(state.module, own)
-    hint = f" {ADAPTED}" if adapters else ""
-    stored: OrderedDict[str, Any] = OrderedDict(
-        under_own_names(in_layout_of(state.module, own, weights), own, path, strict)
-    )
-    of_a_base = not any(name in stored for name in adapters) and all(base_name(name) == name for name in weights)
-    stored.update(values_from_the_base(state.module, own, stored))
-    unstored = [name for name in adapters if name not in stored]
-    refuse_dependent_adapters(state.module, path, unstored)
+    stored: OrderedDict[str, Any] = OrderedDict(under_names_of(state.module, own, weights, path, strict))
+    adapters = adapters_in(state.module, own, weights, stored, path)
     if not strict:
-        stored = OrderedDict(_what_fits(stored, own, path, control, hint))
+        stored = OrderedDict(_what_fits(stored, own, path, control, adapters.hint))
     if hasattr(weights, "_metadata"):
         stored._metadata = weights._metadata  # type: ignore[attr-defined]  # versions, for the modules' own loading
     left_out = len(left_out_of(checkpoint))
     why = f" That checkpoint was saved without its {left_out} frozen parameters." if left_out else ""
-    random = [] if strict or frozen_as_built else _frozen_without_values(state.module, stored, adapters)
+    random = [] if strict or frozen_as_built else _frozen_without_values(state.module, stored, adapters.names)
     if random:
         raise CheckpointError(
             f"{len(random)} frozen parameters are not in the initial weights '{os.fspath(path)}' and would keep random "
-            f"values: {some(random)}.{why}{hint} Name weights that hold them, or set "
+            f"values: {some(random)}.{why}{adapters.hint} Name weights that hold them, or set "
             "CheckpointPolicy(frozen_as_built=True) if the module was built with the values it is to have."
         )
     try:
-        state.load(stored, strict=strict, optional=adapters if of_a_base else ())
+        state.load(stored, strict=strict, optional=adapters.optional)
     except RuntimeError as error:
         if isinstance(error, ZeroError):
             raise
         raise RuntimeError(
-            f"The initial weights '{os.fspath(path)}' do not fit.{why}{hint} With "
+            f"The initial weights '{os.fspath(path)}' do not fit.{why}{adapters.hint} With "
             "CheckpointPolicy(strict_initial_weights=False) what does not fit keeps its initial values.\n"
             f"{error}"
         ) from None

@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_optimizer_state, full_parameters
 from lightning_zero.checkpoint import FlatShard, save_checkpoint_directory
-from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
-from lightning_zero.checkpoint.consolidated import by_parameter_index, save_consolidated_file
+from lightning_zero.checkpoint.consolidated import by_parameter_index, consolidate_checkpoint, save_consolidated_file
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import parse_size
 from lightning_zero.errors import CheckpointError
@@ -734,7 +733,7 @@ def test_consolidation_needs_no_memory_for_the_model(tmp_path: Path) -> None:
     save_checkpoint_directory(whole, tmp_path / "folder", control(), plan_summary={})
     del whole
     code = _PEAK + (
-        "from lightning_zero.checkpoint.consolidate import consolidate_checkpoint as consolidate\n"
+        "from lightning_zero.checkpoint.consolidated import consolidate_checkpoint as consolidate\n"
         "import torch; torch.ones(1).bfloat16()\n"
         "before = peak()\n"
         "consolidate('folder', 'c.ckpt')\n"

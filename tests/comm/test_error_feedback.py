@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import Compression, ZeroPrecision, ZeroStrategy, full_gradients, full_parameters
-from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes

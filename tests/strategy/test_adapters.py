@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_zero import CheckpointPolicy, ZeroStrategy, load_from_checkpoint
-from lightning_zero.session.names import adapter_names
+from lightning_zero.extensions.formats.names import adapter_names
 from tests.helpers.cases import WIDTH, Stack
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import CheckpointPolicy, ZeroStrategy, full_parameters
 from lightning_zero.checkpoint import StoredTensor, open_checkpoint
-from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
-from lightning_zero.session.names import in_layout_of
+from lightning_zero.extensions.formats.names import in_layout_of
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import quiet, values_of

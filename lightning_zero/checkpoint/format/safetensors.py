@@ -1,4 +1,4 @@
-"""Weights in safetensors: one file, or a Hugging Face directory with an index of several.
+"""Weights in a safetensors file: reading one, and where everything lies in a new one.
 
 [Note: The safetensors format]
 
@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,25 +22,15 @@ from lightning_zero.checkpoint.format.claims import START_NBYTES, refuse_other_k
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
-from lightning_zero.checkpoint.format.torch_file import Hole
+from lightning_zero.checkpoint.format.torch_file import Hole, Place
 from lightning_zero.checkpoint.format.typed_json import check_stored, dtype_name, strict_json
-from lightning_zero.checkpoint.storage.files import Files, read_bytes, read_index
+from lightning_zero.checkpoint.storage.files import Files, read_bytes
 from lightning_zero.errors import CheckpointError
 
-__all__ = [
-    "INDEX_FILE",
-    "SAFETENSORS_DTYPES",
-    "SINGLE_FILE",
-    "SafetensorsFile",
-    "read_safetensors",
-    "read_safetensors_directory",
-]
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+__all__ = ["DAMAGES", "SAFETENSORS_DTYPES", "SafetensorsFile", "open_safetensors", "read_safetensors"]
 
 _MAX_HEADER_NBYTES = 100_000_000  # as the reference implementation
-_DAMAGES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what a forged file raises
+DAMAGES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what a forged file raises
 
 
 def read_safetensors(files: Files, name: str) -> Opened:
@@ -48,41 +38,13 @@ def read_safetensors(files: Files, name: str) -> Opened:
 
     See [Note: The safetensors format].
     """
-    header, items = _open(files, name)
+    header, items = open_safetensors(files, name)
     source = Source(files)
     state = {key: StoredTensor(source, key, item) for key, item in items.items()}
     return Opened({"state_dict": state}, zlib.crc32(header))
 
 
-def read_safetensors_directory(files: Files) -> Opened:
-    """What is in a Hugging Face directory: the files that its index names, or its only one.
-
-    ``CheckpointError`` names the file if it is not whole.
-    """
-    if not files.has(INDEX_FILE):
-        return read_safetensors(files, SINGLE_FILE)
-    where = f"'{files.name}/{INDEX_FILE}'"
-    index = read_index(files, INDEX_FILE)
-    try:
-        places: dict[str, str] = strict_json(index)["weight_map"]
-        for key, name in places.items():
-            if type(name) is not str or name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):
-                raise ValueError(f"'{key}' lies in the file {name!r}, which is not a plain file name")
-    except _DAMAGES as error:
-        raise CheckpointError(f"{where} cannot be used: {type(error).__name__}: {error}.") from error
-    opened = {name: _open(files, name) for name in sorted(set(places.values()))}
-    source, state = Source(files), {}
-    for key, name in places.items():
-        if key not in opened[name][1]:
-            raise CheckpointError(f"{where} says that '{key}' is in '{name}', which does not hold it.")
-        state[key] = StoredTensor(source, key, opened[name][1][key])
-    digest = zlib.crc32(index)
-    for header, _ in opened.values():
-        digest = zlib.crc32(header, digest)
-    return Opened({"state_dict": state}, digest)
-
-
-def _open(files: Files, name: str) -> tuple[bytes, dict[str, TensorItem]]:
+def open_safetensors(files: Files, name: str) -> tuple[bytes, dict[str, TensorItem]]:
     """A file's header, and the tensors it describes."""
     nbytes = files.size(name)
     refuse_other_kinds(read_bytes(files, name, 0, min(nbytes, START_NBYTES)), f"'{files.name}/{name}'")
@@ -107,7 +69,7 @@ def _open(files: Files, name: str) -> tuple[bytes, dict[str, TensorItem]]:
             end += chunk.numel * items[key].dtype.itemsize
         if end != nbytes:
             raise ValueError(f"its tensors end at byte {end}, the file has {nbytes}")
-    except _DAMAGES as error:
+    except DAMAGES as error:
         raise CheckpointError(
             f"'{files.name}/{name}' is cut off, damaged or no safetensors file: {type(error).__name__}: {error}."
         ) from error
@@ -169,25 +131,26 @@ class SafetensorsFile:
 
     Attributes:
         head: the first bytes of the file.
-        offsets: of every tensor's first byte in the file, in the order of the file.
+        places: of every tensor, in the order of the file.
         nbytes: size of the whole file.
     """
 
     def __init__(self, tensors: Mapping[str, Hole], metadata: Mapping[str, str]) -> None:
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        begins: dict[str, int] = {}
         end = 0
+        begins: list[tuple[Hole, int]] = []
         for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             if spec.dtype not in _NAMES:
                 raise ValueError(f"'{name}' is of {dtype_name(spec.dtype)}, which a safetensors file cannot hold")
-            begins[name], end = end, end + spec.nbytes
-            header[name] = {
-                "dtype": _NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [begins[name], end],
-            }
+            begins.append((spec, end))
+            offsets = [end, end := end + spec.nbytes]
+            header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self.head = len(text).to_bytes(8, "little") + text
-        self.offsets = {name: len(self.head) + begin for name, begin in begins.items()}
+        self.places = [Place(spec.key, None, len(self.head) + begin, spec.nbytes) for spec, begin in begins]
         self.nbytes = len(self.head) + end
+
+    def frame(self, _: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """Everything but the elements, as of ``TorchFile``; this format has no checksums."""
+        yield 0, self.head

@@ -24,7 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
+from lightning_zero.checkpoint.consolidated import Export, warn_of_excluded
+from lightning_zero.checkpoint.directories import Directory, ForeignDirectory, read_directory
 from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
 from lightning_zero.checkpoint.storage.files import (
@@ -40,29 +41,40 @@ from lightning_zero.checkpoint.storage.publish import Staging
 from lightning_zero.checkpoint.writing import new_file, progress_bar
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["write_fsdp_directory"]
+__all__ = ["export_fsdp"]
 
 _WEIGHTS, _THEIRS = "state_dict", "model"
 _PREFIX = "shared"  # of the data files' names; see the note
 
 
-def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress: bool = True) -> Path:
+def export_fsdp(settings: Export) -> list[Path]:
     """Make a directory that ``FSDPStrategy`` resumes from, of one of ours or of ``ModelParallelStrategy``.
 
     Neither reads a tensor nor unpickles anything but the index, which can call nothing. Our own data files are hard
-    links where the file system allows it, and copied otherwise. See [Note: Shared files]. ``out`` is new or empty, and
-    is published in one step. A ``CheckpointError`` about the source names what to do instead.
+    links where the file system allows it, and copied otherwise. See [Note: Shared files]. The directory is new or
+    empty, and is published in one step. A ``CheckpointError`` about the source names what to do instead.
     """
-    text, folder = os.fspath(source), None if is_remote(source) else local_path(source)
+    if settings.dtype is not None or settings.weights_only or settings.prefix is not None:
+        raise ValueError("format='fsdp' takes over what is saved: dtype, weights_only and prefix do not go with it.")
+    source, out = settings.source, settings.target
+    if os.path.lexists(out) and not (out.is_dir() and not os.listdir(out)):
+        raise ValueError(f"'{out}' exists: write to another place, or delete it.")
+    if settings.own is not None:
+        warn_of_excluded(read_directory(settings.own.files).checkpoint, source)
+    return [_write(source, out, settings.progress)]
+
+
+def _write(source: str, out: Path, progress: bool) -> Path:
+    folder = None if is_remote(source) else local_path(source)
     if not is_folder(source):
-        raise _unfit(text, "is no directory")
+        raise _unfit(source, "is no directory")
     before = None if folder is None else os.stat(folder)
     files = open_folder(source)
     if not files.has(METADATA_FILE):
-        raise _unfit(text, f"has no {METADATA_FILE}")
+        raise _unfit(source, f"has no {METADATA_FILE}")
     own = Directory(files) if files.has(RECORD_FILE) else None
     directory = ForeignDirectory(files)
-    paths = _new_paths(text, directory)
+    paths = _new_paths(source, directory)
     meta = _meta_file(files, own)
     data = {place.file: f"{_PREFIX}{place.file}" for _, place in directory.index.places()}
     sizes = {name: files.size(name) for name in data}
@@ -78,7 +90,7 @@ def write_fsdp_directory(source: str | os.PathLike[str], out: Path, *, progress:
             if path.stat().st_size != sizes[name]:
                 raise CheckpointError(f"'{files.name}/{name}' was replaced while it was read: repeat this.")
         if folder is not None and before is not None and not os.path.samestat(before, os.stat(folder)):
-            raise CheckpointError(f"'{text}' was replaced while it was read: repeat this.")
+            raise CheckpointError(f"'{source}' was replaced while it was read: repeat this.")
         for name, content in ((META_FILE, meta), (METADATA_FILE, index)):
             with new_file(staging.path / name) as file:
                 file.write(content)

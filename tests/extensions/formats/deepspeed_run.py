@@ -1,6 +1,6 @@
 """One rank of a DeepSpeed run on a CPU, which saves a directory, and beside it what it has itself and how it goes on.
 
-``python -m tests.checkpoint.deepspeed_run OUT STAGE PRECISION OPTIMIZER RANK WORLD_SIZE PORT``
+``python -m tests.extensions.formats.deepspeed_run OUT STAGE PRECISION OPTIMIZER RANK WORLD_SIZE PORT``
 
 What is in ``client.pt`` beside ``OUT``, if there is one, is saved too, as a Trainer has it saved.
 """

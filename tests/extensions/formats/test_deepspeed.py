@@ -26,12 +26,12 @@ from torch import Tensor
 
 from lightning_zero import CheckpointPolicy, ZeroStrategy, verify_checkpoint
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
-from lightning_zero.checkpoint.consolidate import consolidate_checkpoint
+from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
 from lightning_zero.errors import CheckpointError
 from lightning_zero.extensions.inspection.contents import inspect_checkpoint
 from lightning_zero.loading import load_full_state_dict
-from tests.checkpoint.deepspeed_run import STEPS, Model, make_optimizer, tokens
 from tests.checkpoint.samples import control
+from tests.extensions.formats.deepspeed_run import STEPS, Model, make_optimizer, tokens
 from tests.helpers.training import make_trainer
 from tests.helpers.world import free_port, run_world
 from tests.strategy.runs import Net, batches, quiet, values_of, zero
@@ -867,7 +867,7 @@ def test_what_deepspeed_saves(tmp_path: Path, stage: int, precision: str, world_
     """The same weights and moments as by its own scripts."""
     pytest.importorskip("deepspeed")
     port, out = free_port(), tmp_path / "c.ckpt"
-    run = ["tests.checkpoint.deepspeed_run", out, stage, precision, "adamw"]
+    run = ["tests.extensions.formats.deepspeed_run", out, stage, precision, "adamw"]
     deepspeed(*([*run, rank, world_size, port] for rank in range(world_size)))
     checkpoint = open_checkpoint(out, control())
     got = read(checkpoint["state_dict"])
@@ -927,7 +927,7 @@ def test_a_run_of_deepspeed_goes_on(tmp_path: Path, stage: int, kind: str, world
     client = {key: value for key, value in client.items() if key not in ("state_dict", "optimizer_states")}
     torch.save(client, tmp_path / "client.pt")
     port, out = free_port(), tmp_path / "c.ckpt"
-    run = ["tests.checkpoint.deepspeed_run", out, stage, "fp32", kind]
+    run = ["tests.extensions.formats.deepspeed_run", out, stage, "fp32", kind]
     deepspeed(*([*run, rank, world_size, port] for rank in range(world_size)))
     consolidate_checkpoint(out, tmp_path / "out.ckpt", progress=False)
 

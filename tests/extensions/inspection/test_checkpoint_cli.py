@@ -334,7 +334,7 @@ def test_help_says_what_a_command_takes(capsys: pytest.CaptureFixture[str], comm
     ("command", "function"),
     [
         ("inspect", "lightning_zero.extensions.inspection.contents.inspect_checkpoint"),
-        ("consolidate", "lightning_zero.checkpoint.consolidate.consolidate_checkpoint"),
+        ("consolidate", "lightning_zero.checkpoint.consolidated.consolidate_checkpoint"),
     ],
 )
 def test_an_interrupt_is_one_line(

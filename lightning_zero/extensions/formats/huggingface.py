@@ -1,7 +1,10 @@
-"""Folders that ``from_pretrained`` of transformers and peft load, written by these libraries from a checkpoint.
+"""Directories as Hugging Face has them: safetensors, or what ``from_pretrained`` of transformers and peft loads.
 
-A checkpoint says which models it holds, with their configurations (``MODELS_KEY``). The model is built again in this
-process, so that its own code decides about names and files. Neither library is imported for anything else.
+Safetensors are ``model.safetensors``, or several files with an index. They are read and written here.
+
+What ``from_pretrained`` loads has a configuration too, and is written by these libraries from a checkpoint. It says
+which models it holds, with their configurations (`described_models`). The model is built again in this process, so that
+its own code decides about names and files. Neither library is imported for anything else.
 """
 
 from __future__ import annotations
@@ -9,60 +12,193 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import tempfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.format.stored import StoredTensor
+from lightning_zero.checkpoint.consolidated import Export, holes_of, names_of, warn_of_overflow, write_file
+from lightning_zero.checkpoint.format.items import Opened
+from lightning_zero.checkpoint.format.safetensors import DAMAGES, SafetensorsFile, open_safetensors, read_safetensors
+from lightning_zero.checkpoint.format.stored import Source, StoredTensor
+from lightning_zero.checkpoint.format.torch_file import Hole
+from lightning_zero.checkpoint.format.typed_json import strict_json
+from lightning_zero.checkpoint.storage.files import Files, is_remote, local_path, read_index
+from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
+from lightning_zero.checkpoint.writing import Pieces, progress_bar
 from lightning_zero.errors import CheckpointError, some
 
-__all__ = ["MODELS_KEY", "PretrainedFormat", "refuse_wrapped_names", "write_pretrained"]
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "export_folder", "read_safetensors_directory"]
 
-PretrainedFormat = Literal["huggingface", "peft"]
-MODELS_KEY = "models"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+def read_safetensors_directory(files: Files) -> Opened:
+    """What is in such a directory: the files that its index names, or its only one.
+
+    ``CheckpointError`` names the file if it is not whole.
+    """
+    if not files.has(INDEX_FILE):
+        return read_safetensors(files, SINGLE_FILE)
+    where = f"'{files.name}/{INDEX_FILE}'"
+    index = read_index(files, INDEX_FILE)
+    try:
+        places: dict[str, str] = strict_json(index)["weight_map"]
+        for key, name in places.items():
+            if type(name) is not str or name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):
+                raise ValueError(f"'{key}' lies in the file {name!r}, which is not a plain file name")
+    except DAMAGES as error:
+        raise CheckpointError(f"{where} cannot be used: {type(error).__name__}: {error}.") from error
+    opened = {name: open_safetensors(files, name) for name in sorted(set(places.values()))}
+    source, state = Source(files), {}
+    for key, name in places.items():
+        if key not in opened[name][1]:
+            raise CheckpointError(f"{where} says that '{key}' is in '{name}', which does not hold it.")
+        state[key] = StoredTensor(source, key, opened[name][1][key])
+    digest = zlib.crc32(index)
+    for header, _ in opened.values():
+        digest = zlib.crc32(header, digest)
+    return Opened({"state_dict": state}, digest)
+
+
+def export_folder(settings: Export) -> list[Path]:
+    """Write a folder of weights that ``from_pretrained`` loads: with its configuration, or safetensors alone."""
+    target = settings.target
+    _check_folder(settings)
+    if settings.kind == "safetensors":
+        return _write_safetensors(settings)
+    written = _write_pretrained(settings)
+    _delete_old_weights(target, {path.name for path in written})
+    return written
+
+
+def _check_folder(settings: Export) -> None:
+    target = settings.target
+    is_folder = target.is_dir()
+    if is_folder and not is_remote(settings.source):
+        source = local_path(settings.source)
+        for part in (name for given in _files_of(source) for name in names_of(given)):
+            if part.parent == Path(os.path.realpath(target)) and _is_weights(part.name):
+                raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
+    if is_folder and os.listdir(target) and is_checkpoint_directory(target):
+        raise ValueError(f"'{target}' is a sharded checkpoint: write to another directory.")
+    if os.path.lexists(target) and not is_folder:
+        raise ValueError(
+            f"'{target}' is a file, and without a suffix OUT is a directory of safetensors: give another name, "
+            "one with a suffix such as '.ckpt' or '.safetensors' for a file, or delete it."
+        )
+    there = sorted(name for name in os.listdir(target) if _is_weights(name)) if is_folder else []
+    if there and not settings.overwrite:
+        raise settings.exists(target / there[0])
+
+
+def _files_of(source: Path) -> list[Path]:
+    return [source / name for name in os.listdir(source)] if source.is_dir() else [source]
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file in a directory is one of those that hold weights, or say where they are."""
+    return name == INDEX_FILE or _WEIGHTS.fullmatch(name) is not None
+
+
+def _write_safetensors(settings: Export) -> list[Path]:
+    weights, folder, pieces = settings.weights(), settings.target, Pieces()
+    holes, aliases = holes_of(weights, pieces, settings.dtype)
+    shards = _shards(holes, settings.limit)
+    names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    names = names if len(shards) > 1 else [SINGLE_FILE]
+    layouts = []
+    for shard in shards:
+        metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in shard}}
+        layouts.append(SafetensorsFile(shard, metadata))
+    staged: list[StagedFile] = []
+    try:
+        with progress_bar(folder.name, sum(layout.nbytes for layout in layouts), settings.progress) as bar:
+            for name, layout in zip(names, layouts, strict=True):
+                staged.append(StagedFile(folder / name, layout.nbytes))
+                write_file(staged[-1], layout, pieces, bar.update)
+        _publish(folder, staged, shards)
+    finally:
+        for file in staged:
+            file.discard()
+    warn_of_overflow(holes, pieces)
+    written = [folder / name for name in names]
+    return written if len(written) == 1 else [*written, folder / INDEX_FILE]
+
+
+def _publish(folder: Path, staged: Sequence[StagedFile], shards: Sequence[Mapping[str, Hole]]) -> None:
+    """Give the files their names. While they are of two exports, there is no index that leads to them."""
+    index = folder / INDEX_FILE
+    if len(staged) > 1:
+        index.unlink(missing_ok=True)
+    for file in staged:
+        file.publish()
+    if len(staged) > 1:
+        total = sum(hole.nbytes for shard in shards for hole in shard.values())
+        places = {name: file.final.name for file, shard in zip(staged, shards, strict=True) for name in shard}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
+        written = StagedFile(index, len(text))
+        try:
+            written.path.write_bytes(text)
+            written.publish()
+        finally:
+            written.discard()
+    else:
+        index.unlink(missing_ok=True)
+    _delete_old_weights(folder, {INDEX_FILE, *(file.final.name for file in staged)})
+
+
+def _delete_old_weights(folder: Path, current: Collection[str]) -> None:
+    """Delete the files of an earlier export in other pieces."""
+    for path in folder.iterdir():
+        if _is_weights(path.name) and path.name not in current:
+            path.unlink()
+
+
+def _shards(holes: Mapping[str, Hole], limit: int) -> list[dict[str, Hole]]:
+    """The tensors in files of at most ``limit`` bytes of elements, in their order; at least one file."""
+    shards: list[dict[str, Hole]] = [{}]
+    filled = 0
+    for name, hole in holes.items():
+        if filled and filled + hole.nbytes > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = hole
+        filled += hole.nbytes
+    return shards
+
+
+# ---------------------------------------------------------------------------------- what from_pretrained loads
+
 _BY_HAND = "In Python, `load_from_checkpoint(MyModule, ...)` gives a module whose models you can save yourself."
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")  # of LoRA, which leave the base as it is
 
 
-def write_pretrained(
-    checkpoint: Mapping[str, Any],
-    source: str | os.PathLike[str],
-    target: Path,
-    kind: PretrainedFormat,
-    *,
-    prefix: str | None,
-    base: str | os.PathLike[str] | None,
-    dtype: torch.dtype | None,
-    max_shard_size: int,
-) -> list[Path]:
+def _write_pretrained(settings: Export) -> list[Path]:
     """Write a model with its adapters merged into it (``"huggingface"``), or its adapters alone (``"peft"``).
 
-    Args:
-        checkpoint: with its partition.
-        source: where it lies, for messages.
-        target: a folder, of which files of the same names are replaced.
-        kind: what to write.
-        prefix: the model's name in the module, if there are several.
-        base: a folder or name for ``from_pretrained``, for frozen weights that were not saved.
-        dtype: of the weights; as they were saved if not given.
-        max_shard_size: of a file with weights, in bytes.
+    Files of the same names in the folder are replaced.
 
     Raises:
         CheckpointError: if the checkpoint does not say what it holds, or not all weights are there.
         ValueError: for settings that are wrong, and if a library is not installed.
     """
-    model = _RecordedModel(checkpoint, source, prefix)
+    target, base = settings.target, settings.base
+    model = _RecordedModel(settings.checkpoint, settings.source, settings.prefix)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        if kind == "peft":
-            model.save_adapters(folder, base, dtype)
+        if settings.kind == "peft":
+            model.save_adapters(folder, base, settings.dtype)
         else:
-            model.merged(base, dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+            model.merged(base, settings.dtype).save_pretrained(folder, max_shard_size=settings.limit)
         written = []
         for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
             final = target / path.relative_to(folder)
@@ -70,18 +206,6 @@ def write_pretrained(
             os.replace(path, final)
             written.append(final)
     return written
-
-
-def refuse_wrapped_names(names: Mapping[str, Any], prefix: str) -> None:
-    """``ValueError`` if ``from_pretrained`` would not find these weights, cut off ``prefix``, as peft wrapped them."""
-    parts = {"base_layer", "original_module"}
-    wrapped = [name for name in names if not parts.isdisjoint(name.split("."))]
-    if wrapped and "base_model" in prefix.split("."):
-        raise ValueError(
-            f"prefix={prefix!r} leaves names that peft has changed, such as '{wrapped[0]}': `from_pretrained` would "
-            "initialise those layers anew. Use format='huggingface' for the model with its adapters merged into it, or "
-            "format='peft' for the adapters alone."
-        )
 
 
 def _library(name: str) -> Any:
@@ -96,7 +220,7 @@ class _RecordedModel:
 
     def __init__(self, checkpoint: Mapping[str, Any], source: str | os.PathLike[str], prefix: str | None) -> None:
         own = checkpoint.get("lightning_zero", {})
-        models = own.get("plan", {}).get(MODELS_KEY, [])
+        models = own.get("plan", {}).get("models", [])
         if not models:
             raise CheckpointError(
                 f"'{os.fspath(source)}' does not say which model it holds: no model of transformers was in the module, "

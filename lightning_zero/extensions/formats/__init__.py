@@ -1,0 +1,46 @@
+"""Other programs' layouts of checkpoints: DeepSpeed's directories, those of ``FSDPStrategy``, and Hugging Face's.
+
+The core finds out that a directory has such a layout, or that one is to be written, and calls what is named here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning_zero.checkpoint.consolidated import Export
+from lightning_zero.checkpoint.load import Found, Kind, Reader, with_samples
+from lightning_zero.checkpoint.storage.files import Files
+from lightning_zero.extensions.formats.deepspeed import deepspeed_folder, read_deepspeed_directory
+from lightning_zero.extensions.formats.fsdp import export_fsdp
+from lightning_zero.extensions.formats.huggingface import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    export_folder,
+    read_safetensors_directory,
+)
+from lightning_zero.extensions.formats.names import adapters_in, described_models, under_names_of
+
+__all__ = ["READERS", "adapters_in", "described_models", "export", "find", "under_names_of"]
+
+
+def find(path: str | os.PathLike[str], files: Files) -> Found | None:
+    """What kind of checkpoint a folder is, with ``files`` in it that other programs use; ``None`` if it is none.
+
+    ``CheckpointError`` if it names a save of DeepSpeed that is gone.
+    """
+    if files.has(INDEX_FILE) or files.has(SINGLE_FILE):
+        return Found(Kind.HUGGING_FACE, files)
+    folder = deepspeed_folder(path)
+    return None if folder is None else Found(Kind.DEEPSPEED, folder)
+
+
+READERS: dict[Kind, Reader] = {
+    Kind.HUGGING_FACE: lambda path, at, weights_only: with_samples(read_safetensors_directory(at.files), at.files),
+    Kind.DEEPSPEED: lambda path, at, weights_only: read_deepspeed_directory(at.files),
+}
+
+
+def export(settings: Export) -> list[Path]:
+    """Write a directory of another program's layout; ``consolidate_checkpoint`` describes arguments and errors."""
+    return export_fsdp(settings) if settings.kind == "fsdp" else export_folder(settings)
