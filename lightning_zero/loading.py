@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
-from lightning_zero.checkpoint.format.claims import new_tensor
+from lightning_zero.checkpoint.format.stored import new_tensor
 from lightning_zero.checkpoint.load import find_checkpoint, read_checkpoint
 from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup

@@ -1,14 +1,12 @@
-"""What a file claims is compared with what is there before memory is taken or time is spent.
+"""What a file claims is compared with what is there, where a length or a shape in it would be believed otherwise.
 
-Each file here made a process hang, or take gigabytes, or end. They are opened in a child with a deadline and with
-little memory.
+Each file here made a process take gigabytes, or end. They are opened in a child with a deadline and little memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 import os
 import pickle
@@ -21,11 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_zero import load_full_state_dict, verify_checkpoint
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
-from lightning_zero.checkpoint.format.claims import archive_entries, check_torch_file, follow
+from lightning_zero.checkpoint.format.torch_file import archive_entries
 from lightning_zero.checkpoint.storage import files as ranges
 from lightning_zero.errors import CheckpointError, shortened
 from lightning_zero.extensions.inspection.contents import inspect_checkpoint
@@ -80,94 +77,6 @@ def is_refused(path: Path, match: str, *, only: tuple[str, ...] = tuple(ACTIONS)
         assert ended.peak < 200 * MIB, name
 
 
-def shared(levels: int = 60) -> Any:
-    value: Any = (1,)
-    for _ in range(levels):
-        value = (value, value)
-    return value
-
-
-def deep(levels: int, kind: type = tuple) -> bytes:
-    """A pickle of a tuple in a tuple in a tuple, or of lists."""
-    return b"\x80\x02" + {tuple: b")" + b"\x85" * levels, list: b"]" * levels + b"a" * (levels - 1)}[kind] + b"."
-
-
-def torch_file(described: bytes, **entries: bytes) -> bytes:
-    """An archive with any pickle in it."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, content in {"data.pkl": described, "version": b"3\n", **entries}.items():
-            archive.writestr(f"archive/{name}", content)
-    return file.getvalue()
-
-
-def pickled_2(value: Any) -> bytes:
-    return pickle.dumps(value, protocol=2)
-
-
-# ---------------------------------------------------------------------------------------------------- sharing and depth
-
-
-def test_an_index_with_a_shared_tuple_as_a_key(stock: Path) -> None:
-    metadata = pickle.loads((stock / ".metadata").read_bytes())
-    metadata.planner_data = {shared(22): 1}  # takes a moment; each level more doubles it
-    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
-    is_refused(stock, "the same values in one another")
-
-
-def test_a_metadata_of_132_bytes(stock: Path) -> None:
-    body = b"K\x01\x85" + b"\x94h\x00\x86" * 0 + b"".join(b"2\x86" for _ in range(60))  # DUP, then a tuple of two
-    (stock / ".metadata").write_bytes(b"\x80\x04}" + body + b"K\x01s.")
-    assert (stock / ".metadata").stat().st_size <= 132
-    is_refused(stock, "the same values in one another")
-
-
-@pytest.mark.parametrize("place", ["dtype", "descriptor"])
-def test_an_index_whose_error_would_have_no_end(stock: Path, place: str) -> None:
-    metadata = pickle.loads((stock / ".metadata").read_bytes())
-    if place == "dtype":
-        object.__setattr__(metadata.state_dict_metadata["state_dict.a"].properties, "dtype", shared())
-    else:
-        index = next(index for index in metadata.storage_data if index.fqn == "state_dict.a")
-        object.__setattr__(metadata.storage_data[index], "transform_descriptors", shared())
-    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
-    is_refused(stock, "the same values in one another")
-
-
-@pytest.mark.parametrize("kind", [tuple, list])
-def test_an_index_that_is_deep(stock: Path, kind: type) -> None:
-    """The hash of a tuple calls itself in C, for each level, without a limit."""
-    (stock / ".metadata").write_bytes(b"\x80\x04}" + deep(500_000, kind)[2:-1] + b"K\x01s.")
-    is_refused(stock, "deep")
-
-
-@pytest.mark.parametrize("place", ["x.ckpt", "old.ckpt", "stock/meta.pt", "stock value"])
-@pytest.mark.parametrize("inner", [b"K\x01\x85" + b"2\x86" * 60, deep(2_000_000)[2:-1]])
-def test_a_torch_file_with_such_a_key(tmp_path: Path, stock: Path, place: str, inner: bytes) -> None:
-    inner = inner.replace(b"2\x86", b"q\x00h\x00\x86")  # as torch knows it
-    described = b"\x80\x02}X\x0a\x00\x00\x00state_dict}" + inner + b"K\x01ss."
-    if place == "stock value":
-        metadata = pickle.loads((stock / ".metadata").read_bytes())
-        index = MetadataIndex("x.y")
-        place_of = metadata.storage_data[index]
-        with open(stock / "__0_0.distcp", "ab") as file:
-            object.__setattr__(place_of, "offset", file.tell())
-            object.__setattr__(place_of, "length", file.write(torch_file(described)))
-        (stock / ".metadata").write_bytes(pickle.dumps(metadata))
-        is_refused(stock, "'x.y'")
-        return
-    content = torch_file(described)
-    if place == "old.ckpt":
-        small = io.BytesIO()
-        torch.save({}, small, _use_new_zipfile_serialization=False)
-        small.seek(0)
-        for _ in range(3):
-            follow(small, 1000)
-        content = small.getvalue()[: small.tell()] + described + pickled_2([])
-    (tmp_path / place).write_bytes(content)
-    is_refused((tmp_path / place).parent if "meta" in place else tmp_path / place, Path(place).name)
-
-
 def test_an_ordinary_structure_may_share_and_nest(tmp_path: Path) -> None:
     config = {"deep": [[[[[[(1, (2, (3,)))]]]]]], "wide": list(range(2000))}
     content: dict[str, Any] = {"state_dict": {"w": torch.ones(2)}, "a": config, "b": [config] * 50, "c": {"d": config}}
@@ -178,19 +87,6 @@ def test_an_ordinary_structure_may_share_and_nest(tmp_path: Path) -> None:
     found = open_checkpoint(tmp_path / "x.ckpt", control())
     assert found["b"][49] == config
     inspect_checkpoint(tmp_path / "x.ckpt").describe()
-
-
-def test_lists_that_grow_after_they_were_put_into_others(tmp_path: Path) -> None:
-    """What unpickling does not notice, and looking for tensors did."""
-    lists: list[list[Any]] = [[] for _ in range(40)]
-    for inner, outer in itertools.pairwise(lists):
-        outer.extend([inner, inner])
-    put = b"".join(b"]q" + bytes([number]) for number in range(40))
-    grow = b"".join(b"h%c(h%ch%ce" % (number, number - 1, number - 1) for number in reversed(range(1, 40)))
-    described = b"\x80\x02}(X\x0a\x00\x00\x00state_dict}X\x01\x00\x00\x00x](" + put + b"e" + b"(" + grow + b"1"
-    (tmp_path / "x.ckpt").write_bytes(torch_file(described + b"u."))
-    ended = bounded(lambda: inspect_checkpoint(tmp_path / "x.ckpt").describe(), seconds=15, nbytes=600 * MIB)
-    assert ended.kind in ("returned", "refused"), ended
 
 
 @pytest.mark.parametrize("levels", [200, 100_000])
@@ -235,22 +131,6 @@ def test_the_limit_of_an_index(own: Path, stock: Path, name: str, monkeypatch: p
         open_checkpoint(path, control())
 
 
-def sparse_archive(path: Path, nbytes: int) -> None:
-    """A torch file with a storage of so many bytes, of which there are none on the disk."""
-    from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
-
-    layout = TorchFile({"state_dict": {"w": Hole(0, torch.uint8, (nbytes,))}})
-    with open(path, "wb") as file:
-        for offset, content in layout.frame([0]):
-            file.seek(offset)
-            file.write(content)
-
-
-def test_a_sparse_meta_file_of_forty_gigabytes(stock: Path) -> None:
-    sparse_archive(stock / "meta.pt", 40 << 30)
-    is_refused(stock, "meta.pt' is damaged or no torch file: ValueError: its tensors claim 42949672960 bytes")
-
-
 def test_a_terabyte_of_safetensors_that_is_not_there(tmp_path: Path) -> None:
     nbytes = 1 << 40
     header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
@@ -266,66 +146,17 @@ def test_what_the_machine_has_no_memory_for_is_not_asked_for(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = open_checkpoint(own, control())["state_dict"]
-    monkeypatch.setattr("lightning_zero.checkpoint.format.claims.memory_nbytes", lambda: 300)
+    monkeypatch.setattr("lightning_zero.checkpoint.format.stored.memory_nbytes", lambda: 300)
     state["vector"].read()  # 74 bytes
     with pytest.raises(CheckpointError, match=r"'state_dict\.conv\.weight' claims 480 bytes.*: this machine has 300\."):
         state["conv.weight"].read()
     torch.save({"state_dict": {"w": torch.ones(100)}}, tmp_path / "x.ckpt")
     open_checkpoint(tmp_path / "x.ckpt", control())  # which is mapped
-    torch.save({"state_dict": {"w": torch.ones(100)}}, tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match="its tensors claim 400 bytes where there are 300"):
-        open_checkpoint(tmp_path / "x.ckpt", control())
-
-
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("place", ["x.ckpt", "stock/meta.pt"])
-def test_a_tensor_that_steps_nowhere(tmp_path: Path, stock: Path, place: str, old: bool) -> None:
-    """Four TiB in a file of 1.3 kB, by strides of 0."""
-    bomb = torch.zeros(1).expand(1 << 40)
-    torch.save({"state_dict": {"w": bomb}}, tmp_path / place, _use_new_zipfile_serialization=not old)
-    assert (tmp_path / place).stat().st_size < 2000
-    path = (tmp_path / place).parent if "meta" in place else tmp_path / place
-    is_refused(path, "claims the shape (1099511627776,)")
 
 
 def test_a_buffer_that_was_expanded_is_loaded(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.ones(1).expand(1000, 1000)}}, tmp_path / "x.ckpt")
     assert torch.equal(load_full_state_dict(tmp_path / "x.ckpt")["w"], torch.ones(1000, 1000))
-
-
-def test_a_meta_tensor_that_claims_elements(tmp_path: Path) -> None:
-    torch.save({"state_dict": {"w": torch.empty(1 << 40, device="meta")}}, tmp_path / "x.ckpt")
-    is_refused(tmp_path / "x.ckpt", "claims the shape")
-
-
-def test_an_old_file_whose_storage_is_not_there(tmp_path: Path) -> None:
-    file = io.BytesIO()
-    torch.save({"state_dict": {"w": torch.ones(3)}}, file, _use_new_zipfile_serialization=False)
-    content = file.getvalue()
-    place = content.index(b"cpuq") + 5  # the device's name and its number in the memo, then the number of elements
-    assert content[place : place + 2] == b"K\x03"
-    forged = content[:place] + b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + content[place + 2 :]
-    (tmp_path / "x.ckpt").write_bytes(forged)
-    is_refused(tmp_path / "x.ckpt", "claim 4398046511104 bytes")
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        b"c__builtin__\nbytearray\nJ\x00\x00\x00\x70\x85R",
-        b"ctorch\nTensor\nJ\x00\x00\x00\x70\x85R",
-        b"ctorch\nFloatTensor\nJ\x00\x00\x00\x70J\x00\x00\x00\x70\x86R",
-        b"ctorch\nFloatTensor\n(J\x00\x00\x00\x70tR",
-        b"ctorch\nTensor\nJ\x00\x00\x00\x70\x85\x81",
-        b"ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x70\x85R",
-        b"ctorch\nTensor\nctorch\nSize\nJ\x00\x00\x00\x70\x85\x85R\x85R",
-    ],
-)
-def test_a_call_that_makes_memory(tmp_path: Path, call: bytes) -> None:
-    (tmp_path / "x.ckpt").write_bytes(
-        torch_file(b"\x80\x02}X\x0a\x00\x00\x00state_dict}X\x01\x00\x00\x00w" + call + b"ss.")
-    )
-    is_refused(tmp_path / "x.ckpt", "x.ckpt' is damaged or no torch file: ValueError: it makes a")
 
 
 def test_what_a_byte_array_really_holds_is_loaded(tmp_path: Path) -> None:
@@ -353,26 +184,16 @@ def rezipped(**options: Any) -> bytes:
 
 
 def test_archives_that_are_not_as_torch_writes_them(tmp_path: Path) -> None:
-    check_torch_file(io.BytesIO(ordinary()))
-    check_torch_file(io.BytesIO(rezipped()))
-    commented = io.BytesIO(rezipped())
-    with zipfile.ZipFile(commented, "a") as archive:
-        archive.comment = b"x" * 30
+    archive_entries(io.BytesIO(ordinary()))
+    archive_entries(io.BytesIO(rezipped()))
     twice = io.BytesIO(rezipped())
     with zipfile.ZipFile(twice, "a") as archive:
-        archive.writestr("other/data.PKL", b"x")
-    for content in (
-        rezipped(compress_type=zipfile.ZIP_DEFLATED),
-        commented.getvalue(),
-        b"PK\x03\x04" + ordinary(),  # offsets count from another place
-        ordinary() + b"x",
-        ordinary()[:-1],
-        twice.getvalue(),
-        b"",
-        b"PK\x03\x04",
-    ):
-        with pytest.raises(ValueError, match=r"directory|entries|compressed|no archive"):
+        archive.writestr("other/data.pkl", b"x")
+    compressed = rezipped(compress_type=zipfile.ZIP_DEFLATED)
+    for content in (compressed, twice.getvalue()):
+        with pytest.raises(ValueError, match=r"same name|compressed"):
             archive_entries(io.BytesIO(content))
+    for content in (compressed, twice.getvalue(), ordinary()[:-1], b"", b"PK\x03\x04"):
         (tmp_path / "x.ckpt").write_bytes(content)
         with pytest.raises(CheckpointError):
             open_checkpoint(tmp_path / "x.ckpt", control())

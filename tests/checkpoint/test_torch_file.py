@@ -212,11 +212,11 @@ def test_offsets_beyond_4_gib_are_those_that_torch_computes(tmp_path: Path) -> N
 
 
 def write_safetensors(path: Path, values: dict[str, Tensor]) -> SafetensorsFile:
-    layout = SafetensorsFile({n: Hole("w", v.dtype, tuple(v.shape)) for n, v in values.items()}, {"format": "pt"})
+    layout = SafetensorsFile({n: Hole(n, v.dtype, tuple(v.shape)) for n, v in values.items()}, {"format": "pt"})
     with open(path, "wb") as file:
         write_bytes(file.fileno(), 0, layout.head)
-        for name, offset in layout.offsets.items():
-            write_bytes(file.fileno(), offset, raw_memory(values[name]))
+        for place in layout.places:
+            write_bytes(file.fileno(), place.offset, raw_memory(values[str(place.key)]))
     assert path.stat().st_size == layout.nbytes
     return layout
 
@@ -227,7 +227,7 @@ def test_the_safetensors_library_loads_every_dtype(tmp_path: Path) -> None:
     loaded = load_file(tmp_path / "f")
     assert loaded.keys() == VALUES.keys()
     assert all(same(loaded[name], value) for name, value in VALUES.items())
-    assert all(offset % VALUES[name].dtype.itemsize == 0 for name, offset in layout.offsets.items())
+    assert all(place.offset % VALUES[str(place.key)].dtype.itemsize == 0 for place in layout.places)
     assert len(layout.head) % 8 == 0
 
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.format.claims import follow
 from lightning_zero.checkpoint.format.flat_shard import Box, tile
 from lightning_zero.checkpoint.format.record import TensorItem
 from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored
@@ -79,7 +78,6 @@ _CLASSES |= {(_METADATA, name) for name in ("Metadata", "MetadataIndex", "Storag
 _CLASSES |= {(_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")}
 _TUPLES = {(_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
 _TUPLES |= {("pathlib._local", "PosixPath")}  # its name in Python 3.13
-_MAX_DEPTH = 32
 _STRIDED = ("torch.strided",)  # what the stand-in of `_get_layout` makes of it
 
 
@@ -89,7 +87,6 @@ def parse_metadata(data: bytes) -> Index:
     See [Note: A pickle that calls nothing].
     """
     try:
-        follow(data, len(data), max_depth=_MAX_DEPTH, values=False)
         unpickler = _Unpickler(io.BytesIO(data))
         loaded = unpickler.load()
     except _Refused:
@@ -117,7 +114,7 @@ class _StandIn:
     """Base of the empty classes, which no file can name."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # in Python: a damaged number in a file does not become memory
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
 

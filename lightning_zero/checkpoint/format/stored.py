@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, tree_map_only, untracked
-from lightning_zero.checkpoint.format.claims import new_tensor
 from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox, StoredBytes
 from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, boxes, elements_before, is_range, linear
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.torch_file import describe_tensor, load_torch, start_of
-from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window, open_range
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window, memory_nbytes, open_range
 from lightning_zero.errors import CheckpointError
 from lightning_zero.offload.host import OffloadedTensor, bytes_of, pieces, view_of
 
-__all__ = ["Source", "StoredTensor", "find_elements", "read_chunk", "read_slices"]
+__all__ = ["Source", "StoredTensor", "find_elements", "new_tensor", "read_chunk", "read_slices"]
 
 
 class StoredTensor(Tensor):
@@ -289,6 +288,20 @@ class Source:
                 "file belongs to another checkpoint or another rank."
             )
         return loaded.detach().reshape(-1)
+
+
+def new_tensor(shape: Any, dtype: torch.dtype, what: str) -> Tensor:
+    """Memory on the host for a tensor that a file says it has; ``CheckpointError`` if there cannot be so much."""
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    try:
+        if tensor.nbytes > memory_nbytes():
+            raise MemoryError(f"this machine has {memory_nbytes()}")
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"{what} claims {tensor.nbytes} bytes of memory, which cannot be had: {error}. Read the part of it that is "
+            "needed, or look at the file with `lightning-zero inspect`."
+        ) from error
 
 
 def read_chunk(files: Files, key: str, chunk: Chunk, dtype: torch.dtype, first: int, destination: Tensor) -> None:

@@ -34,22 +34,25 @@ import fsspec
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.claims import (
-    END,
-    END_64,
-    LOCATOR_64,
-    START_NBYTES,
-    ZIP,
-    check_expanded,
-    check_torch_file,
-    refuse_other_kinds,
-)
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["ADVICE", "Hole", "Place", "TorchFile", "describe_tensor", "load_torch", "read_torch_file", "start_of"]
+__all__ = [
+    "ADVICE",
+    "START_NBYTES",
+    "ZIP",
+    "Hole",
+    "Place",
+    "TorchFile",
+    "archive_entries",
+    "describe_tensor",
+    "load_torch",
+    "read_torch_file",
+    "refuse_other_kinds",
+    "start_of",
+]
 
 _ARCHIVE = "archive"  # torch takes the name of the file, readers take any
 _ALIGNMENT = 64
@@ -59,6 +62,9 @@ _NO_DATE = 0x21  # the first day a zip can name
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END = struct.Struct("<4sHHHHIIH")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+_END_64 = struct.Struct("<4sQHHIIQQQQ")
 _MAX_16 = 0xFFFF
 _MAX_32 = 0xFFFFFFFF
 
@@ -156,7 +162,7 @@ class TorchFile:
             self.places.append(Place(storage.key, storage.tensor, record.offset, record.nbytes))
         self._add("version", b"3\n")
         directory = sum(len(record.central(0)) for record in self._records)
-        self.nbytes = self._records[-1].end + directory + END_64.size + LOCATOR_64.size + END.size
+        self.nbytes = self._records[-1].end + directory + _END_64.size + _LOCATOR_64.size + _END.size
 
     def frame(self, checksums: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """Everything but the elements: pairs of an offset and the bytes that belong there, in the order of the file.
@@ -201,10 +207,10 @@ def _large_extra(nbytes: int, header: int) -> bytes:
 
 def _end(count: int, offset: int, nbytes: int) -> bytes:
     """The end of the directory, in the 64-bit form that torch always writes, and its pointer from the old one."""
-    end = END_64.pack(b"PK\x06\x06", END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, offset)
-    locator = LOCATOR_64.pack(b"PK\x06\x07", 0, offset + nbytes, 1)
+    end = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, offset)
+    locator = _LOCATOR_64.pack(b"PK\x06\x07", 0, offset + nbytes, 1)
     short = min(count, _MAX_16)
-    return end + locator + END.pack(b"PK\x05\x06", 0, 0, short, short, min(nbytes, _MAX_32), min(offset, _MAX_32), 0)
+    return end + locator + _END.pack(b"PK\x05\x06", 0, 0, short, short, min(nbytes, _MAX_32), min(offset, _MAX_32), 0)
 
 
 def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
@@ -322,10 +328,42 @@ def _reduced(storage: _Storage, dtype: torch.dtype, shape: Sequence[int], requir
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
+ZIP = b"PK\x03\x04"  # what an archive begins with
+START_NBYTES = 256  # that tell kinds of files apart
 ADVICE = (
     "allow its classes with `torch.serialization.add_safe_globals` (the Trainer does not hand `weights_only=False` on "
     "to strategies that load after set-up, as this one does; `load_from_checkpoint` does)"
 )
+
+
+def refuse_other_kinds(start: bytes, where: str) -> None:
+    """``CheckpointError`` for a file that is no checkpoint at all, by its first ``START_NBYTES``: empty, or a text."""
+    lines = start.decode("utf-8", "ignore").split("\n")
+    if not start:
+        kind = "the file is empty"
+    elif lines[0].startswith("version https://git-lfs"):
+        kind = "it is a pointer of Git LFS, which stands for the file. Get the file with `git lfs pull`"
+    elif b"\0" not in start and all(line.replace("\t", " ").rstrip("\r").isprintable() for line in lines):
+        kind = f"it is a text file, which begins with {lines[0][:40]!r}"
+    else:
+        return
+    raise CheckpointError(f"{where} is no checkpoint: {kind}.")
+
+
+def archive_entries(file: IO[bytes]) -> dict[str, zipfile.ZipInfo]:
+    """The entries of an archive of ``torch.save``, by name without the archive's own.
+
+    ``ValueError`` if entries are compressed or have the same name, which torch does not do.
+    """
+    with zipfile.ZipFile(file) as archive:
+        listed = archive.infolist()
+    entries = {entry.filename.partition("/")[2]: entry for entry in listed}
+    if len(entries) != len(listed):
+        raise ValueError("two of its entries have the same name")
+    for entry in listed:
+        if entry.compress_type or entry.flag_bits & 1:
+            raise ValueError(f"its entry '{entry.filename}' is compressed or encrypted, which torch.save does not do")
+    return entries
 
 
 def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None) -> Opened:
@@ -365,18 +403,16 @@ def load_torch(
 ) -> Any:
     """``torch.load`` into host memory, of a path or an open file. A path may be mapped instead of read.
 
-    What claims more than it holds is refused before memory is taken for it; see ``claims.py``. ``weights_only`` refuses
-    what could run code; ``None`` does so unless torch's environment variable forbids it. ``CheckpointError``, if it
-    cannot be loaded, says ``where`` it lies, and as ``advice`` what to do "if you trust the file".
+    ``weights_only`` refuses what could run code; ``None`` does so unless torch's environment variable forbids it.
+    ``CheckpointError``, if it cannot be loaded, says ``where`` it lies, and as ``advice`` what to do "if you trust the
+    file".
     """
     try:
-        if weights_only is not False:
-            with open(file, "rb") if isinstance(file, str) else nullcontext(file) as opened:
-                check_torch_file(opened, mapped=mapped)
-                opened.seek(0)
-        loaded = torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped)
-        check_expanded(loaded)
-        return loaded
+        with open(file, "rb") if isinstance(file, str) else nullcontext(file) as opened:
+            if opened.read(len(ZIP)) == ZIP:
+                archive_entries(opened)  # of a compressed one torch would map something else
+            opened.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped)
     except pickle.UnpicklingError as error:
         if weights_only is False:
             raise CheckpointError(f"{where} is damaged or no torch file: {error}") from error

@@ -35,11 +35,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.claims import archive_entries, check_expanded, check_torch_file
 from lightning_zero.checkpoint.format.items import Opened, tensors_in
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
-from lightning_zero.checkpoint.format.torch_file import start_of
+from lightning_zero.checkpoint.format.torch_file import archive_entries, start_of
 from lightning_zero.checkpoint.format.typed_json import DTYPES
 from lightning_zero.checkpoint.storage.files import Files, is_folder, open_folder, open_range, read_bytes
 from lightning_zero.errors import CheckpointError, shortened
@@ -448,7 +447,6 @@ class DeepSpeedFile(pickle.Unpickler):
             kind, text = allowed if isinstance(allowed, tuple) else (allowed, "")
             self._known.setdefault(text or f"{kind.__module__}.{kind.__qualname__}", kind)
         try:
-            check_torch_file(self._file, mapped=True)
             self._entries = archive_entries(self._file)
             self._file.seek(start_of(self._file, self._entries["data.pkl"]))
             super().__init__(io.BytesIO(self._file.read(self._entries["data.pkl"].file_size)))
@@ -483,7 +481,10 @@ class DeepSpeedFile(pickle.Unpickler):
     def persistent_load(self, reference: Any) -> tuple[torch.dtype, int, int]:
         _, kind, key, _, numel = reference[:5]
         dtype = torch.uint8 if kind == "UntypedStorage" else torch.serialization.StorageType(kind).dtype
-        return dtype, start_of(self._file, self._entries[f"data/{key}"]), numel * dtype.itemsize
+        entry, nbytes = self._entries[f"data/{key}"], numel * dtype.itemsize
+        if nbytes > entry.file_size:
+            raise ValueError(f"a tensor claims {nbytes} of the {entry.file_size} bytes of '{entry.filename}'")
+        return dtype, start_of(self._file, entry), nbytes
 
     def _tensor(self, storage: Any, start: int, shape: Sequence[int], stride: Sequence[int], *more: Any) -> Tensor:
         """In place of torch's functions that make a tensor; ``ValueError`` if it claims more than its storage holds."""
@@ -496,5 +497,4 @@ class DeepSpeedFile(pickle.Unpickler):
         if torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta").is_contiguous():
             return StoredTensor(self.source, self.name, TensorItem((), dtype, tuple(shape), chunks))
         flat = StoredTensor(self.source, self.name, TensorItem((), dtype, (span,), chunks)).read()
-        check_expanded([strided := flat.as_strided(tuple(shape), tuple(stride))])
-        return strided.contiguous()
+        return flat.as_strided(tuple(shape), tuple(stride)).contiguous()

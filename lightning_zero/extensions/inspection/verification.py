@@ -27,9 +27,9 @@ from io import BufferedReader
 from typing import NamedTuple
 
 from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
-from lightning_zero.checkpoint.format.claims import ZIP, archive_entries
 from lightning_zero.checkpoint.format.dcp import StoredBytes
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, TensorItem
+from lightning_zero.checkpoint.format.torch_file import ZIP, archive_entries
 from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, read_checkpoint
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, open_range, read_bytes
 from lightning_zero.checkpoint.writing import LARGE_NBYTES, combine
