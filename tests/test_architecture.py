@@ -18,8 +18,8 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 33_300
-CORE_FILES = 133
+CORE_LINES = 31_578
+CORE_FILES = 127
 EXTENSION_LINES = 9_800
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0

@@ -52,7 +52,7 @@ __all__ = [
     "by_parameter_index",
     "consolidate_checkpoint",
     "holes_of",
-    "names_of",
+    "refuse_overlap",
     "save_consolidated_file",
     "warn_of_excluded",
     "warn_of_overflow",
@@ -353,12 +353,12 @@ def consolidate_checkpoint(
         raise ValueError("base goes with format='huggingface' and format='peft' only.")
     if prefix is not None and export.kind == "ckpt" and not weights_only:
         raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
-    if not is_remote(source):
-        _refuse_overlap(local_path(source), target)
     try:
         if not export.is_one_file:
             written: list[Path] = extension("formats", why=f"'{target}' is to be a directory.").export(export)
             return written
+        if not is_remote(source):
+            refuse_overlap(local_path(source), target)
         if target.is_dir():
             raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
         if os.path.lexists(target) and not overwrite:
@@ -471,25 +471,25 @@ def _floating(given: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def _refuse_overlap(source: Path, out: Path) -> None:
+def refuse_overlap(source: Path, out: Path, replaced: Callable[[str], bool] = lambda name: False) -> None:
     """Make sure that no file of a checkpoint is replaced by what is made of it, whatever links lead there.
 
-    Raises:
-        ValueError: if one would be, or ``out`` would lie within the checkpoint.
+    ``ValueError`` if one would be, or ``out`` would lie within the checkpoint. ``replaced`` says of names in ``out``
+    whether they will be.
     """
     real, target = Path(os.path.realpath(source)), Path(os.path.realpath(out))
     if target == real or (target.exists() and real.exists() and target.samefile(real)):
         raise ValueError(f"'{out}' is the source itself: write to another place.")
-    names = names_of(out)
+    names = _names_of(out)
     if real.is_dir() and any(name.is_relative_to(real) for name in names):
         raise ValueError(f"'{out}' is within the source: write to another place.")
     parts = [real / name for name in os.listdir(real)] if real.is_dir() else [source]
-    for part in (name for given in parts for name in names_of(given)):
-        if part in names:
+    for part in (name for given in parts for name in _names_of(given)):
+        if part in names or (part.parent == target and replaced(part.name)):
             raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
 
 
-def names_of(path: Path) -> set[Path]:
+def _names_of(path: Path) -> set[Path]:
     """Of a path, and of what it leads to if it is a link; without links before the last part."""
     return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
 

@@ -1,4 +1,4 @@
-"""Boxes and the tensor that DCP is given."""
+"""Boxes and slices."""
 
 from __future__ import annotations
 
@@ -35,16 +35,6 @@ def test_a_shard_has_the_full_shape_and_no_memory_of_its_own() -> None:
     assert shard.numel() == 12
     assert shard.local.data_ptr() == local.data_ptr()
     assert "elements 2 to 7 here" in repr(shard)
-
-
-def test_a_box_is_the_memory_of_the_slice() -> None:
-    flat = torch.arange(100.0)
-    shard = FlatShard(flat[10:20], (4, 5), 3)
-    for item in shard.__create_write_items__("name", shard):
-        box = shard.__get_tensor_shard__(item.index)
-        box.add_(1000)
-    assert torch.equal(flat[10:20], torch.arange(10.0, 20.0) + 1000)
-    assert torch.equal(flat[20:], torch.arange(20.0, 100.0))
 
 
 def test_clone_cast_and_deepcopy_work_on_the_slice() -> None:

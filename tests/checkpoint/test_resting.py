@@ -336,16 +336,3 @@ def test_loading_holds_one_piece_at_a_time(tmp_path: Path) -> None:
 
     (peak,) = run_world(1, rank, timeout=60)
     assert peak < 32 * MIB
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_loading_writes_to_the_file(tmp_path: Path) -> None:
-    """``torch.distributed.checkpoint`` copies into what a shard gives it."""
-    value = torch.arange(60.0).reshape(5, 12)
-    dcp.save({"w": value}, checkpoint_id=tmp_path / "c", no_dist=True)
-    with store_in(tmp_path) as store:
-        region = store.allocate(50, torch.float32, "a test")
-        dcp.load({"w": FlatShard(region.part(3, 40), (5, 12), 7)}, checkpoint_id=tmp_path / "c", no_dist=True)
-        expected = torch.zeros(50)
-        expected[3:43] = torch.arange(7.0, 47.0)
-        assert torch.equal(region.read(), expected)

@@ -1,4 +1,4 @@
-"""One rank's slice of a parameter, in the form ``torch.distributed.checkpoint`` understands.
+"""One rank's slice of a parameter, and the boxes as which ``torch.distributed.checkpoint`` stores slices.
 
 [Note: Boxes]
 
@@ -20,17 +20,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass
 from lightning_zero.offload.host import OffloadedTensor
-
-if TYPE_CHECKING:  # it takes longer to import than this package, and only DCP itself asks for its classes
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["Box", "FlatShard", "boxes", "elements_before", "is_range", "linear", "memory_identity", "tile"]
 
@@ -132,8 +128,6 @@ class FlatShard(Tensor):
 
     Raises:
         ValueError: if ``local`` is not such a range.
-
-    Source: ``_Checkpointable``, the three methods by which DTensor describes itself to DCP (torch 2.11 to 2.15).
     """
 
     local: Tensor  # 1-D: the elements this rank holds, in the memory given to the constructor
@@ -159,33 +153,6 @@ class FlatShard(Tensor):
     def boxes(self) -> list[Box]:
         """The slice as boxes of the full shape, in the order of ``local``."""
         return boxes(self.shape, self.start, self.start + self.local.numel())
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """DCP: what this rank writes."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties, written = TensorProperties(dtype=self.dtype), []
-        for chunk in self.__create_chunk_list__():
-            data = TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
-            written.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        return written
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """DCP: what this rank wants to read."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """DCP: the memory of one box, to read from or to write to; a handle if it rests in a file."""
-        position = 0
-        for box in self.boxes:
-            numel = math.prod(box.sizes)
-            if index.offset is not None and tuple(index.offset) == box.offsets:
-                return self.local[position : position + numel].view(box.sizes)
-            position += numel
-        raise ValueError(f"This rank holds no part of '{index.fqn}' at offset {index.offset}.")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -146,29 +146,25 @@ class Encoder:
             Inexpressible: in strict mode for any part that cannot be expressed; otherwise only where there is no
                 dictionary around it whose key could be recorded as missing.
         """
-        if value is None or type(value) in (bool, int, str):
+        kind = type(value)
+        if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
             return value
-        if type(value) is float:
-            return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
-        if type(value) not in _CONTAINERS:
+        if kind not in _CONTAINERS:
             return self._scalar(value)
         if len(path) > _MAX_DEPTH or id(value) in self._open:
             raise Inexpressible(f"{type_name(value)} nested deeper than {_MAX_DEPTH} levels, or in itself")
         self._open.add(id(value))
         try:
-            return self._container(value, path)
+            if kind in _MAPPINGS:
+                return self._mapping(value, path)
+            if kind is Namespace:
+                return {_TAG: "namespace", "value": self._mapping(vars(value), path)}
+            items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
         finally:
             self._open.discard(id(value))
-
-    def _container(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if type(value) in _MAPPINGS:
-            return self._mapping(value, path)
-        if type(value) is Namespace:
-            return {_TAG: "namespace", "value": self._mapping(vars(value), path)}
-        items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
-        if type(value) is deque:
-            return {_TAG: "deque", "maxlen": value.maxlen, "value": items}
-        return items if type(value) is list else {_TAG: type(value).__name__, "value": items}
+        if kind is list:
+            return items
+        return {_TAG: kind.__name__, "value": items, **({"maxlen": value.maxlen} if kind is deque else {})}
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
         factory = value.default_factory if type(value) is defaultdict else None
@@ -292,6 +288,7 @@ def _text(content: bytes | memoryview) -> str:
 
 # By class, what is written under its name, and what is read of that.
 _SCALARS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    float: (repr, {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__),
     bytes: (_text, base64.b64decode),
     complex: (
         lambda value: [Encoder().encode(value.real), Encoder().encode(value.imag)],
@@ -304,7 +301,6 @@ _SCALARS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     datetime: (datetime.isoformat, datetime.fromisoformat),
 }
 _READ = {kind.__name__: read for kind, (_, read) in _SCALARS.items()}
-_READ["float"] = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__
 
 
 def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lightning_zero.checkpoint.consolidated import Export
+from lightning_zero.checkpoint.consolidated import Export, refuse_overlap
 from lightning_zero.checkpoint.load import Found, Kind, Reader, with_samples
-from lightning_zero.checkpoint.storage.files import Files
+from lightning_zero.checkpoint.storage.files import Files, is_remote, local_path
 from lightning_zero.extensions.formats.deepspeed import deepspeed_folder, read_deepspeed_directory
 from lightning_zero.extensions.formats.fsdp import export_fsdp
 from lightning_zero.extensions.formats.huggingface import (
     INDEX_FILE,
     SINGLE_FILE,
     export_folder,
+    is_weights,
     read_safetensors_directory,
 )
 from lightning_zero.extensions.formats.names import adapters_in, described_models, under_names_of
@@ -43,4 +44,6 @@ READERS: dict[Kind, Reader] = {
 
 def export(settings: Export) -> list[Path]:
     """Write a directory of another program's layout; ``consolidate_checkpoint`` describes arguments and errors."""
+    if not is_remote(settings.source):
+        refuse_overlap(local_path(settings.source), settings.target, is_weights)
     return export_fsdp(settings) if settings.kind == "fsdp" else export_folder(settings)

@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.consolidated import Export, holes_of, names_of, warn_of_overflow, write_file
+from lightning_zero.checkpoint.consolidated import Export, holes_of, warn_of_overflow, write_file
 from lightning_zero.checkpoint.format.items import Opened
 from lightning_zero.checkpoint.format.safetensors import DAMAGES, SafetensorsFile, open_safetensors, read_safetensors
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole
 from lightning_zero.checkpoint.format.typed_json import strict_json
-from lightning_zero.checkpoint.storage.files import Files, is_remote, local_path, read_index
+from lightning_zero.checkpoint.storage.files import Files, read_index
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.checkpoint.writing import Pieces, progress_bar
 from lightning_zero.errors import CheckpointError, some
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "export_folder", "read_safetensors_directory"]
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "export_folder", "is_weights", "read_safetensors_directory"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -83,11 +83,6 @@ def export_folder(settings: Export) -> list[Path]:
 def _check_folder(settings: Export) -> None:
     target = settings.target
     is_folder = target.is_dir()
-    if is_folder and not is_remote(settings.source):
-        source = local_path(settings.source)
-        for part in (name for given in _files_of(source) for name in names_of(given)):
-            if part.parent == Path(os.path.realpath(target)) and _is_weights(part.name):
-                raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
     if is_folder and os.listdir(target) and is_checkpoint_directory(target):
         raise ValueError(f"'{target}' is a sharded checkpoint: write to another directory.")
     if os.path.lexists(target) and not is_folder:
@@ -95,16 +90,12 @@ def _check_folder(settings: Export) -> None:
             f"'{target}' is a file, and without a suffix OUT is a directory of safetensors: give another name, "
             "one with a suffix such as '.ckpt' or '.safetensors' for a file, or delete it."
         )
-    there = sorted(name for name in os.listdir(target) if _is_weights(name)) if is_folder else []
+    there = sorted(name for name in os.listdir(target) if is_weights(name)) if is_folder else []
     if there and not settings.overwrite:
         raise settings.exists(target / there[0])
 
 
-def _files_of(source: Path) -> list[Path]:
-    return [source / name for name in os.listdir(source)] if source.is_dir() else [source]
-
-
-def _is_weights(name: str) -> bool:
+def is_weights(name: str) -> bool:
     """Whether a file in a directory is one of those that hold weights, or say where they are."""
     return name == INDEX_FILE or _WEIGHTS.fullmatch(name) is not None
 
@@ -159,7 +150,7 @@ def _publish(folder: Path, staged: Sequence[StagedFile], shards: Sequence[Mappin
 def _delete_old_weights(folder: Path, current: Collection[str]) -> None:
     """Delete the files of an earlier export in other pieces."""
     for path in folder.iterdir():
-        if _is_weights(path.name) and path.name not in current:
+        if is_weights(path.name) and path.name not in current:
             path.unlink()
 
 
