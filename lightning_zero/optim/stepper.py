@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -39,6 +39,7 @@ RANGE_NUMEL = 2**18
 _AT_ONCE = 16  # segments in a step of the optimizers that take one parameter after the other
 _LINE_NBYTES = 64
 _EXACT = (torch.float32, torch.float64)  # see [Note: what rounding depends on]
+_NOTHING = nullcontext()
 _WAY = ("fused", "foreach", "capturable", "differentiable")
 
 
@@ -219,8 +220,8 @@ class Steps:
         threads: with offload: threads to compute with.
         publish: with offload: called with the index of every unit of the optimizer, ascending, as soon as its masters
             are new: the same sequence on every rank, also after a failure. Collective: every rank.
-        agree: called once a step, with what went wrong here or ``None``. Raises on every rank if anything went wrong
-            anywhere. With offload collective: every rank.
+        agree: called with what went wrong here, with offload once a step also with ``None``. Raises on every rank if
+            anything went wrong anywhere. With offload collective: every rank.
     """
 
     range_numel: int | None = None
@@ -282,7 +283,7 @@ class Stepper:
         self._left, self._publishing = deque(self._windows), False
         failure: Exception | None = None
         try:
-            with _threads(self._steps.threads):
+            with _threads(self._steps.threads) if offload else _NOTHING:
                 self._update()
         except Exception as error:
             if self._publishing:  # then the other ranks cannot be reached
@@ -290,16 +291,17 @@ class Stepper:
             failure = error
             while self._left:
                 self._publish()
-        self._steps.agree(failure)
+        if offload or failure is not None:
+            self._steps.agree(failure)
         if offload:
             return [member.parameter for member in members]
         return [parameter for plan in self._plans.values() for parameter in plan.stepped]
 
     def _update(self) -> None:
         """Step on all windows."""
-        self._finish(math.inf)
+        self._finish()
 
-    def _finish(self, end: float) -> None:
+    def _finish(self, end: float = math.inf) -> None:
         """Step on the windows of all units before ``end``, and publish these units."""
         while self._left and self._left[0][0] < end:
             unit, members = self._left[0]
@@ -410,12 +412,12 @@ def _number(value: Any) -> Any:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Compute with ``count`` threads inside; 0: with as many as outside."""
+    """Compute with ``count`` threads inside."""
     before = torch.get_num_threads()
-    if count and count != before:
+    if count != before:
         torch.set_num_threads(count)
     try:
         yield
     finally:
-        if count and count != before:
+        if count != before:
             torch.set_num_threads(before)
