@@ -307,7 +307,7 @@ def _assemble(engine: ZeroEngine, flat: FlatParameters, position: int, piece: Te
                 shard.narrow(0, place.shard_start, place.numel).copy_(piece.reshape(-1))
             except OffloadError as error:
                 failure = error
-        if engine.plan.offload is not None:
+        if engine.tiers.can_fail:
             engine.control.raise_together(failure, f"read its part of the {what}")
         with engine.paused():
             full = gather_layout(engine, flat, shard, what)

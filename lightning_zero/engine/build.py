@@ -94,7 +94,7 @@ class UnitBuilder:
                 self._lent = self._collectives.lend(max(map(_values_nbytes, self._plan.units)))
             units = [self._sharded(unit, slots) for unit in self._plan.units]
             self._lent = None
-        if self._plan.offload is not None:
+        if self._tiers.can_fail:
             self._control.raise_together(self._failure, "put the first weights where they rest")
         return units
 

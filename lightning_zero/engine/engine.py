@@ -169,7 +169,7 @@ class ZeroEngine(Passes):
                 if isinstance(unit, ReplicatedUnit):
                     self.weights.publish(unit)
             unit.parameters_changed(parameters)
-        if self.plan.offload is not None and not self._returned.issuperset(units):
+        if self.tiers.can_fail and not self._returned.issuperset(units):
             self.control.raise_together(failure, "bring weights back that were changed", _RESUME)
         self._returned.clear()
         self.weights.after_step(self.computes or self.plan.offload is not None)
@@ -214,9 +214,8 @@ class ZeroEngine(Passes):
         torn, self.updating = self.updating, False
         firsts = [self.units[index].flats[0].layout.parameters[0] for index in units if self.units[index].parameters]
         self.weights.settle()
-        if self.plan.offload is not None:
-            self.tiers.settle()
-            self._returned.clear()
+        self.tiers.settle()
+        self._returned.clear()
         written = {index: self.units[index].parameters for index in units}
         if parameters is not None:
             written = {index: [p for p in every if p in parameters] for index, every in written.items()}

@@ -151,8 +151,7 @@ def average_into(
                 "steps: `on_train_batch_start` in place of the beginning of `training_step`, or `on_train_batch_end`."
             )
         engine.take_over_shown()
-        if engine.plan.offload is not None:
-            engine.tiers.settle()
+        engine.tiers.settle()
     owner = {parameter: engine for engine in engines for parameter in engine.access.bindings}
     absent = [pair for pair in pairs if is_absent(pair[0]) or is_absent(pair[1])]
     with torch.no_grad():
@@ -299,7 +298,7 @@ def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
                 flags[index] = _keep_own(part, engine.collectives.own_range(part.full))
             except OffloadError as error:
                 failure = failure or error
-        if engine.plan.offload is not None:
+        if engine.tiers.can_fail:
             engine.control.raise_together(failure, "keep what was written", "The weights may be partly old now.")
         changed = engine.control.any_of(flags).tolist()
     return sorted({part.unit.index for part, flag in zip(shown, changed, strict=True) if flag})

@@ -238,9 +238,6 @@ class Fetcher:
     is the CPU, host memory is close enough. An extension fetches from another tier by overriding the last four methods.
     """
 
-    can_fail = False
-    """Whether shards may turn out to be unreadable, so that the ranks have to agree on how it went."""
-
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
         self._streams = streams
@@ -355,6 +352,9 @@ class MemoryTiers:
 
     At most ``pin_nbytes`` of host memory are page-locked (``None``: all of it). A tier of an extension is a subclass.
     """
+
+    can_fail = False
+    """Whether shards may turn out to be unreadable, so that the ranks have to agree on how it went."""
 
     def __init__(self, device: torch.device, streams: Streams | None = None, pin_nbytes: int | None = None) -> None:
         self.device = device

@@ -209,8 +209,6 @@ class NvmeStore:
 class FileFetcher(Fetcher):
     """Reads shards from files into host buffers, by a thread of its own, ahead of their use."""
 
-    can_fail = True
-
     def __init__(self, device: torch.device, streams: Streams, memory: HostMemory) -> None:
         super().__init__(device, streams)
         self._memory = memory
@@ -250,6 +248,8 @@ class FileFetcher(Fetcher):
 
 class FileTiers(MemoryTiers):
     """Memory by tier, with files of ``store`` as one more."""
+
+    can_fail = True
 
     def __init__(self, store: NvmeStore, device: torch.device, streams: Streams | None = None) -> None:
         super().__init__(device, streams)
