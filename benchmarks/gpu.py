@@ -40,7 +40,7 @@ from offload_training import numel_of, quiet
 from results import FOLDER, circumstances, figure, headline, save_figure
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from lightning_zero.analysis import OptimizerCost
+from lightning_zero.plan.costs import OptimizerCost
 from lightning_zero.text import readable_size
 
 # Moves, fills, casts and collectives, as kernels on CUDA and as operators on the CPU.

@@ -26,8 +26,8 @@ from offload_training import GPT
 from torch import nn
 
 from lightning_zero import ZeroPlan, build_plan
-from lightning_zero.analysis.links import parse_speed
 from lightning_zero.config import Placement
+from lightning_zero.extensions.planner.estimate import on_links, parse_speed
 
 BUCKET_NBYTES = 25 * 2**20  # of DDP
 WAYS = {
@@ -68,7 +68,7 @@ def sent(way: str, model: nn.Module, hosts: int, ranks: int, micro_steps: int) -
     span, keeping = (ranks if word in way else None for word in ("within", "secondary"))
     traffic = plan_of(model, stage, world, span, keeping).expected_traffic(micro_steps=micro_steps)
     kind = "int8" if "int8" in way else None
-    between, within = traffic.on_links(hosts, rings=False, formats=(kind, kind))
+    between, within = on_links(traffic, hosts, rings=False, formats=(kind, kind))
     calls = traffic.all_gather.calls + traffic.reduce_scatter.calls
     agreements = (1 + (3 if stage == 3 else 2) * micro_steps) * math.ceil(math.log2(world))
     if "flat" in way:

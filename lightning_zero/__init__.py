@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zero.analysis import ZeroPlan, build_plan, estimate_memory
 from lightning_zero.config import (
     ActivationPolicy,
     CheckpointPolicy,
@@ -48,6 +47,7 @@ from lightning_zero.loading import (
     load_from_checkpoint,
     load_full_state_dict,
 )
+from lightning_zero.plan.costs import ZeroPlan, build_plan
 from lightning_zero.registry import extension
 from lightning_zero.trainer.fabric import ZeroFabricStrategy
 from lightning_zero.trainer.loaders import NoBatch
@@ -58,22 +58,24 @@ from lightning_zero.trainer.strategy import ZeroStrategy
 _OF_EXTENSIONS = {
     "CommunicationMonitor": "monitors",
     "MemoryMonitor": "monitors",
+    "estimate_memory": "planner",
+    "measure_activations": "planner",
     "verify_checkpoint": "inspection",
 }
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
-    from lightning_zero.measure import measure_activations
     from lightning_zero.trainer.cli import ZeroCLI
 
     CommunicationMonitor: Any
     MemoryMonitor: Any
+    estimate_memory: Any
+    measure_activations: Any
     verify_checkpoint: Any
 else:
     # What a training does not need, and takes long to import.
     _LATER = {
         "ZeroCLI": "trainer.cli",
         "consolidate_checkpoint": "checkpoint.consolidated",
-        "measure_activations": "measure",
     }
 
     def __getattr__(name: str) -> Any:

@@ -10,19 +10,17 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_zero.config import parse_size
 from lightning_zero.errors import CheckpointError, with_notes
 from lightning_zero.registry import extension
-from lightning_zero.trainer.cli_texts import PLAN, short_help
 from lightning_zero.trainer.foreign import did_you_mean
 
-__all__ = ["OptionParser", "answer_early", "complain", "for_the_terminal", "main"]
+__all__ = ["OptionParser", "answer_early", "complain", "for_the_terminal", "main", "short_help"]
 
 _COMMANDS = {
     "plan": "print how a model would be split over processes, and what that takes; needs one process and no memory",
@@ -32,6 +30,20 @@ _COMMANDS = {
     "validate": "one pass over the validation data",
     "test": "one pass over the test data",
     "predict": "predictions for the predict data",
+}
+_OF_EXTENSIONS = {"plan": "planner", "inspect": "inspection"}
+_TOOLS = {"consolidate", *_OF_EXTENSIONS}
+_RUN_OPTIONS = {
+    "config FILE": "A configuration. What stands behind it overrides it.",
+    "model CLASS": "The LightningModule, as my_module.MyModel. --model.NAME gives it an argument.",
+    "data CLASS": "The LightningDataModule, where the model has no data. --data.NAME gives it an argument.",
+    "optimizer CLASS": "The optimizer, and --lr_scheduler its schedule, where the model makes none.",
+    "trainer.strategy NAME": "zero1, zero2, zero3 (default), each also with _offload, or one of Lightning.",
+    "trainer.strategy.NAME": "An argument of it. --trainer.strategy.help zero3 lists them.",
+    "trainer.NAME": "An argument of the Trainer, such as devices, precision, max_epochs.",
+    "ckpt_path PATH": "The checkpoint to go on from, or to evaluate: a directory or a file.",
+    "print_config": "Print the configuration, with every option and its default, and exit.",
+    "help-all": "Show every option, of the Trainer too, and exit. Takes some seconds.",
 }
 
 
@@ -48,15 +60,21 @@ def _while_somebody_reads() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def _run_tool(name: str, tool: Callable[[Sequence[str]], int], args: Sequence[str]) -> None:
+def _run_tool(command: str, args: Sequence[str], *, early: bool = False) -> bool:
+    """Run a command that trains nothing. False if it needs Lightning, and it is too ``early`` to import it."""
+    code: int | None
     try:
         with _while_somebody_reads():
-            code = tool(args)
+            if command == "consolidate":
+                code = consolidate(args)
+            else:
+                code = extension(_OF_EXTENSIONS[command]).run(args, early=early)
     except KeyboardInterrupt:
-        print(f"lightning-zero {name}: interrupted", file=sys.stderr)  # noqa: T201
+        print(f"lightning-zero {command}: interrupted", file=sys.stderr)  # noqa: T201
         code = 130  # as shells have it
     if code:
         raise SystemExit(code)
+    return code is not None
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -73,17 +91,11 @@ def main(args: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `--model my_module.MyModel`, as with `python -m lightning_zero`
     if command in _TOOLS:
-        _run_tool(command, _TOOLS[command], given[1:])
+        _run_tool(command, given[1:])
         return
     from lightning_zero.trainer.cli import ZeroCLI  # imports Lightning
 
     ZeroCLI(args=None if args is None else given, parser_kwargs={"prog": "lightning-zero"})
-
-
-def inspect(args: Sequence[str]) -> int:
-    """Run ``lightning-zero inspect``."""
-    code: int = extension("inspection").run(args)
-    return code
 
 
 def consolidate(args: Sequence[str]) -> int:
@@ -108,36 +120,6 @@ def consolidate(args: Sequence[str]) -> int:
     return 0
 
 
-def plan(args: Sequence[str], *, early: bool = False) -> int:
-    """Print what ``lightning-zero plan`` has to say: 0. 2 if the settings are wrong, 1 if something else fails.
-
-    Raises _NeedsLightning if that is needed and it is too ``early``: the package has not been imported.
-    """
-    from lightning_zero.trainer.planner import planner_without_lightning
-
-    try:
-        if planner := planner_without_lightning(args):
-            text = planner.report()
-        elif early:
-            raise _NeedsLightning
-        else:
-            from lightning_zero.trainer.cli import plan_command
-
-            text = plan_command(args)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"lightning-zero plan: error: {error}", file=sys.stderr)  # noqa: T201
-        return 2 if isinstance(error, ValueError) else 1
-    print(text)  # noqa: T201
-    return 0
-
-
-class _NeedsLightning(Exception):
-    """A command cannot run before Lightning is imported."""
-
-
-_TOOLS: Mapping[str, Callable[[Sequence[str]], int]] = {"inspect": inspect, "consolidate": consolidate, "plan": plan}
-
-
 def answer_early() -> None:
     """Run the command that this process was started for and exit, if that needs no Lightning; else do nothing.
 
@@ -148,10 +130,8 @@ def answer_early() -> None:
     if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
         with _while_somebody_reads():
             command = _command(argv[1:])
-        if command in _TOOLS:
-            with suppress(_NeedsLightning):
-                _run_tool(command, partial(plan, early=True) if command == "plan" else _TOOLS[command], argv[2:])
-                raise SystemExit(0)
+        if command in _TOOLS and _run_tool(command, argv[2:], early=True):
+            raise SystemExit(0)
 
 
 def _command(given: Sequence[str]) -> str:
@@ -171,16 +151,23 @@ def _command(given: Sequence[str]) -> str:
     if list(given[1:]) in (["-h"], ["--help"]):
         if command == "consolidate":
             text = _consolidate_parser().format_help()
-        elif command == "inspect":
-            text = extension("inspection").parser().format_help()
+        elif command in _OF_EXTENSIONS:
+            text = extension(_OF_EXTENSIONS[command]).help_text()
         else:
-            text = short_help(command, PLAN if command == "plan" else f"{_COMMANDS[command]}.")
+            text = short_help(command, f"{_COMMANDS[command]}.", {})
         print(text, end="")  # noqa: T201
         raise SystemExit(0)
     return command
 
 
 # ------------------------------------------------------------------------------------------ what tools say and are told
+
+
+def short_help(command: str, what: str, options: Mapping[str, str]) -> str:
+    """The help of a command that takes the Trainer's options, which are hundreds, beside its own."""
+    own = {name.replace("_", "-"): text for name, text in options.items()}
+    lines = "\n".join(f"  --{name:<23}{text}" for name, text in {**own, **_RUN_OPTIONS}.items())
+    return f"usage: lightning-zero {command} [options]\n\n{what.strip()}\n\noptions:\n{lines}\n"
 
 
 class OptionParser(argparse.ArgumentParser):

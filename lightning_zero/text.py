@@ -6,20 +6,20 @@ from collections.abc import Collection, Sequence
 
 from lightning_zero.errors import shortened
 
-__all__ = ["columns", "readable_size", "table"]
+__all__ = ["UNITS", "columns", "readable_size", "table"]
 
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _CELL_LETTERS = 400  # a column is as wide as its longest cell
 
 
 def readable_size(nbytes: int) -> str:
     """Bytes in units of 1000 with three digits, as papers and data sheets have them: ``"31.4 GB"``."""
     size = float(nbytes)
-    for name in _UNITS[:-1]:
+    for name in UNITS[:-1]:
         if size < 999.5:
             return f"{_three_digits(size)} {name}"
         size /= 1000
-    return f"{_three_digits(size)} {_UNITS[-1]}"
+    return f"{_three_digits(size)} {UNITS[-1]}"
 
 
 def _three_digits(size: float) -> str:

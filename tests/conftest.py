@@ -80,9 +80,8 @@ _FIRST = (
     "tests/strategy/test_launch.py",
     "tests/strategy/test_leaks.py",
     "tests/strategy/test_meta.py",
-    "tests/activations/test_measure.py",
-    "tests/test_planning.py",
-    "tests/test_callbacks.py",
+    "tests/extensions/planner/",
+    "tests/extensions/monitors/",
     "tests/strategy/test_fuzz.py",
     "tests/chaos/",
 )

@@ -63,7 +63,6 @@ FRAMES = {
 ORDER = {
     "vocabulary": {"config", "errors", "registry", "text", "_torch"},
     "plan": {"plan"},
-    "analysis": {"analysis"},
     "comm": {"comm"},
     "offload": {"offload"},
     "shards": {"shards"},
@@ -73,7 +72,7 @@ ORDER = {
     "optim": {"optim"},
     "checkpoint": {"checkpoint"},
     "session": {"session"},
-    "leaves": {"debug", "loading", "measure"},
+    "leaves": {"debug", "loading"},
     "trainer": {"trainer"},
     "door": {"__init__", "__main__", "cli", "ray"},
     # They know the core; the core asks ``registry.py`` for them by name.
@@ -82,10 +81,10 @@ ORDER = {
 LAYER = {name: layer for layer, names in ORDER.items() for name in names}
 # These do not know each other although one stands above the other: `session` puts them together.
 STRANGERS = {
-    "comm": {"plan", "analysis"},
-    "offload": {"plan", "analysis"},
+    "comm": {"plan"},
+    "offload": {"plan"},
     "optim": {"init", "activations", "engine"},
-    "checkpoint": {"analysis", "init", "activations", "engine", "optim"},
+    "checkpoint": {"init", "activations", "engine", "optim"},
 }
 
 # What a layer may use of torch.distributed and of Lightning. `_torch` shields the rest from torch's private names, and

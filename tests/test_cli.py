@@ -1,4 +1,4 @@
-"""The command line: ``ZeroCLI`` and the Trainer's commands. For ``lightning-zero plan`` see ``test_planning``."""
+"""The command line: ``ZeroCLI`` and the Trainer's commands. For ``lightning-zero plan`` see ``extensions/planner``."""
 
 from __future__ import annotations
 

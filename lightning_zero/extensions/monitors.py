@@ -28,9 +28,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_zero._torch import storage_key
-from lightning_zero.analysis import CollectiveTraffic, OptimizerCost, StageMemory
-from lightning_zero.analysis.memory import stage_memory
-from lightning_zero.analysis.traffic import expected_traffic
 from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine
@@ -39,6 +36,7 @@ from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import ReplicatedUnit
 from lightning_zero.offload import OffloadedTensor
 from lightning_zero.plan import Plan
+from lightning_zero.plan.costs import CollectiveTraffic, OptimizerCost, StageMemory, expected_traffic, stage_memory
 from lightning_zero.text import readable_size, table
 from lightning_zero.trainer.strategy import ZeroStrategy
 

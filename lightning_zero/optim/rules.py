@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step, tree_leaves
-from lightning_zero.analysis.optimizers import OptimizerCost
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
 from lightning_zero.optim.agreement import Fingerprint
+from lightning_zero.plan.costs import OptimizerCost
 
 __all__ = ["check_offloadable", "naming_closures", "needs_closure", "optimizer_rule", "try_in_parts"]
 

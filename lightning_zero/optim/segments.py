@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import foreach_copy, untracked
-from lightning_zero.analysis.optimizers import SEGMENT_NUMEL, SMALL_NUMEL
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.state import copied, covers
+from lightning_zero.plan.costs import SEGMENT_NUMEL, SMALL_NUMEL
 
 __all__ = ["Member", "Range", "Segment", "Together", "members_of"]
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step, untracked
-from lightning_zero.analysis.optimizers import SEGMENT_NUMEL, SMALL_NUMEL
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.segments import Member, Range, Segment, Together
 from lightning_zero.optim.state import Kind, StateHomes, copied, covers
+from lightning_zero.plan.costs import SEGMENT_NUMEL, SMALL_NUMEL
 
 __all__ = ["RANGE_NUMEL", "Memory", "SegmentStep", "Stepper", "Steps"]
 

@@ -1,13 +1,33 @@
-"""What one rank holds after a training step and at the worst moment of one, computed from a plan: on its device, and
-with offloading in host memory and in files. No plan knows activations: ``activations.measure`` does.
+"""What a plan costs: bytes that a rank holds and that a step sends, computed before anything runs.
+
+Not counted are activations and other tensors of the module's own, what libraries hold for themselves (cuBLAS, nccl),
+and what an allocator keeps in reserve.
+
+[Note: memory of a step]
+
+A step passes over the masters in one of three ways. *Loop*, torch's default on the CPU: one parameter after the other,
+so what it makes has the size of the largest, beside what Python still holds of the one before; small ones, which are
+put together and are few bytes, are left out. *Foreach*, the default on accelerators: each operation passes over all
+parameters of a group before the next one begins, so what it makes has the size of all of them. *Fused*: one pass, which
+makes nothing. Numbers are those of torch 2.11 to 2.15; a test counts them.
+
+[Note: counting traffic]
+
+Bytes are those of the whole flat buffer, as the ZeRO paper counts them (section 7): an all-gather or a reduce-scatter
+of n elements counts n, of which a rank sends the fraction (world size - 1) / world size. With a model of P elements,
+replicated parameters cost 2 P per step and sharded ones 3 P, less what is still resident when it is needed again.
+Buffers that rank 0 sends to the others, once per step, come on top: a broadcast of n bytes counts n elements.
+
+With shard groups smaller than the world all of that, but for the buffers, happens within each group; and once per step
+the gradient shards are all-reduced across the groups (the second hop of MiCS, arXiv:2205.00119). An all-reduce of n
+elements counts n, of which a rank sends 2 (groups - 1) / groups.
 
 [Note: the worst moment]
 
-What rests, rests all the time: buckets, masters and state have their memory from set-up to the end, and slots on an
-accelerator. On the CPU the pages of slots are given back before each optimizer step, but for slots of frozen units;
-those of parameters when the backward has come to its end, before the last gradients are reduced. Shards of gradients
-that are reduced on their way (stages 2 and 3) have memory from their reduction on, until nobody has a gradient in them
-any more. Two things come and go beside it:
+Buckets, masters and state have their memory from set-up to the end, and slots on an accelerator. On the CPU the pages
+of slots are released before each optimizer step, but for slots of frozen units; those of parameters when the backward
+ends, before the last gradients are reduced. Shards of gradients that are reduced during the backward (stages 2 and 3)
+have memory from their reduction on, until gradients are cleared. Two things come and go beside that:
 
 * In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once:
   one parameter's at a time. A parameter that is used in several places (tied weights, a shared module) gets its
@@ -17,43 +37,324 @@ any more. Two things come and go beside it:
   are three: the sum so far, the last part, and both together.
 * In a step, the optimizer computes with temporary tensors: see [Note: memory of a step].
 
-Not counted: activations and other tensors of the module's own, what libraries hold for themselves (cuBLAS, nccl), and
-what an allocator keeps in reserve. In a first step a unit that shares its gradient slot with another one may need
-memory of its own for a moment, until the order of the backward is known.
+In a first step a unit that shares its gradient slot with another one may need memory of its own for a moment, until the
+order of the backward is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from itertools import pairwise
+from typing import Any
 
-from lightning_zero.analysis.optimizers import ADAM, SEGMENT_NUMEL, SMALL_NUMEL, OptimizerCost
-from lightning_zero.analysis.traffic import Traffic, expected_traffic, lasting_slots
+from torch.optim import Optimizer
+
+from lightning_zero._torch import without_hooks
 from lightning_zero.config import HostOffload, NvmeOffload, Tier
-from lightning_zero.plan import (
-    FETCH_UNITS,
-    PAGE_NBYTES,
-    ROUND_NBYTES,
-    STAGING_BUFFERS,
-    FlatLayout,
-    ParameterSpec,
-    Plan,
-    align_up,
-    deal_out,
-)
+from lightning_zero.plan.buckets import ROUND_NBYTES, deal_out, make_pieces
+from lightning_zero.plan.layout import PAGE_NBYTES, FlatLayout, ParameterSpec, align_up
+from lightning_zero.plan.plan import FETCH_UNITS, STAGING_BUFFERS, Plan, UnitPlan
+from lightning_zero.registry import extension
 
 __all__ = [
+    "ADAM",
+    "SEGMENT_NUMEL",
+    "SMALL_NUMEL",
+    "CollectiveTraffic",
     "DiskBytes",
     "HostBytes",
     "Memory",
+    "OptimizerCost",
     "StageMemory",
+    "Traffic",
+    "ZeroPlan",
+    "build_plan",
     "expected_disk",
     "expected_host_memory",
     "expected_memory",
-    "fullest_rank",
+    "expected_traffic",
+    "gather_order",
+    "owners_of",
     "stage_memory",
 ]
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+
+SMALL_NUMEL = 4_096
+"""Elements of the largest parameter that a step on a CPU puts together with others."""
+
+SEGMENT_NUMEL = 65_536
+"""Elements that are put together at most: in float32 256 KiB, which a core's cache holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerCost:
+    """What an optimizer costs, in tensors as large as what it updates. See [Note: memory of a step].
+
+    Attributes:
+        name: of its class, for people.
+        state: kept between steps: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
+        loop: made for a parameter by a step that takes one after the other.
+        kept: of those, left over while the next parameter has its turn.
+        foreach: made during a step that takes all at once, each as large as all.
+        way: ``"loop"``, ``"foreach"`` or ``"fused"``; ``None``: torch chooses by the device.
+        whole: it needs whole parameters, so each parameter has an owner rank that keeps a copy of it, and during the
+            step its whole gradient.
+
+    Raises:
+        ValueError: if a number is negative or the way unknown.
+    """
+
+    name: str
+    state: int
+    loop: int = 0
+    kept: int = 0
+    foreach: int = 0
+    way: str | None = None
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.state, self.loop, self.kept, self.foreach) < 0:
+            raise ValueError(f"An optimizer holds 0 tensors or more, got {self}.")
+        if self.way not in (None, "loop", "foreach", "fused"):
+            raise ValueError(f"way must be 'loop', 'foreach' or 'fused', got {self.way!r}.")
+
+    def way_on(self, accelerator: bool) -> str:
+        """How it steps on such a device. Whole parameters are stepped on one by one."""
+        return self.way or ("foreach" if accelerator and not self.whole else "loop")
+
+    def step_nbytes(self, sizes: Sequence[int], accelerator: bool) -> int:
+        """Most bytes that a step makes and holds at once, for tensors of these sizes in bytes, in its order."""
+        way = self.way_on(accelerator)
+        if way == "foreach":
+            return self.foreach * sum(sizes)
+        if way == "fused":
+            return 0
+        return max((self.loop * size + self.kept * before for before, size in pairwise([0, *sizes])), default=0)
+
+    @classmethod
+    def of(cls, optimizer: Optimizer | type | str | OptimizerCost, **options: Any) -> OptimizerCost:
+        """What is known about an optimizer; a cost stays as it is.
+
+        A class that is not torch's, nor derived from one, counts as one that needs whole parameters and keeps two
+        tensors for each, as most of them do. One with a ``step`` of its own, or an ``_init_group``, needs whole
+        parameters, too.
+
+        Args:
+            optimizer: an instance, whose largest param group's options count; a class; or the name of one of torch's.
+            options: arguments that a class is used with, such as ``momentum=0.9`` or ``fused=True``.
+
+        Raises:
+            ValueError: if it is none of these.
+        """
+        if isinstance(optimizer, OptimizerCost):
+            return optimizer
+        changed = isinstance(optimizer, Optimizer) and "_init_group" in vars(optimizer)
+        if isinstance(optimizer, Optimizer):
+            groups = optimizer.param_groups
+            largest = max(groups, key=lambda group: sum(p.numel() for p in group["params"]), default={})
+            options = {**largest, **options}
+            optimizer = type(optimizer)
+        if isinstance(optimizer, type):
+            name = optimizer.__name__
+            known, own_step = _of_torch(optimizer)
+            changed |= own_step
+        elif isinstance(optimizer, str):
+            module, _, name = optimizer.rpartition(".")
+            known = name if name in _COSTS and (not module or module.startswith("torch.optim")) else None
+            if known is None and not module:
+                raise ValueError(f"torch has no optimizer {name!r} that is known here: give its class.")
+        else:
+            raise ValueError(f"An optimizer, its class or its name is needed, got {optimizer!r}.")
+        costs = [(2, 2, 1, 0)]
+        if known is not None:
+            base, added = _COSTS[known]
+            costs = [base, *(more for names, more in added.items() if any(map(options.get, names.split())))]
+        state, loop, kept, foreach = map(sum, zip(*costs, strict=True))
+        way = next((way for way in ("fused", "foreach") if options.get(way)), None)
+        if way is None and options.get("foreach") is False:
+            way = "loop"
+        whole = changed or known is None or known in _WHOLE
+        return cls(name=name, state=state, loop=loop, kept=kept, foreach=foreach, way=way, whole=whole)
+
+
+def _of_torch(cls: type) -> tuple[str | None, bool]:
+    """The name of torch's optimizer that a class is or derives from, and whether it steps in a way of its own."""
+    base: Any = next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), None)
+    if base is None or base.__name__ not in _COSTS:
+        return None, False
+    derived = [vars(each) for each in cls.__mro__[: cls.__mro__.index(base)]]
+    # Without what torch puts around a class's step when the first optimizer of it is made, also where it inherits it.
+    own_step = any(without_hooks(own["step"]) is not without_hooks(base.step) for own in derived if "step" in own)
+    # An `_init_group` sees, and may change, all that is about to be stepped on.
+    init_group = base._init_group
+    return base.__name__, own_step or any(own.get("_init_group", init_group) is not init_group for own in derived)
+
+
+_Cost = tuple[int, int, int, int]  # state, made in a loop, of it kept, made by foreach
+_STATE: _Cost = (1, 0, 0, 0)
+_IN_LOOP: _Cost = (0, 1, 0, 0)  # a changed gradient
+_IN_BOTH: _Cost = (0, 1, 0, 1)
+# Of torch's classes what they cost, and what is added where any of some options is on.
+_COSTS: Mapping[str, tuple[_Cost, Mapping[str, _Cost]]] = {
+    "SGD": ((0, 0, 0, 0), {"momentum": _STATE, "weight_decay maximize": _IN_BOTH, "nesterov": _IN_LOOP}),
+    "Adam": ((2, 2, 1, 1), {"amsgrad": _STATE, "weight_decay maximize": _IN_LOOP}),
+    "AdamW": ((2, 2, 1, 1), {"amsgrad": _STATE, "maximize": _IN_LOOP}),
+    "Adamax": ((2, 1, 0, 1), {"weight_decay": _IN_LOOP}),
+    "NAdam": ((2, 2, 1, 1), {"weight_decay": _IN_BOTH}),
+    "RAdam": ((2, 2, 0, 1), {"weight_decay": _IN_LOOP}),
+    "Adagrad": ((1, 1, 1, 2), {"weight_decay": _IN_LOOP}),
+    "Adadelta": ((2, 2, 1, 2), {"weight_decay": _IN_BOTH}),
+    "RMSprop": ((1, 1, 1, 1), {"weight_decay": _IN_BOTH, "momentum": _STATE, "centered": _STATE}),
+    "Rprop": ((2, 3, 0, 2), {}),
+    "ASGD": ((1, 0, 0, 1), {"weight_decay": _IN_LOOP}),
+    "Muon": ((1, 3, 0, 0), {}),
+    "Adafactor": ((0, 3, 0, 0), {}),  # its state is a row and a column of a matrix
+}
+_WHOLE = frozenset({"Muon", "Adafactor"})
+
+ADAM = OptimizerCost.of("AdamW")
+
+
+# -------------------------------------------------------------------------------------------------------------- traffic
+
+
+@dataclass(frozen=True)
+class CollectiveTraffic:
+    """Collectives of one kind."""
+
+    calls: int = 0
+    numel: int = 0  #: Elements of their flat buffers, padding included.
+    nbytes: int = 0  #: The same in bytes of the dtype on the wire.
+
+    def __add__(self, other: CollectiveTraffic) -> CollectiveTraffic:
+        return CollectiveTraffic(self.calls + other.calls, self.numel + other.numel, self.nbytes + other.nbytes)
+
+    def times(self, count: int) -> CollectiveTraffic:
+        """The same collectives ``count`` times."""
+        return CollectiveTraffic(self.calls * count, self.numel * count, self.nbytes * count)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one step, by kind, of so many ranks in groups of so many. See [Note: counting traffic]."""
+
+    all_gather: CollectiveTraffic = CollectiveTraffic()
+    reduce_scatter: CollectiveTraffic = CollectiveTraffic()
+    broadcast: CollectiveTraffic = CollectiveTraffic()
+    all_reduce: CollectiveTraffic = CollectiveTraffic()
+    world_size: int = field(default=1, compare=False)
+    group_size: int = field(default=1, compare=False)
+    # Of what is gathered, what crosses hosts: copies beside masters, and what nobody may round.
+    copies: CollectiveTraffic = field(default=CollectiveTraffic(), compare=False)
+    exact: CollectiveTraffic = field(default=CollectiveTraffic(), compare=False)
+
+    @property
+    def total(self) -> CollectiveTraffic:
+        """All kinds together."""
+        return self.all_gather + self.reduce_scatter + self.broadcast + self.all_reduce
+
+    @property
+    def sent_nbytes(self) -> int:
+        """What one rank sends; it receives as many."""
+        size, groups = self.group_size, self.world_size // self.group_size
+        sent = (self.all_gather.nbytes + self.reduce_scatter.nbytes) * (size - 1) // size
+        sent += self.broadcast.nbytes * (self.world_size - 1) // self.world_size
+        return sent + 2 * self.all_reduce.nbytes * (groups - 1) // groups
+
+
+def expected_traffic(plan: Plan, *, micro_steps: int = 1) -> Traffic:
+    """Traffic of one step of ``micro_steps`` forwards and backwards; zero for a single rank, which needs no wire.
+
+    Buffers are not sent in the step after an evaluation, whose first batch has had them.
+
+    Raises:
+        ValueError: if ``micro_steps`` is less than 1.
+    """
+    if micro_steps < 1:
+        raise ValueError(f"A step has at least one micro-step, got {micro_steps}.")
+    trainable = plan.trainable_layouts
+    gathered = reduced = buffers = across = copies = exact = CollectiveTraffic()
+    if plan.world_size > 1:
+        pieces = make_pieces(plan.buffers)
+        buffers = sum((CollectiveTraffic(1, piece.nbytes, piece.nbytes) for piece in pieces), buffers)
+    if plan.world_size > plan.group_size:
+        across = _flat(trainable, "dtype", "shard_numel")
+    if plan.group_size > 1:
+        reduced = _flat(trainable, "reduce_dtype")
+        if plan.placement.shards_gradients:
+            reduced = reduced.times(micro_steps)
+        if plan.placement.shards_parameters:
+            units = [plan.units[index] for index in gather_order(plan, micro_steps=micro_steps)]
+            gathered = copies = _flat(la for unit in units for la in unit.layouts)
+            if plan.placement.keeping:
+                copies = _flat(la for unit in plan.units if unit.trainable_layouts for la in unit.layouts)
+        else:  # what the optimizer updated, gathered once, after it
+            mixed = {unit.index for unit in plan.units if any(la.compute_dtype != la.dtype for la in unit.layouts)}
+            exact = _flat(la for unit in plan.units if unit.index not in mixed for la in unit.trainable_layouts)
+            copies = _flat(la for unit in plan.units if unit.index in mixed for la in unit.trainable_layouts)
+            gathered = exact + copies
+    return Traffic(gathered, reduced, buffers, across, plan.world_size, plan.group_size, copies, exact)
+
+
+def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:
+    """Indices of the units in the order in which one step gathers them, where parameters are sharded.
+
+    Every unit runs once per forward, in plan order, and once per backward: siblings in reverse, a unit before those
+    nested in it. A unit stays resident until another unit is gathered into its slot, the root throughout. Weights do
+    not change between the micro-steps of a step, so residents stay valid; after the optimizer step all are stale but
+    those of entirely frozen units. Units without parameters (an empty root) are not gathered.
+
+    An upper bound where autograd has no reason to run a unit's backward: a frozen unit with nothing trainable before it
+    is gathered in forward only, which the plan cannot know.
+    """
+    return _gathers(plan, micro_steps)[0]
+
+
+def lasting_slots(plan: Plan) -> frozenset[int]:
+    """Indices of the slots whose units outlast an optimizer step: those of entirely frozen units."""
+    return frozenset(_gathers(plan, 1)[1])
+
+
+def _gathers(plan: Plan, micro_steps: int) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The units that are gathered, in their order, and those that are still in their slots after the optimizer step."""
+    order = (*plan.units, *_backward_order(plan)) * micro_steps
+    resident: dict[int, int] = {}
+    gathered: list[int] = []
+    # Twice: what the step before left behind is known only then.
+    for _ in range(2):
+        gathered = []
+        for unit in order:
+            if unit.layouts and unit.slot is not None and resident.get(unit.slot) != unit.index:
+                resident[unit.slot] = unit.index
+                gathered.append(unit.index)
+        resident = {slot: index for slot, index in resident.items() if not plan.units[index].trainable_layouts}
+    return tuple(gathered), resident
+
+
+def _backward_order(plan: Plan) -> list[UnitPlan]:
+    """Siblings in reverse, each before the units nested in it: a unit's backward starts at its outputs."""
+    nested: dict[int | None, list[UnitPlan]] = {}
+    for unit in plan.units:
+        # Ancestors ascend in registration order, so the innermost comes last.
+        nested.setdefault(unit.ancestors[-1] if unit.ancestors else None, []).append(unit)
+    order: list[UnitPlan] = []
+    waiting = list(nested.get(None, ()))
+    while waiting:
+        unit = waiting.pop()
+        order.append(unit)
+        waiting.extend(nested.get(unit.index, ()))
+    return order
+
+
+def _flat(layouts: Iterable[FlatLayout], dtype: str = "compute_dtype", numel: str = "numel") -> CollectiveTraffic:
+    """A collective over the flat buffer of each, with attributes that say how many elements it has, of what dtype."""
+    sizes = ((getattr(layout, numel), getattr(layout, dtype).itemsize) for layout in layouts)
+    return sum((CollectiveTraffic(1, count, count * itemsize) for count, itemsize in sizes), CollectiveTraffic())
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
 
 
 class _Categories:
@@ -71,91 +372,51 @@ class _Categories:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(_Categories):
-    """Bytes on the device of one rank, by category.
+    """Bytes on the device of one rank, by category."""
 
-    Attributes:
-        parameters: full flat buffers in compute dtype, where parameters are replicated.
-        weights: shards in compute dtype that units are gathered from, beside masters that rest elsewhere, and what a
-            host's ranks keep of them (``Placement.keeping``).
-        masters: master shards; 0 where they are views of replicated parameters.
-        gradients: accumulated gradients, full or sharded. Shards are gone after ``zero_grad`` (not in a world of one).
-        optimizer: optimizer state of the rank's own elements.
-        slots: for unsharded parameters, without those that are given back between steps; on an accelerator also for
-            shards that are fetched from host memory ahead of their gather.
-        gradient_slots: for gradients on their way to the reduce-scatter, likewise.
-        transport: receive buffers of the reduce-scatter, and what error feedback keeps (``Placement.feedback``).
-        raw_gradients: gradients in memory of autograd's own, before they are copied; 0 at rest.
-        temporaries: what the optimizer's step computes with; 0 at rest.
-        activations: what forward and backward hold beside that, where it was measured; 0 at rest.
-    """
-
-    parameters: int = 0
-    weights: int = 0
-    masters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    slots: int = 0
-    gradient_slots: int = 0
-    transport: int = 0
-    raw_gradients: int = 0
-    temporaries: int = 0
-    activations: int = 0
+    parameters: int = 0  #: Full flat buffers in compute dtype, where parameters are replicated.
+    weights: int = 0  #: Shards to gather from, where masters are elsewhere; what a host keeps (``Placement.keeping``).
+    masters: int = 0  #: Master shards; 0 where they are views of replicated parameters.
+    gradients: int = 0  #: Accumulated, full or sharded. Shards are gone after ``zero_grad`` (not in a world of one).
+    optimizer: int = 0  #: State of the rank's own elements.
+    slots: int = 0  #: For unsharded parameters, and on an accelerator for shards that are fetched ahead.
+    gradient_slots: int = 0  #: For gradients on their way to the reduce-scatter.
+    transport: int = 0  #: Receive buffers of the reduce-scatter, and what error feedback keeps.
+    raw_gradients: int = 0  #: Gradients in memory of autograd's own, before they are copied; 0 at rest.
+    temporaries: int = 0  #: What the optimizer's step computes with; 0 at rest.
+    activations: int = 0  #: What forward and backward hold beside that, where it was measured; 0 at rest.
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostBytes(_Categories):
-    """Bytes that offloading keeps in host memory on one rank, by category. All 0 without it.
+    """Bytes that offloading keeps in host memory on one rank, by category. All 0 without it."""
 
-    Attributes:
-        weights: shards in compute dtype that units are gathered from, beside masters of another dtype.
-        masters: master shards.
-        gradients: reduced gradient shards.
-        optimizer: optimizer state of the rank's own elements.
-        buffers: what bytes on their way go through: the pool for files, shards that are read ahead of their gather, and
-            on an accelerator gradients that are added to others and weights that are cast; and checksums of files.
-    """
-
-    weights: int = 0
-    masters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    buffers: int = 0
+    weights: int = 0  #: Shards in compute dtype to gather from, beside masters of another dtype.
+    masters: int = 0  #: Master shards.
+    gradients: int = 0  #: Reduced gradient shards.
+    optimizer: int = 0  #: State of the rank's own elements.
+    buffers: int = 0  #: Pools for files, shards read ahead, what is added or cast on its way, and checksums.
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskBytes(_Categories):
-    """Bytes that offloading keeps in the files of one rank, by category, in whole pages. All 0 without it.
+    """Bytes that offloading keeps in the files of one rank, by category, in whole pages. All 0 without it."""
 
-    Attributes:
-        weights: shards in compute dtype that units are gathered from, beside masters of another dtype.
-        masters: master shards.
-        optimizer: optimizer state, of whole shards.
-    """
-
-    weights: int = 0
-    masters: int = 0
-    optimizer: int = 0
+    weights: int = 0  #: Shards in compute dtype to gather from, beside masters of another dtype.
+    masters: int = 0  #: Master shards.
+    optimizer: int = 0  #: State of whole shards.
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What one stage takes of one rank.
+    """What one stage takes of one rank."""
 
-    Attributes:
-        name: ``"none"``, or what the strategy is called.
-        rest: on the device between steps.
-        peak: on the device at the worst moment of a step, without activations that nobody measured.
-        host: in host memory, because it is offloaded.
-        disk: in files.
-        traffic: of a step.
-    """
-
-    name: str
-    rest: Memory
-    peak: Memory
-    host: HostBytes = field(default_factory=HostBytes)
-    disk: DiskBytes = field(default_factory=DiskBytes)
-    traffic: Traffic
+    name: str  #: ``"none"``, or what the strategy is called.
+    rest: Memory  #: On the device between steps.
+    peak: Memory  #: On the device at the worst moment of a step, without activations that nobody measured.
+    host: HostBytes = field(default_factory=HostBytes)  #: In host memory, because it is offloaded.
+    disk: DiskBytes = field(default_factory=DiskBytes)  #: In files.
+    traffic: Traffic  #: Of a step.
 
 
 def stage_memory(
@@ -209,7 +470,7 @@ def expected_memory(
         masters = [layout for layout in masters if layout.compute_dtype != layout.dtype]
     fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
     # The owner of a whole parameter keeps a copy of it, with its state.
-    whole = sum(nbytes for owner, nbytes in _owners(plan, stepped) if owner == rank) if optimizer.whole else 0
+    whole = sum(nbytes for owner, nbytes in owners_of(plan, stepped) if owner == rank) if optimizer.whole else 0
     slots, gradient_slots = sum(slot.nbytes for slot in plan.slots), _gradient_slots(plan) * training
     lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
     rest = Memory(
@@ -268,32 +529,6 @@ def expected_disk(plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, trai
         masters=_in_pages(map(_master_nbytes, _resting(plan, plan.layouts, "master", Tier.DISK))),
         optimizer=optimizer_tensors * _in_pages(map(_master_nbytes, owned)),
     )
-
-
-def fullest_rank(plan: Plan, *, whole: bool) -> int:
-    """The rank with most optimizer state, the first of equals. Everything else is the same on all ranks.
-
-    ``whole``: the optimizer needs whole parameters. Costs O(parameters + ranks).
-    """
-    held = [0] * plan.group_size
-    if whole:
-        for owner, nbytes in _owners(plan, plan.trainable_layouts):
-            held[owner] += nbytes
-        return held.index(max(held))
-    more = [0] * (plan.group_size + 1)  # than the rank before, by shards that one parameter fills
-    for layout in plan.trainable_layouts:
-        shard, itemsize = layout.shard_numel, layout.dtype.itemsize
-        for spec, offset in zip(layout.parameters, layout.offsets, strict=True):
-            if not spec.numel:
-                continue
-            first, last = offset // shard, (offset + spec.numel - 1) // shard
-            held[first] += itemsize * (min(offset + spec.numel, (first + 1) * shard) - offset)
-            if last > first:
-                held[last] += itemsize * (offset + spec.numel - last * shard)
-                more[first + 1] += itemsize * shard
-                more[last] -= itemsize * shard
-    totals = [nbytes + filled for nbytes, filled in zip(held, accumulate(more), strict=False)]
-    return totals.index(max(totals))
 
 
 def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
@@ -371,7 +606,7 @@ def _step_nbytes(
     return max(together, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
 
 
-def _owners(plan: Plan, layouts: Sequence[FlatLayout]) -> list[tuple[int, int]]:
+def owners_of(plan: Plan, layouts: Sequence[FlatLayout]) -> list[tuple[int, int]]:
     """Of each parameter the rank that owns it, for an optimizer that needs whole ones, and its bytes."""
     held = [(spec.numel, layout.dtype.itemsize) for layout in layouts for spec in layout.parameters]
     if not plan.placement.shards_parameters:
@@ -433,3 +668,29 @@ def _transport_nbytes(plan: Plan, layouts: Sequence[FlatLayout], receive_buffer:
         for key, nbytes in (within, across):
             largest[key] = max(largest.get(key, 0), nbytes)
     return kept + sum(largest.values())
+
+
+# -------------------------------------------------------------------------------------------- the plan as users have it
+
+
+class ZeroPlan(Plan):
+    """Who holds what, in what order it moves, and how many bytes that takes. Numbers only; equal on all ranks.
+
+    ``build_plan`` makes one. What is decided is in ``Plan``; what follows from it can be asked for by method.
+    """
+
+    expected_traffic = expected_traffic
+    expected_memory = expected_memory
+    expected_host_memory = expected_host_memory
+    expected_disk = expected_disk
+
+    def describe(self, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False, micro_steps: int = 1) -> str:
+        """The plan as a table for people: units, totals, traffic and memory with that optimizer, on such a device."""
+        text: str = extension("planner").describe_plan(
+            self, optimizer=optimizer, accelerator=accelerator, micro_steps=micro_steps
+        )
+        return text
+
+
+build_plan = ZeroPlan.build
+"""Turn a module, settings and a world size into a plan; see ``Plan.build``."""

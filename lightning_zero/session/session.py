@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.activations import Activations
-from lightning_zero.analysis import ZeroPlan, build_plan
 from lightning_zero.comm import Collectives, Groups, Streams, choose_collectives
 from lightning_zero.comm.control import collect
 from lightning_zero.config import choose_prefetch
@@ -27,6 +26,7 @@ from lightning_zero.optim.replicated import ReplicatedOptimizer
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
+from lightning_zero.plan.costs import ZeroPlan, build_plan
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState, load_initial_weights
 from lightning_zero.session.offloading import make_steps, make_tiers

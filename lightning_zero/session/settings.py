@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from lightning_zero.analysis import ZeroPlan
 from lightning_zero.comm import Exchange
 from lightning_zero.config import (
     ActivationPolicy,
@@ -26,6 +25,7 @@ from lightning_zero.config import (
     validate_shard_within,
     validate_units,
 )
+from lightning_zero.plan.costs import ZeroPlan
 from lightning_zero.registry import extension
 
 __all__ = ["MIXED_DTYPES", "TRUE_DTYPES", "SessionSettings"]

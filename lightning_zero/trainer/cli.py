@@ -1,4 +1,4 @@
-"""The Trainer's command lines: ``ZeroCLI``, for scripts, and that of ``lightning-zero plan``."""
+"""``ZeroCLI``: the Trainer's command line, for scripts and for ``lightning-zero fit``, with errors in one line."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zero.trainer.cli_texts import PLAN
 from lightning_zero.trainer.foreign import answer, did_you_mean
-from lightning_zero.trainer.planner import DEFAULT_STRATEGY, Planner, add_plan_options
 
-__all__ = ["PlanCLI", "ZeroCLI", "plan_command"]
+__all__ = ["DEFAULT_STRATEGY", "ZeroCLI", "classes_first"]
+
+DEFAULT_STRATEGY = "zero3"
 
 _CLASS = re.compile(r"--(model|data|data\.class_path|optimizer|lr_scheduler)(=|$)")
 
@@ -72,10 +71,10 @@ class ZeroCLI(LightningCLI):
         """
         commands = self.subcommands()
         if args is None:  # given to `parse_args` as a list, they would count as a script's own
-            self.config = parser.parse_args(_classes_first(sys.argv[1:], commands))
+            self.config = parser.parse_args(classes_first(sys.argv[1:], commands))
         else:
             super().parse_arguments(
-                parser, args if isinstance(args, dict | Namespace) else _classes_first(args, commands)
+                parser, args if isinstance(args, dict | Namespace) else classes_first(args, commands)
             )
 
     def instantiate_classes(self) -> None:
@@ -95,61 +94,10 @@ class ZeroCLI(LightningCLI):
             self.parser.error(no_strategy(strategy, names))
 
 
-def plan_command(args: Sequence[str]) -> str:
-    """What ``lightning-zero plan`` prints; ``args`` without these two words, where they need Lightning.
-
-    Raises SystemExit for options that do not exist, and as ``Planner``.
-    """
-    return PlanCLI(
-        args=list(args),
-        run=False,
-        seed_everything_default=False,
-        save_config_callback=None,
-        load_from_checkpoint_support=False,
-        parser_kwargs={"prog": "lightning-zero plan", "description": PLAN},
-    ).planner.report()
-
-
-class PlanCLI(ZeroCLI):
-    """Shows how a model would be split; ``PLAN`` says what of. Nothing is trained or allocated."""
-
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the trainer's arguments and the model's; data may be configured in any way."""
-        parser.add_lightning_class_args(Trainer, "trainer")
-        defaults = {"strategy": DEFAULT_STRATEGY, **self.trainer_defaults}
-        parser.set_defaults({f"trainer.{key}": value for key, value in defaults.items()})
-        parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True, required=False)
-        parser.add_argument("--data", type=dict[str, Any] | str | None, default=None, help="Only to be measured with.")
-        for name in ("ckpt_path", "weights_only"):  # which `fit` has, and so a run's saved configuration
-            parser.add_argument(f"--{name}", type=Any, default=None, help="Not looked at.")
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what describes the model and the machine, and the settings of the plan."""
-        add_plan_options(parser)
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse ``args``, the command line without the word ``plan``.
-
-        ``LightningCLI`` does the same with a warning about ``sys.argv``, which holds that word too. A seed would be set
-        for nothing: nothing is initialised.
-        """
-        if isinstance(args, dict | Namespace):
-            self.config = parser.parse_object(args)
-        else:
-            args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args or ()]
-            self.config = parser.parse_args(_classes_first(args, ()))
-        self.config["seed_everything"] = False
-
-    def instantiate_classes(self) -> None:
-        """Make the planner. Raises SystemExit for a strategy that does not exist, and as ``Planner``."""
-        self._check_strategy()
-        self.planner = Planner(self.config, self.parser)
-
-
 # --------------------------------------------------------------------------------------------------- what is configured
 
 
-def _classes_first(args: Sequence[str], commands: Collection[str]) -> list[str]:
+def classes_first(args: Sequence[str], commands: Collection[str]) -> list[str]:
     """The command line with the classes of model, data, optimizer and schedule in front too, behind the command.
 
     A configuration may have arguments of a class that only the command line names. Their class has to be known before

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from lightning_zero._torch import WeakStorage
 from lightning_zero.activations import Activations
-from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers
+from lightning_zero.plan.costs import build_plan
 from tests.helpers.training import quiet
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.analysis.traffic import expected_traffic
 from lightning_zero.comm import Collectives, Groups, Pending, WrappedCollectives, choose_collectives
 from lightning_zero.config import Placement
+from lightning_zero.plan.costs import expected_traffic
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from tests.helpers.models import ZOO

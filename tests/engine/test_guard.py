@@ -13,13 +13,13 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from lightning_zero import HostOffload
 from lightning_zero._torch import top_saved_tensor_hooks
-from lightning_zero.analysis import build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.units.guard import SavedTensorGuard
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.offload import MemoryTiers
+from lightning_zero.plan.costs import build_plan
 from lightning_zero.shards.slice import Placeholders
 
 CPU = torch.device("cpu")

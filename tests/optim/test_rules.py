@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.analysis import OptimizerCost
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.optim.rules import naming_closures, needs_closure, optimizer_rule
+from lightning_zero.plan.costs import OptimizerCost
 
 KNOWN = [
     cls

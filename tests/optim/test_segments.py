@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.analysis.optimizers import SEGMENT_NUMEL, SMALL_NUMEL
 from lightning_zero.optim.segments import Member
 from lightning_zero.optim.stepper import Stepper, Steps
+from lightning_zero.plan.costs import SEGMENT_NUMEL, SMALL_NUMEL
 from tests.optim.rig import looking
 
 SIZES = (1, 3, 7, 16, 17, 31, 64, 100, 5, SMALL_NUMEL, SMALL_NUMEL + 1, 33, 12)

@@ -7,9 +7,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from lightning_zero.analysis import CollectiveTraffic, build_plan, estimate_memory
+from lightning_zero.extensions.planner.estimate import estimate_memory
 from lightning_zero.plan import BufferSpec, make_pieces, sent_buffers
 from lightning_zero.plan.buckets import PIECE_NBYTES
+from lightning_zero.plan.costs import CollectiveTraffic, build_plan
 
 
 class Kept(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.analysis import DiskBytes, HostBytes, Memory, ZeroPlan, build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
+from lightning_zero.plan.costs import DiskBytes, HostBytes, Memory, ZeroPlan, build_plan
 
 # Four layers of 64 x 64 = 4,096 elements, the last one frozen, on 2 ranks.
 LAYER = 4_096

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_zero.analysis import OptimizerCost
+from lightning_zero.plan.costs import OptimizerCost
 
 NUMEL = 10_000
 COUNT = 3

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.analysis import ZeroPlan, build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
 from lightning_zero.plan import SlotPlan
+from lightning_zero.plan.costs import ZeroPlan, build_plan
 from tests.plan.models import Block, Gpt, on_meta
 
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.analysis import CollectiveTraffic, OptimizerCost, ZeroPlan, build_plan, estimate_memory
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import HostOffload, Placement
 from lightning_zero.engine.build import UnitBuilder
+from lightning_zero.extensions.planner.estimate import estimate_memory
 from lightning_zero.offload import MemoryTiers
 from lightning_zero.plan import deal_out
+from lightning_zero.plan.costs import CollectiveTraffic, OptimizerCost, ZeroPlan, build_plan
 from lightning_zero.shards.slice import Placeholders
 
 LAYERS, WIDTH = 8, 512

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.analysis import CollectiveTraffic, Traffic, build_plan, gather_order
+from lightning_zero.plan.costs import CollectiveTraffic, Traffic, build_plan, gather_order
 from tests.plan.models import Gpt, on_meta
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero import HostOffload, NvmeOffload, ZeroPrecision, full_parameters
-from lightning_zero.analysis import build_plan
 from lightning_zero.comm import GlooCollectives, Groups, Streams
 from lightning_zero.config import Offload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, OffloadError
 from lightning_zero.extensions.nvme import FileTensor, make_tiers
 from lightning_zero.extensions.nvme.files import FileSystem
+from lightning_zero.plan.costs import build_plan
 from tests.extensions.nvme.stores import flip
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world

@@ -26,8 +26,8 @@ from lightning_zero import (
     full_parameters,
     grad_norm,
 )
-from lightning_zero.analysis.traffic import expected_traffic
 from lightning_zero.comm import CollectiveCall, Groups
+from lightning_zero.plan.costs import expected_traffic
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
 

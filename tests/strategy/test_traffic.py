@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.analysis import CollectiveTraffic, Traffic, gather_order
+from lightning_zero.plan.costs import CollectiveTraffic, Traffic, gather_order
 from tests.helpers.cases import Block, Case, Stack, case
 from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit

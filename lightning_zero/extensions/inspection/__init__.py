@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_zero.extensions.inspection.contents import Inspection
     from lightning_zero.extensions.inspection.verification import Verification
 
-__all__ = ["inspect_checkpoint", "parser", "run", "verify_checkpoint", "verify_together"]
+__all__ = ["help_text", "inspect_checkpoint", "run", "verify_checkpoint", "verify_together"]
 
 UNVERIFIABLE = 3
 _WHAT = (
@@ -35,6 +35,11 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
 
 
+def help_text() -> str:
+    """What ``lightning-zero inspect --help`` prints."""
+    return parser().format_help()
+
+
 def parser() -> argparse.ArgumentParser:
     """The options of ``lightning-zero inspect``."""
     made = OptionParser(prog="lightning-zero inspect", description=_WHAT)
@@ -46,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(args: Sequence[str]) -> int:
+def run(args: Sequence[str], *, early: bool = False) -> int:
     """Run ``lightning-zero inspect`` with these options; the exit code is 1 if the checkpoint is damaged or none.
 
     It is 3 if the checkpoint cannot be verified, because not all that counts has checksums.

@@ -7,7 +7,6 @@ import platform
 
 import torch
 
-from lightning_zero.analysis.memory import expected_disk
 from lightning_zero.comm import ControlGroup, Streams
 from lightning_zero.config import NvmeOffload
 from lightning_zero.engine import ZeroEngine
@@ -17,6 +16,7 @@ from lightning_zero.extensions.nvme.step import FileSteps
 from lightning_zero.extensions.nvme.store import FileTiers, NvmeStore
 from lightning_zero.optim.stepper import Steps
 from lightning_zero.plan import Plan
+from lightning_zero.plan.costs import expected_disk
 
 __all__ = ["FileSteps", "FileTensor", "FileTiers", "NvmeStore", "Pipeline", "Request", "fill_from"]
 

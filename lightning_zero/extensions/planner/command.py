@@ -25,12 +25,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import tree_leaves
-from lightning_zero.analysis import ADAM, MemoryEstimate, OptimizerCost, ZeroPlan, build_plan, estimate_memory
-from lightning_zero.analysis.estimate import Recommendation
-from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from lightning_zero.config import Stage
-from lightning_zero.trainer.cli_texts import PLAN_OPTIONS
-from lightning_zero.trainer.plan_settings import (
+from lightning_zero.extensions.planner.estimate import (
+    MemoryEstimate,
+    Recommendation,
+    Way,
+    describe_ways,
+    estimate_memory,
+    fastest_way,
+    parse_speed,
+    ways_to_send,
+)
+from lightning_zero.extensions.planner.options import OPTIONS
+from lightning_zero.extensions.planner.report import plan_numbers
+from lightning_zero.extensions.planner.settings import (
     MEASURED,
     adapted,
     arguments_of,
@@ -41,19 +49,19 @@ from lightning_zero.trainer.plan_settings import (
     precision_of,
     tokens_for,
 )
+from lightning_zero.plan.costs import ADAM, OptimizerCost, ZeroPlan, build_plan
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_zero.measure import ActivationBytes
+    from lightning_zero.extensions.planner.measure import ActivationBytes
 
 __all__ = ["Planner", "add_plan_options", "planner_without_lightning"]
 
-DEFAULT_STRATEGY = "zero3"
 # Of the Trainer's arguments those that count in a plan, with the values that need no class.
 _TRAINER: Mapping[str, tuple[Any, Any]] = {
     "accelerator": (str, "auto"),
-    "strategy": (Literal[tuple(f"zero{stage}" for stage in get_args(Stage))], DEFAULT_STRATEGY),
+    "strategy": (Literal[tuple(f"zero{stage}" for stage in get_args(Stage))], "zero3"),  # that of ``ZeroCLI``
     "devices": (list[int] | str | int, "auto"),
     "num_nodes": (int, 1),
     "precision": (str | int | None, None),
@@ -66,7 +74,7 @@ def add_plan_options(parser: ArgumentParser) -> None:
     types: dict[str, Any] = {"stage": Stage, "bucket_mib": PositiveFloat, "prefetch": NonNegativeInt}
     types |= {"units": list[str], "offload": Literal["host", "nvme", "none"]}
     types |= dict.fromkeys(("world_size", "batch_size", "sequence_length", "lora"), PositiveInt)
-    for name, text in PLAN_OPTIONS.items():  # all may be left out, and have their hyphens as hyphens too
+    for name, text in OPTIONS.items():  # all may be left out, and have their hyphens as hyphens too
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         kind: dict[str, Any] = {"type": types.get(name, str) | None, "default": None}
         parser.add_argument(*spellings, help=text, **({"action": "store_true"} if name == "json" else kind))
@@ -171,7 +179,9 @@ class Planner:
         """Activations, if they are to be measured, and why they are not known. Raises ValueError without a batch."""
         if self.config.activations != MEASURED:
             return None, ""
-        from lightning_zero.measure import measure_activations  # imports torchmetrics, which imports transformers
+        from lightning_zero.extensions.planner.measure import (
+            measure_activations,  # imports torchmetrics, which imports transformers
+        )
         from lightning_zero.trainer.loaders import first_batch
 
         settings: Any = {name: self.settings.get(name) for name in ("param_dtype", "full_precision", "units")}
@@ -252,7 +262,7 @@ class Planner:
         estimate, ways = self.estimate(), self.ways()
         fastest = fastest_way(ways)
         return {
-            "plan": None if self.model is None else self.plan().numbers(estimate.micro_steps),
+            "plan": None if self.model is None else plan_numbers(self.plan(), estimate.micro_steps),
             "estimate": asdict(estimate),
             "activations": {"unknown": self.unknown} if self.unknown else self.measured and asdict(self.measured),
             "recommended": self.memory and asdict(estimate.recommend(**self.memory)),

@@ -1,34 +1,67 @@
 """What every stage would take, side by side: from a module to the byte, from a number of parameters by the paper's
-arithmetic."""
+arithmetic; and how long a step is busy with the links between hosts and within them.
+
+[Note: links]
+
+Of n bytes that R hosts of S ranks gather or reduce, (R - 1) / R leave a host in two hops (over gloo, and on devices
+where something is rounded or kept), of which the first sums up and hands on within hosts: a rank sends (S - 1) / S
+there. Rings, nccl's otherwise and DDP's, pass every host with all that a rank sends:
+(R S - 1) / (R S) leave it, and S - 1 of S ranks send as much within. Where shard groups are hosts, or parts of one,
+nothing leaves one but the all-reduces across groups, rings of a shard each. Where groups reach over several hosts,
+their ranks exchange directly: S times as much leaves a host. Where a host's ranks keep weights (``Placement.keeping``),
+those of each unit that is trained cross hosts once a step. Buffers, which are few, count as gathered.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, product
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.analysis.memory import (
+from lightning_zero.config import HostOffload, Offload, Placement, check_whole
+from lightning_zero.extensions.planner.report import draw, word_of
+from lightning_zero.plan import ParameterSpec, Plan
+from lightning_zero.plan.costs import (
+    CollectiveTraffic,
     HostBytes,
     Memory,
+    OptimizerCost,
     StageMemory,
+    Traffic,
     expected_memory,
-    fullest_rank,
+    expected_traffic,
+    owners_of,
     stage_memory,
 )
-from lightning_zero.analysis.optimizers import OptimizerCost
-from lightning_zero.analysis.report import draw, parse_count, word_of
-from lightning_zero.analysis.traffic import CollectiveTraffic, Traffic, expected_traffic
-from lightning_zero.config import HostOffload, Offload, Placement, check_whole
-from lightning_zero.plan import ParameterSpec, Plan
 from lightning_zero.plan.layout import residual_nbytes
 from lightning_zero.text import readable_size, table
 
-__all__ = ["MemoryEstimate", "Recommendation", "estimate_memory"]
+__all__ = [
+    "MemoryEstimate",
+    "Recommendation",
+    "Way",
+    "describe_ways",
+    "estimate_memory",
+    "fastest_way",
+    "fullest_rank",
+    "on_links",
+    "parse_count",
+    "parse_speed",
+    "ways_to_send",
+]
+
+MOST = 10**18
+"""Parameters of the largest model that a number of parameters stands for. Beyond it, it is a slip of the pen."""
+
+ROUNDED_NBYTES = {"bfloat16": 2.0, "int8": 1 + 4 / 64, "int4": 1 / 2 + 4 / 64}
+"""Of an element that ``Compression`` rounds, by the format, with its part of a scale."""
 
 NONE = "none"
 """No stage: plain PyTorch, ``DistributedDataParallel`` where there is more than one process."""
@@ -127,7 +160,7 @@ class MemoryEstimate:
         kept = self.keeping is not None and name.startswith("zero3")
         hops = self.shard_within is None and (any(formats) or kept)
         rings = name == NONE or (self.accelerator and not hops)
-        return self.stages[name].traffic.on_links(self.hosts, rings=rings, formats=formats)
+        return on_links(self.stages[name].traffic, self.hosts, rings=rings, formats=formats)
 
     def recommend(
         self, device_nbytes: int, *, host_nbytes: int | None = None, activations_nbytes: int | None = None
@@ -458,3 +491,178 @@ def _raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int
     gradient's element. Those that are reached under several names are taken for tied."""
     held = sum(spec.numel * itemsize for spec, itemsize in parameters if spec.aliases)
     return held + max((spec.numel * itemsize * (1 + bool(spec.aliases)) for spec, itemsize in parameters), default=0)
+
+
+def fullest_rank(plan: Plan, *, whole: bool) -> int:
+    """The rank with most optimizer state, the first of equals. Everything else is the same on all ranks.
+
+    ``whole``: the optimizer needs whole parameters. Costs O(parameters + ranks).
+    """
+    held = [0] * plan.group_size
+    if whole:
+        for owner, nbytes in owners_of(plan, plan.trainable_layouts):
+            held[owner] += nbytes
+        return held.index(max(held))
+    more = [0] * (plan.group_size + 1)  # than the rank before, by shards that one parameter fills
+    for layout in plan.trainable_layouts:
+        shard, itemsize = layout.shard_numel, layout.dtype.itemsize
+        for spec, offset in zip(layout.parameters, layout.offsets, strict=True):
+            if not spec.numel:
+                continue
+            first, last = offset // shard, (offset + spec.numel - 1) // shard
+            held[first] += itemsize * (min(offset + spec.numel, (first + 1) * shard) - offset)
+            if last > first:
+                held[last] += itemsize * (offset + spec.numel - last * shard)
+                more[first + 1] += itemsize * shard
+                more[last] -= itemsize * shard
+    totals = [nbytes + filled for nbytes, filled in zip(held, accumulate(more), strict=False)]
+    return totals.index(max(totals))
+
+
+def parse_count(text: float | str) -> int:
+    """A number of parameters: ``7.5e9``, ``"7.5B"``, ``"350M"``, ``"1T"``.
+
+    Raises:
+        ValueError: if it is none, less than one parameter, or more than any model has.
+    """
+    number, factor = text, 1
+    if isinstance(text, str):
+        number = text.strip()
+        if re.fullmatch(r"\d{1,3}(,\d{3})+", number):  # any other comma may be a decimal one: "7,5B" is not 75B
+            number = number.replace(",", "")
+        scale = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(number[-1:].upper())
+        if scale is not None:
+            number, factor = number[:-1], scale
+    try:
+        count = 0 if isinstance(text, bool | bytes) else round(float(number) * factor)
+    except (TypeError, ValueError, OverflowError):
+        count = 0
+    if not 1 <= count <= MOST:
+        raise ValueError(f"A number of parameters is written as 7.5B, 350M or 7500000000, got {text!r}.")
+    return count
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+
+
+def on_links(
+    traffic: Traffic, hosts: int, *, rings: bool, formats: Sequence[str | None] = (None, None)
+) -> tuple[int, int]:
+    """Bytes that leave a host, weights and gradients in ``formats``, and that a rank sends in it: [Note: links]."""
+    ranks, groups = traffic.world_size // hosts, traffic.world_size // traffic.group_size
+    weights, gradients = formats if groups == 1 else (None, None)
+    crossing = traffic.exact.nbytes + _rounded(traffic.copies, weights) + _rounded(traffic.reduce_scatter, gradients)
+    flat, buffers = traffic.all_gather.nbytes + traffic.reduce_scatter.nbytes, traffic.broadcast.nbytes
+    leaving = within = 0
+    for whole, out, size in ((flat, crossing, traffic.group_size), (buffers, buffers, traffic.world_size)):
+        spanned, inside = max(1, size // ranks), min(size, ranks)  # hosts of a group, and its ranks on each
+        if rings and spanned > 1:
+            whole = out = whole * (size - 1) // size
+        elif spanned > 1 and size < traffic.world_size:
+            whole, out = whole // spanned, out * inside * (spanned - 1) // spanned
+        else:
+            out = out * (spanned - 1) // spanned
+        leaving += out
+        within += whole * (inside - 1) // inside
+    ring = 2 * _rounded(traffic.all_reduce, formats[1] if hosts > 1 else None) * (groups - 1) // groups
+    inside = max(1, ranks // traffic.group_size)  # ranks of a ring that are on one host
+    if hosts == 1:
+        return 0, within + ring
+    return leaving + ring * ranks // inside, within + ring * (inside - 1) // inside
+
+
+def _rounded(sent: CollectiveTraffic, kind: str | None) -> int:
+    """Bytes in a format of ``Compression``, which makes nothing larger; ``None``: as they are."""
+    return sent.nbytes if kind is None else min(sent.nbytes, int(sent.numel * ROUNDED_NBYTES[kind]))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A stage and how it sends: whether memory is enough for it and how much it takes, bytes and seconds of a step.
+
+    ``between`` is the link of a host to the others, ``within`` that of a rank to others of its host. ``host_nbytes`` is
+    for all ranks of a host, ``compression`` what gradients are rounded to, seconds 0 where no speed is known.
+    """
+
+    stage: str
+    shard_within: str | int | None
+    secondary_shards: bool
+    compression: str | None
+    fits: bool
+    peak_nbytes: int
+    host_nbytes: int
+    between_nbytes: int
+    within_nbytes: int
+    between_seconds: float
+    within_seconds: float
+
+    def __str__(self) -> str:
+        shards = f" with shard_within={self.shard_within!r}".replace("'", '"') if self.shard_within else ""
+        shards += " with secondary_shards" if self.secondary_shards else ""
+        return f"{self.stage}{shards}" + (f" in {self.compression}" if self.compression else "")
+
+
+def ways_to_send(
+    estimates: Sequence[MemoryEstimate], memory: Mapping[str, Any] | None, speeds: Sequence[float | None]
+) -> list[Way]:
+    """Of all stages, from what changes least to what changes most.
+
+    ``estimates``: first a plain one, then those with shard groups and with secondary shards. ``memory``: arguments of
+    ``recommend``; ``None``: everything fits. ``speeds``: between hosts and within them, bytes a second, each way.
+    """
+    ways = []
+    for name, estimate in product(estimates[0].stages, estimates):
+        within, kept = estimate.shard_within, estimate.keeping is not None
+        if name not in estimate.stages or (within and name == NONE) or (kept and not name.startswith("zero3")):
+            continue
+        span = "node" if within and within * estimate.hosts == estimate.world_size else within
+        fits = memory is None or name in estimate.recommend(**memory).fits
+        alone = estimate.hosts == 1 or name == NONE
+        for kind in (None, *(() if alone else ROUNDED_NBYTES)):
+            nbytes = estimate.leaving_nbytes(name, rounded=kind), estimate.within_nbytes(name)
+            seconds = [sent / speed if speed else 0.0 for sent, speed in zip(nbytes, speeds, strict=True)]
+            peak, host = estimate.stages[name].peak.total, estimate.host_nbytes(name)
+            ways.append(Way(name, span, kept, kind, fits, peak, host, *nbytes, *seconds))
+    return ways
+
+
+def fastest_way(ways: Sequence[Way], *, rounded: bool = False) -> Way | None:
+    """Of what fits, and without ``rounded`` rounds nothing; of equals the one that takes least memory."""
+    fitting = [way for way in ways if way.fits and (rounded or not way.compression)]
+    # Copies to the host and back, which offloading takes, are on no link: only if nothing else fits.
+    fitting = [way for way in fitting if not way.stage.endswith("_offload")] or fitting
+    return min(fitting, key=lambda way: (way.between_seconds + way.within_seconds, way.peak_nbytes), default=None)
+
+
+def describe_ways(ways: Sequence[Way]) -> str:
+    """A table for people, and which way is the fastest."""
+    rows: list[Sequence[str]] = [("a step on the links", "leaves a host", "in", "sent within", "in", "at peak", "fits")]
+    for way in ways:
+        links = ((way.between_nbytes, way.between_seconds), (way.within_nbytes, way.within_seconds))
+        cells = [text for nbytes, time in links for text in (readable_size(nbytes), f"{time:,.3f} s" if time else "-")]
+        rows.append((str(way), *cells, readable_size(way.peak_nbytes), "yes" if way.fits else "no"))
+    best, rounded, advice = fastest_way(ways), fastest_way(ways, rounded=True), "nothing, as nothing fits."
+    if best and rounded:
+        least = min((way for way in ways if way.fits), key=lambda way: way.peak_nbytes)
+        advice = f"{best}, {_costs(best)}."
+        if least.peak_nbytes < best.peak_nbytes:
+            advice += f" Of what fits {least} takes least memory: {_costs(least)}."
+        if rounded.compression:
+            advice += f" With Compression, which rounds: {rounded}, {_costs(rounded)}."
+    lines = [*table(rows), "", "Seconds add up, and what overlaps with computation is not subtracted."]
+    return "\n".join([*lines, "", f"Fastest by the links: {advice}"])
+
+
+def _costs(way: Way) -> str:
+    links = (way.between_seconds, "between hosts"), (way.within_seconds, "within")
+    seconds = " and ".join(f"{time:,.3f} s {link}" for time, link in links if time)
+    host = f" and {readable_size(way.host_nbytes)} of a host" if way.host_nbytes else ""
+    return f"{seconds or '0 s'} in a step, {readable_size(way.peak_nbytes)} at peak{host}"
+
+
+def parse_speed(text: str) -> float:
+    """Bytes a second of ``"10Gbit/s"``, ``"10Gb/s"``, ``"10Gbps"`` or ``"1.25GB/s"`` (units of 1000), or ValueError."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(bit|b|B)(?:/s|ps)?", text)
+    if matched is None or not float(matched[1]):
+        raise ValueError(f"a speed like '10Gbit/s' or '1.25GB/s' is needed, got {text!r}")
+    return float(matched[1]) * 1000.0 ** " KMGT".index(matched[2].upper() or " ") / (1 if matched[3] == "B" else 8)

@@ -1,4 +1,4 @@
-"""A plan as users have it: with what it costs as methods, as a table to read, and numbers as people write them."""
+"""A plan and a comparison of stages as tables and pictures."""
 
 from __future__ import annotations
 
@@ -9,32 +9,27 @@ from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
 
-from lightning_zero.analysis.memory import (
+from lightning_zero.config import Tier
+from lightning_zero.plan import FlatLayout, Plan, UnitPlan
+from lightning_zero.plan.costs import (
     DiskBytes,
     HostBytes,
     Memory,
+    OptimizerCost,
     StageMemory,
-    expected_disk,
-    expected_host_memory,
-    expected_memory,
+    Traffic,
+    expected_traffic,
     stage_memory,
 )
-from lightning_zero.analysis.optimizers import ADAM, OptimizerCost
-from lightning_zero.analysis.traffic import Traffic, expected_traffic
-from lightning_zero.config import Tier
-from lightning_zero.plan import FlatLayout, Plan, UnitPlan
-from lightning_zero.text import readable_size, table
+from lightning_zero.text import UNITS, readable_size, table
 
-__all__ = ["ZeroPlan", "build_plan", "draw", "parse_count", "word_of"]
+__all__ = ["describe_plan", "draw", "plan_numbers", "word_of"]
 
 LONGEST_NAME = 48
 """Characters of a unit's name that the table shows."""
 
 LONGEST_PATTERN = 16
 """Units of the longest repeating pattern that the table looks for."""
-
-MOST = 10**18
-"""Parameters of the largest model that a number of parameters stands for. Beyond it, it is a slip of the pen."""
 
 # Categories of memory that people call by another name.
 _WORDS = {
@@ -46,45 +41,31 @@ _WORDS = {
 }
 
 
-class ZeroPlan(Plan):
-    """Who holds what, in what order it moves, and how many bytes that takes. Numbers only; equal on all ranks.
-
-    ``build_plan`` makes one. What is decided is in ``Plan``; the functions of a plan that follow from it can be called
-    as methods.
-    """
-
-    expected_traffic = expected_traffic
-    expected_memory = expected_memory
-    expected_host_memory = expected_host_memory
-    expected_disk = expected_disk
-
-    def describe(self, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False, micro_steps: int = 1) -> str:
-        """The plan as a table for people: units, totals, traffic and memory with that optimizer, on such a device."""
-        placement, offload = self.placement, self.offload
-        lines = [
-            f"Plan for {self.world_size} ranks: parameters {placement.parameters.value}, gradients "
-            f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {self.prefetch}"
-            + (f"; shard groups of {self.group_size}" if self.group_size != self.world_size else "")
-        ]
-        if offload is not None:
-            what = " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
-            lines.append(f"Offloaded to the {offload.tier.value}: {what}")
-        traffic = expected_traffic(self, micro_steps=micro_steps)
-        tables = (_unit_rows(self), _traffic_rows(traffic), _memory_rows(self, optimizer, accelerator))
-        return "\n\n".join("\n".join(block) for block in (lines, *map(table, tables)))
-
-    def numbers(self, micro_steps: int = 1) -> dict[str, Any]:
-        """The units and the traffic of a step, for programs."""
-        units = [
-            {"name": unit.name, "numel": sum(spec.numel for spec in unit.parameters), "slot": unit.slot}
-            for unit in self.units
-        ]
-        traffic = expected_traffic(self, micro_steps=micro_steps)
-        return {"prefetch": self.prefetch, "units": units, "traffic": asdict(traffic)}
+def describe_plan(plan: Plan, *, optimizer: OptimizerCost, accelerator: bool, micro_steps: int) -> str:
+    """What ``ZeroPlan.describe`` says: units, totals, traffic and memory."""
+    placement, offload = plan.placement, plan.offload
+    lines = [
+        f"Plan for {plan.world_size} ranks: parameters {placement.parameters.value}, gradients "
+        f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}"
+        + (f"; shard groups of {plan.group_size}" if plan.group_size != plan.world_size else "")
+    ]
+    if offload is not None:
+        what = " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
+        lines.append(f"Offloaded to the {offload.tier.value}: {what}")
+    traffic = expected_traffic(plan, micro_steps=micro_steps)
+    tables = (_unit_rows(plan), _traffic_rows(traffic), _memory_rows(plan, optimizer, accelerator))
+    return "\n\n".join("\n".join(block) for block in (lines, *map(table, tables)))
 
 
-build_plan = ZeroPlan.build
-"""Turn a module, settings and a world size into a plan; see ``Plan.build``."""
+def plan_numbers(plan: Plan, micro_steps: int) -> dict[str, Any]:
+    """The units and the traffic of a step, for programs."""
+    units = [
+        {"name": unit.name, "numel": sum(spec.numel for spec in unit.parameters), "slot": unit.slot}
+        for unit in plan.units
+    ]
+    traffic = expected_traffic(plan, micro_steps=micro_steps)
+    return {"prefetch": plan.prefetch, "units": units, "traffic": asdict(traffic)}
+
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
@@ -225,7 +206,7 @@ def draw(stages: Mapping[str, StageMemory], path: str, title: str, line: int | N
         raise ImportError(f"A picture needs matplotlib ({error}): pip install 'lightning-zero[plot]'.") from error
     most = max(line or 0, *(stage.peak.total for stage in stages.values()))
     unit = readable_size(most).split()[1]
-    scale = 1000 ** ("B", "kB", "MB", "GB", "TB", "PB").index(unit)
+    scale = 1000 ** UNITS.index(unit)
     axes, left = figure.subplots(), [0.0] * len(stages)
     for color, (category, _) in zip(colors, next(iter(stages.values())).peak.items(), strict=False):
         sizes = [getattr(stage.peak, category) / scale for stage in stages.values()]
@@ -240,29 +221,3 @@ def draw(stages: Mapping[str, StageMemory], path: str, title: str, line: int | N
     axes.invert_yaxis()
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.lower().endswith("svg") else None)
-
-
-# -------------------------------------------------------------------------------------------------------------- numbers
-
-
-def parse_count(text: float | str) -> int:
-    """A number of parameters: ``7.5e9``, ``"7.5B"``, ``"350M"``, ``"1T"``.
-
-    Raises:
-        ValueError: if it is none, less than one parameter, or more than any model has.
-    """
-    number, factor = text, 1
-    if isinstance(text, str):
-        number = text.strip()
-        if re.fullmatch(r"\d{1,3}(,\d{3})+", number):  # any other comma may be a decimal one: "7,5B" is not 75B
-            number = number.replace(",", "")
-        scale = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(number[-1:].upper())
-        if scale is not None:
-            number, factor = number[:-1], scale
-    try:
-        count = 0 if isinstance(text, bool | bytes) else round(float(number) * factor)
-    except (TypeError, ValueError, OverflowError):
-        count = 0
-    if not 1 <= count <= MOST:
-        raise ValueError(f"A number of parameters is written as 7.5B, 350M or 7500000000, got {text!r}.")
-    return count

@@ -24,9 +24,9 @@ from examples.language_model import ByteGPT
 from lightning_zero import ActivationPolicy, estimate_memory, measure_activations
 from lightning_zero.cli import main
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
-from lightning_zero.trainer.cli import PlanCLI
-from lightning_zero.trainer.plan_settings import tokens_for
-from lightning_zero.trainer.planner import Planner, planner_without_lightning
+from lightning_zero.extensions.planner.command import Planner, planner_without_lightning
+from lightning_zero.extensions.planner.lightning_cli import PlanCLI
+from lightning_zero.extensions.planner.settings import tokens_for
 from tests.helpers.script import ROOT, run_script
 
 MODEL = "--model=examples.language_model.ByteGPT"
@@ -348,7 +348,7 @@ class Adam(torch.optim.Optimizer):
 def test_an_optimizer_is_known_by_its_class_and_not_by_its_name() -> None:
     own, torch_s = (
         plan_cli(*SMALL, "--world-size=2", f"--optimizer={path}").optimizer
-        for path in ("tests.test_planning.Adam", "torch.optim.Adam")
+        for path in ("tests.extensions.planner.test_command.Adam", "torch.optim.Adam")
     )
     assert (own.name, own.whole) == ("Adam", True)
     assert (torch_s.name, torch_s.whole) == ("Adam", False)
@@ -370,12 +370,12 @@ class Lazy(BoringModel):
 
 
 def test_a_model_that_asks_for_the_world_is_answered() -> None:
-    assert plan_cli("--model=tests.test_planning.Sized", "--world-size=3").estimate().numel == 60
+    assert plan_cli("--model=tests.extensions.planner.test_command.Sized", "--world-size=3").estimate().numel == 60
 
 
 def test_a_model_without_shapes_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="uninitialized parameter"):
-        plan_cli("--model=tests.test_planning.Lazy", "--world-size=3")
+        plan_cli("--model=tests.extensions.planner.test_command.Lazy", "--world-size=3")
 
 
 class Scheduled(BoringModel):
@@ -394,7 +394,7 @@ class Scheduled(BoringModel):
 )
 def test_the_optimizer_is_the_one_that_the_model_makes(what: str, name: str, state: int) -> None:
     """Unless it needs a run for that."""
-    cli = plan_cli("--model=tests.test_planning.Scheduled", f"--model.what={what}", "--world-size=2")
+    cli = plan_cli("--model=tests.extensions.planner.test_command.Scheduled", f"--model.what={what}", "--world-size=2")
 
     assert (cli.optimizer.name, cli.optimizer.state) == (name, state)
     assert ("AdamW is assumed" in cli.describe()) == (name == "AdamW")
@@ -905,7 +905,7 @@ class Curious(BoringModel):
 
 
 MEASURED = ["--activations=measured", "--world-size=2", "--trainer.accelerator=cpu"]
-WORDS = "--data=tests.test_planning.Words"
+WORDS = "--data=tests.extensions.planner.test_command.Words"
 
 
 def batch_of(size: int) -> Tensor:
@@ -953,11 +953,11 @@ def test_activations_decide_what_fits() -> None:
 def test_a_model_s_own_data_and_what_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     boring = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
     assert plan_cli(boring, *MEASURED).measured == measure_activations(BoringModel(), torch.empty(1, 32))
-    main(["plan", "--model=tests.test_planning.Curious", *MEASURED])
+    main(["plan", "--model=tests.extensions.planner.test_command.Curious", *MEASURED])
     printed = capsys.readouterr().out
-    assert re.search(r"^Activations of Curious are not known: .* asks for values \(test_planning.py", printed, re.M)
+    assert re.search(r"^Activations of Curious are not known: .* asks for values \(test_command.py", printed, re.M)
     assert "at peak, without activations" in printed
-    unknown = plan_cli("--model=tests.test_planning.Curious", *MEASURED).numbers()["activations"]
+    unknown = plan_cli("--model=tests.extensions.planner.test_command.Curious", *MEASURED).numbers()["activations"]
     assert "not known" in unknown["unknown"]
 
 

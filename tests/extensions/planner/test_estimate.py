@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.analysis import MemoryEstimate, OptimizerCost, build_plan, estimate_memory
-from lightning_zero.analysis.memory import fullest_rank
-from lightning_zero.analysis.report import parse_count
 from lightning_zero.config import HostOffload, NvmeOffload
+from lightning_zero.extensions.planner.estimate import MemoryEstimate, estimate_memory, fullest_rank, parse_count
+from lightning_zero.plan.costs import OptimizerCost, build_plan
 from lightning_zero.text import readable_size
 from tests.helpers.counting import calls_of
 

@@ -12,11 +12,20 @@ import torch
 from torch import nn
 
 from lightning_zero import Compression
-from lightning_zero.analysis import MemoryEstimate, build_plan, estimate_memory
-from lightning_zero.analysis.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
-from lightning_zero.analysis.traffic import ROUNDED_NBYTES
 from lightning_zero.config import Placement
 from lightning_zero.extensions.compression.codes import Format, format_nbytes
+from lightning_zero.extensions.planner.estimate import (
+    ROUNDED_NBYTES,
+    MemoryEstimate,
+    Way,
+    describe_ways,
+    estimate_memory,
+    fastest_way,
+    on_links,
+    parse_speed,
+    ways_to_send,
+)
+from lightning_zero.plan.costs import build_plan
 from lightning_zero.text import readable_size
 from tests.helpers.script import ROOT
 
@@ -243,7 +252,7 @@ def test_only_copies_of_masters_are_rounded_in_stages_1_and_2() -> None:
     plan = build_plan(model, stage=1, full_precision=["LayerNorm"], **settings)
     traffic = plan.expected_traffic()
     assert (traffic.copies.numel, traffic.exact.numel) == (2 * 64 * 64, 6400)
-    out = traffic.on_links(2, rings=False, formats=("int8", None))[0]
+    out = on_links(traffic, 2, rings=False, formats=("int8", None))[0]
     assert out == (int(2 * 4096 * 1.0625) + 4 * 6400 + 4 * (2 * 4096 + 6400)) // 2
 
 

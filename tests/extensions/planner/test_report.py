@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from lightning_zero.analysis import OptimizerCost, build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
+from lightning_zero.plan.costs import OptimizerCost, build_plan
 from lightning_zero.text import readable_size
 from tests.plan.models import Gpt, Llama70B, on_meta
 
