@@ -23,6 +23,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -41,22 +42,22 @@ from lightning_zero.offload.host import OffloadedTensor, host_memory
 
 __all__ = ["Saver", "Snapshots"]
 
-_BEGIN_SECONDS = 5.0
-
 Write = Callable[[Mapping[str, Any], ControlGroup], Sequence[str] | None]
 
 
-class _Outcome:
-    """What the last save in the background was, and why it failed until that is raised. It outlives the saver."""
+class _InFlight(NamedTuple):
+    """A save in the background: what it is, its end, and the warnings that it has for the main thread."""
 
-    def __init__(self) -> None:
-        self.what = ""
-        self.failure: BaseException | None = None
+    what: str
+    done: Future[None]
+    found: list[str]
 
-    def report(self) -> None:
-        """A failure that nobody waited for: the process ends, or the saver is gone."""
-        if self.failure is not None:
-            sys.stderr.write(f"Could not {self.what} in the background: {self.failure}\n")
+
+def _report(underway: list[_InFlight]) -> None:
+    """A failure that nobody waited for: the process ends, or the saver is gone."""
+    for what, done, _ in underway:
+        if (failure := done.exception()) is not None:
+            sys.stderr.write(f"Could not {what} in the background: {failure}\n")
 
 
 class Saver:
@@ -70,18 +71,15 @@ class Saver:
     def __init__(self, control: ControlGroup) -> None:
         self._control = control
         self._snapshots = Snapshots()
-        self._in_flight = False
-        self._thread: threading.Thread | None = None
-        self._outcome = _Outcome()
+        self._underway: list[_InFlight] = []  # at most one; it outlives the saver
         self._warnings: list[str] = []
-        self._found: list[str] = []  # warnings of the save in flight: its thread's alone until that has been waited for
         self._removals: list[str | os.PathLike[str]] = []
-        weakref.finalize(self, _Outcome.report, self._outcome)
+        weakref.finalize(self, _report, self._underway)
 
     @property
     def failed(self) -> bool:
-        """Whether a save in the background has failed on this rank, which nobody was told yet. Not collective."""
-        return self._outcome.failure is not None
+        """Whether a save in the background has failed on this rank, and nobody raised it yet. Not collective."""
+        return any(save.done.done() and save.done.exception() is not None for save in self._underway)
 
     def save(self, write: Write, checkpoint: Mapping[str, Any], *, what: str, asynchronous: bool) -> None:
         """Write a checkpoint, after the removals that were queued. Collective: every rank.
@@ -137,56 +135,48 @@ class Saver:
         """
         if collective:
             self._settle()
-        else:
-            self._join()
-            self._in_flight = False
-        failure = self._outcome.failure
-        if failure is not None:
-            self._forget()
-            self._warnings.append(f"Could not {self._outcome.what} in the background: {failure}")
+        for what, done, found in self._underway:
+            if (failure := done.exception()) is not None:
+                found.append(f"Could not {what} in the background: {failure}")
+            self._end(failed=failure is not None)
         removals, self._removals = self._removals, []
         self._warnings += self._remove_all(removals)
         self._snapshots = Snapshots()
         self._warn()
 
     def _settle(self) -> None:
-        """Wait for the save in flight, and raise its failure. Collective."""
-        if not self._in_flight:
+        """Wait for the save in flight, and raise its failure: what its success would make superfluous stays.
+
+        Collective: every rank.
+        """
+        if not self._underway:
             return
-        self._join()
-        own = self._outcome.failure
+        what, done, _ = self._underway[0]
+        own = done.exception()
         try:
             if isinstance(own, CommunicationError):
                 raise own
             reason = None if own is None else str(own) if isinstance(own, CheckpointError) else repr(own)
             reasons = self._control.gather_objects(reason)
         except CommunicationError:
-            self._forget()
+            self._end(failed=True)
             raise
-        self._in_flight = False
         failures = {rank: text for rank, text in enumerate(reasons) if text is not None}
+        self._end(failed=bool(failures))
         if failures:
-            what = f"{self._outcome.what} in the background"
+            what = f"{what} in the background"
             agreed = len(failures) == self._control.world_size and len(set(failures.values())) == 1
-            self._forget()
             raise CheckpointError(
                 (failures[0] if agreed else failure_text(what, failures))
                 + f"\nThis was the attempt to {what}. Training went on meanwhile; checkpoints that were saved before "
                 "are intact, and none was deleted for it."
             ) from own
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._warnings += self._found
-        self._found = []
-
-    def _forget(self) -> None:
-        """A save failed, and that is being told: what its success would have made superfluous stays."""
-        self._outcome.failure = None
-        self._in_flight = False
-        self._removals.clear()
+    def _end(self, failed: bool) -> None:
+        """Nothing is in flight any more. What a failed save would have made superfluous stays."""
+        self._warnings += self._underway.pop().found
+        if failed:
+            self._removals.clear()
 
     def _snapshot(self, checkpoint: Mapping[str, Any], what: str) -> dict[str, Any] | None:
         """A copy, or ``None`` on every rank if any rank could make none. Collective."""
@@ -212,26 +202,27 @@ class Saver:
         return None
 
     def _begin(self, write: Write, snapshot: dict[str, Any], removals: list[str | os.PathLike[str]], what: str) -> None:
-        begun = threading.Event()
+        save = _InFlight(what, Future(), [])
 
         def run() -> None:
-            begun.set()
+            if not save.done.set_running_or_notify_cancel():
+                return
             try:
-                self._found += self._remove_all(removals)
-                self._found += write(snapshot, self._control) or ()
+                save.found.extend(self._remove_all(removals))
+                save.found.extend(write(snapshot, self._control) or ())
             except BaseException as error:
-                self._outcome.failure = error
+                save.done.set_exception(error)
+            else:
+                save.done.set_result(None)
 
-        self._outcome.what, self._in_flight = what, True
-        self._thread = threading.Thread(target=run, name=f"lightning_zero: {what}", daemon=False)
+        self._underway.append(save)
         try:
-            self._thread.start()
+            threading.Thread(target=run, name=f"lightning_zero: {what}", daemon=False).start()
         except RuntimeError:  # no more threads here; the other ranks have begun
-            self._thread = None
             run()
         except BaseException:  # an interrupt, perhaps of waiting for the thread to begin
-            if not begun.wait(_BEGIN_SECONDS):
-                self._in_flight, self._thread = False, None
+            if save.done.cancel():
+                self._underway.clear()
             raise
 
     def _remove_all(self, paths: list[str | os.PathLike[str]]) -> list[str]:
@@ -278,101 +269,83 @@ class Snapshots:
         raise whatever copying raises, for example ``TypeError`` for a lock.
         """
         with untracked():
-            sources = dict(_sources(checkpoint))
-            runs = _runs(sources)
-            copied: dict[int, Any] = {}
-            for run, place in zip(runs, self._copy(runs), strict=True):
-                for identity, offset in run.members:
-                    copied[identity] = _rebuilt(*sources[identity], place, offset)
-            for identity, (tensor, source) in sources.items():
-                if identity not in copied:  # no elements
-                    copied[identity] = _rebuilt(tensor, source, None, 0)
+            sources = {id(tensor): (tensor, elements) for tensor, elements in _sources(checkpoint)}
+            runs = _runs([(key, elements) for key, (_, elements) in sources.items() if elements.numel()])
+            places = dict(self._copy(runs))
+            copied = {key: _rebuilt(*source, places.get(key)) for key, source in sources.items()}
             snapshot: dict[str, Any] = copy.deepcopy(dict(checkpoint), copied)
         return snapshot
 
-    def _copy(self, runs: list[_Run]) -> list[Tensor]:
-        """Where each run's bytes are on the host now."""
-        devices = {run.source.device for run in runs if run.source.device.type != "cpu"}
-        needed = sum(run.room for run in runs)
-        if needed > self.nbytes:
+    def _copy(self, runs: list[list[_Range]]) -> Iterator[tuple[int, Tensor]]:
+        """Copy each run at once. Returns the bytes of every tensor in it, which begin as they did in its storage."""
+        sizes = [max(part.end for part in run) - run[0].start for run in runs]
+        rooms = [
+            -(-(run[0].start % _ALIGNMENT + nbytes) // _ALIGNMENT) * _ALIGNMENT
+            for run, nbytes in zip(runs, sizes, strict=True)
+        ]
+        devices = {run[0].elements.device for run in runs} - {torch.device("cpu")}
+        if sum(rooms) > self.nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
-            self._memory = host_memory(needed, bool(devices))
-        places, begin = [], 0
-        for run in runs:
-            first = begin + run.start % _ALIGNMENT
-            place = self._memory[first : first + run.source.nbytes]
-            place.view(run.source.dtype).copy_(run.source, non_blocking=True)
-            places.append(place)
-            begin += run.room
+            self._memory = host_memory(sum(rooms), bool(devices))
+        begin = 0
+        for run, nbytes, room in zip(runs, sizes, rooms, strict=True):
+            first, elements = run[0].start, run[0].elements
+            place = self._memory[begin + first % _ALIGNMENT :][:nbytes]
+            if isinstance(elements, OffloadedTensor):
+                place.view(elements.dtype).copy_(elements, non_blocking=True)
+            else:
+                source = torch.empty(0, dtype=torch.uint8, device=elements.device)
+                place.copy_(source.set_(elements.untyped_storage(), first, (nbytes,), (1,)), non_blocking=True)
+            yield from ((part.key, place[part.start - first : part.end - first]) for part in run)
+            begin += room
         for device in devices:
             torch.accelerator.synchronize(device)
-        return places
 
 
-class _Run(NamedTuple):
-    """A range of one storage that is copied at once: 1-D bytes, or elements that rest in a file.
+class _Range(NamedTuple):
+    """The bytes of a storage that hold the elements of a tensor, which is known by a number."""
 
-    ``start`` is the byte where it begins in its storage; 0 in a file. ``members`` are the tensors in it, by identity,
-    and the byte of the range where each begins.
-    """
-
-    source: Tensor
     start: int
-    members: list[tuple[int, int]]
-
-    @property
-    def room(self) -> int:
-        """Bytes to set aside for it; a multiple of the alignment."""
-        return -(-(self.start % _ALIGNMENT + self.source.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    end: int
+    key: int
+    elements: Tensor
 
 
-def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Every tensor that is copied as bytes, by identity, and the contiguous tensor that holds its elements."""
+def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every tensor that is copied as bytes, and the contiguous tensor that holds its elements."""
     for tensor in tensors_in(checkpoint):
         if isinstance(tensor, FlatShard):
-            yield id(tensor), (tensor, tensor.local)
+            yield tensor, tensor.local
         elif is_plain(tensor) and not tensor.is_meta:
-            yield id(tensor), (tensor, tensor.detach().resolve_conj().resolve_neg().contiguous())
+            yield tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _runs(sources: Mapping[int, tuple[Tensor, Tensor]]) -> list[_Run]:
-    """The ranges to copy, in the order of their storages."""
-    storages: dict[Hashable, tuple[Tensor, list[tuple[int, int, int]]]] = {}
-    for identity, (_, source) in sources.items():
-        if source.numel():
-            start, key = 0, memory_identity(source)
-            if not isinstance(source, OffloadedTensor):
-                start = int(source.storage_offset()) * source.dtype.itemsize
-                key = source.device, source.untyped_storage().data_ptr()
-            storages.setdefault(key, (source, []))[1].append((start, start + source.nbytes, identity))
-    runs = []
-    for source, ranges in storages.values():
-        ranges.sort()
-        group, end = [ranges[0]], ranges[0][1]
-        for item in ranges[1:]:
-            if item[0] > end + _GAP_NBYTES:
-                runs.append(_run(source, group, end))
-                group, end = [], item[1]
-            group.append(item)
-            end = max(end, item[1])
-        runs.append(_run(source, group, end))
+def _runs(tensors: Sequence[tuple[int, Tensor]]) -> list[list[_Range]]:
+    """What is copied at once: the tensors of a storage in order, as long as not much lies between them."""
+    storages: dict[Hashable, list[_Range]] = {}
+    for key, elements in tensors:
+        start, memory = 0, memory_identity(elements)
+        if not isinstance(elements, OffloadedTensor):
+            start = int(elements.storage_offset()) * elements.dtype.itemsize
+            memory = elements.device, elements.untyped_storage().data_ptr()
+        storages.setdefault(memory, []).append(_Range(start, start + elements.nbytes, key, elements))
+    runs: list[list[_Range]] = []
+    for parts in storages.values():
+        end = -1
+        for part in sorted(parts, key=lambda part: part[:3]):
+            if end < 0 or part.start > end + _GAP_NBYTES:
+                runs.append([])
+            runs[-1].append(part)
+            end = max(end, part.end)
     return runs
 
 
-def _run(source: Tensor, ranges: list[tuple[int, int, int]], end: int) -> _Run:
-    start, memory = ranges[0][0], source
-    if not isinstance(source, OffloadedTensor):
-        memory = torch.empty(0, dtype=torch.uint8, device=source.device)
-        memory.set_(source.untyped_storage(), start, (end - start,), (1,))
-    return _Run(memory, start, [(identity, begin - start) for begin, _, identity in ranges])
-
-
-def _rebuilt(tensor: Tensor, source: Tensor, place: Tensor | None, offset: int) -> Tensor:
+def _rebuilt(tensor: Tensor, elements: Tensor, place: Tensor | None) -> Tensor:
     """The copy of ``tensor``, with a storage of exactly its bytes: ``torch.save`` writes whole storages."""
-    flat = torch.empty(0, dtype=source.dtype)
+    flat = torch.empty(0, dtype=elements.dtype)
     if place is not None:
-        begin = int(place.storage_offset()) + offset
-        flat.set_(place.untyped_storage()[begin : begin + source.nbytes], 0, (source.numel(),), (1,))
+        begin = int(place.storage_offset())
+        flat.set_(place.untyped_storage()[begin : begin + elements.nbytes], 0, (elements.numel(),), (1,))
     if isinstance(tensor, FlatShard):
         return FlatShard(flat, tensor.shape, tensor.start)
     shaped = flat.view(tensor.shape)
