@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
+from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.consolidated import FEEDBACK_KEY, RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
@@ -31,8 +31,6 @@ _SAVERS: WeakKeyDictionary[Groups, Saver] = WeakKeyDictionary()
 # How long a rank that is handling an exception waits for the others to save with it. They come at once if they failed
 # in the same way, and never if they are waiting for this rank inside a step.
 _ATTENDANCE_SECONDS = 15.0
-
-_LAYOUT = "layout"  # what residuals belong to
 
 
 class Checkpoints:
@@ -108,8 +106,8 @@ class Checkpoints:
             own = dict(checkpoint.get(SUMMARY_KEY, {}))
             if self._random is not None:
                 own[RANDOM_KEY] = self._random.save(engine.device)
-            if residuals := self._residuals(engine):
-                own[FEEDBACK_KEY] = residuals
+            if engine.collectives.residuals:
+                own[FEEDBACK_KEY] = extension("compression").saved_residuals(engine, self._groups)
             checkpoint = {**checkpoint, SUMMARY_KEY: own}
 
         def write(content: Mapping[str, Any], control: ControlGroup) -> list[str]:
@@ -157,44 +155,16 @@ class Checkpoints:
         if self._random is not None:
             self._random.restore(trainer)
 
-    def _residuals(self, engine: ZeroEngine) -> dict[str, Any]:
-        """What error feedback keeps of gradients on this rank: for each reduction a row, a FlatShard of shape (ranks,
-        elements). They belong to the ranks of a host and to parts of a layout, which stand beside them."""
-        rank, ranks = self._control.rank, self._control.world_size
-        kept = engine.collectives.residuals.items()
-        rows = {name: FlatShard(row, (ranks, row.numel()), rank * row.numel()) for name, row in kept}
-        return {_LAYOUT: self._layout(engine), **rows} if rows else {}
-
-    def _layout(self, engine: ZeroEngine) -> str:
-        return f"hosts {self._groups.hosts}, plan {engine.plan.fingerprint()}"
-
     def load_residuals(self, checkpoint: Mapping[str, Any], engine: ZeroEngine) -> None:
         """Read what error feedback keeps of gradients, if it fits; else begin at zero and say so.
 
         Collective: every rank; ``CheckpointError`` on all, if one could not read its rows.
         """
         found = checkpoint.get(SUMMARY_KEY, {}).get(FEEDBACK_KEY, {})
-        wire, control = engine.collectives, self._groups.control
-        wire.residuals.clear()
-
-        def read() -> None:
-            for name, rows in found.items():
-                if name != _LAYOUT:
-                    wire.residuals[name] = row = torch.empty(rows.shape[1], dtype=torch.float32, device=wire.device)
-                    rows.read_into(row, control.rank * row.numel())
-
-        if wire.feeding is None and not found:
-            return
-        if wire.feeding is None:
-            why = "nothing is fed back in this run"
-        elif not found:
-            why = "it has nothing of that"
-        elif found.get(_LAYOUT) != self._layout(engine):
-            why = "it is of other ranks, or of another layout"
-        else:
-            collect(control, "load what error feedback keeps", read)
-            return
-        rank_zero_info(f"Error feedback takes nothing from the checkpoint: {why}.")
+        if engine.collectives.feeding is not None:
+            extension("compression").load_residuals(found, engine, self._groups)
+        elif found:
+            rank_zero_info("Error feedback takes nothing from the checkpoint: nothing is fed back in this run.")
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint at the next save, or at the end of the run: never before its successor is durable."""
