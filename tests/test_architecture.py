@@ -18,9 +18,9 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 31_578
-CORE_FILES = 127
-EXTENSION_LINES = 9_800
+CORE_LINES = 29_615
+CORE_FILES = 117
+EXTENSION_LINES = 9_325
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 4
