@@ -52,8 +52,8 @@ def extension(name: str, instead: str = "leave out the setting that asks for it"
     """
     if not installed(name):
         raise ExtensionError(
-            f"{why and why + ' '}This copy of lightning_zero has no extension '{name}', which has {EXTENSIONS[name]}. "
-            f"Install lightning_zero again, or {instead}."
+            f"This copy of lightning_zero has no extension '{name}', which has {EXTENSIONS[name]}. Install "
+            f"lightning_zero again, or {instead}.{why and ' ' + why}"
         )
     return import_module(f"{_FOLDER}.{name}")
 
