@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_zero.config import parse_size
-from lightning_zero.errors import CheckpointError, with_notes
+from lightning_zero.errors import CheckpointError, ExtensionError, with_notes
 from lightning_zero.registry import extension
 from lightning_zero.trainer.foreign import did_you_mean
 
@@ -128,10 +128,13 @@ def answer_early() -> None:
     argv = getattr(sys, "argv", None) or [""]
     program = sys.orig_argv[-len(argv)] if argv[0] == "-m" else Path(argv[0]).name
     if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
-        with _while_somebody_reads():
-            command = _command(argv[1:])
-        if command in _TOOLS and _run_tool(command, argv[2:], early=True):
-            raise SystemExit(0)
+        try:
+            with _while_somebody_reads():
+                command = _command(argv[1:])
+            if command in _TOOLS and _run_tool(command, argv[2:], early=True):
+                raise SystemExit(0)
+        except ExtensionError as error:
+            raise SystemExit(f"lightning-zero: error: {error}") from None
 
 
 def _command(given: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ EXTENSIONS = {
     "inspection": "`lightning-zero inspect`, `verify_checkpoint` and checksums compared on resuming",
     "monitors": "`MemoryMonitor` and `CommunicationMonitor`",
     "nvme": "offload to files (`NvmeOffload`)",
-    "planner": "`lightning-zero plan`, and estimates of traffic and time",
+    "planner": "`lightning-zero plan`, `estimate_memory` and `measure_activations`",
     "random_state": "random states in checkpoints",
     "ray": "`lightning_zero.ray`",
     "shared_memory": "communication through the shared memory of a host's processes",

@@ -90,29 +90,15 @@ SEGMENT_NUMEL = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCost:
-    """What an optimizer costs, in tensors as large as what it updates. See [Note: memory of a step].
+    """What an optimizer costs, in tensors as large as what it updates. See [Note: memory of a step]."""
 
-    Attributes:
-        name: of its class, for people.
-        state: kept between steps: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
-        loop: made for a parameter by a step that takes one after the other.
-        kept: of those, left over while the next parameter has its turn.
-        foreach: made during a step that takes all at once, each as large as all.
-        way: ``"loop"``, ``"foreach"`` or ``"fused"``; ``None``: torch chooses by the device.
-        whole: it needs whole parameters, so each parameter has an owner rank that keeps a copy of it, and during the
-            step its whole gradient.
-
-    Raises:
-        ValueError: if a number is negative or the way unknown.
-    """
-
-    name: str
-    state: int
-    loop: int = 0
-    kept: int = 0
-    foreach: int = 0
-    way: str | None = None
-    whole: bool = False
+    name: str  #: Of its class, for people.
+    state: int  #: Kept between steps: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
+    loop: int = 0  #: Made for a parameter by a step that takes one after the other.
+    kept: int = 0  #: Of those, left over while the next parameter has its turn.
+    foreach: int = 0  #: Made during a step that takes all at once, each as large as all.
+    way: str | None = None  #: ``"loop"``, ``"foreach"`` or ``"fused"``; ``None``: torch chooses by the device.
+    whole: bool = False  #: Each parameter has an owner, which keeps a copy of it and in a step its whole gradient.
 
     def __post_init__(self) -> None:
         if min(self.state, self.loop, self.kept, self.foreach) < 0:

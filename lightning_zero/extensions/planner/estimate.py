@@ -78,53 +78,30 @@ _STAGES: Mapping[str, tuple[Placement, Offload | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """What to choose.
+    """What to choose."""
 
-    Attributes:
-        name: of the stage; ``None`` if none fits, or if nobody knows what activations take.
-        reason: why, in a sentence or two.
-        fits: names of all stages that fit, without activations if these are not known; in the order of the estimate.
-    """
-
-    name: str | None
-    reason: str
-    fits: tuple[str, ...]
+    name: str | None  #: Of the stage; ``None`` if none fits, or if nobody knows what activations take.
+    reason: str  #: Why, in a sentence or two.
+    fits: tuple[str, ...]  #: All stages that fit, without activations if these are not known.
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Stages side by side.
+    """Stages side by side."""
 
-    Attributes:
-        numel: parameters of the model.
-        world_size: ranks that share it.
-        optimizer: what was counted with.
-        precision: as Lightning calls it, of the largest unit that is trained: ``bf16-mixed``.
-        stages: by name, from what changes least to what takes most time.
-        counted: whether the model's parts are known. If not, slots, buckets and what autograd and a step make for
-            single parameters are not in it.
-        hosts: that the ranks are on, equally many on each.
-        accelerator: whether the ranks compute on one; otherwise the memory of their device is the host's.
-        micro_steps: forwards and backwards of a step.
-        shard_within: ranks in a row that share what a stage divides; ``None``: all.
-        keeping: ranks of a host, which keep the weights that came from others in stage 3; ``None``: nobody.
-        compression: what is rounded between hosts: a ``Compression``, or ``None``.
-        activations: bytes of them that are in every peak; ``None``: they are in none.
-    """
-
-    numel: int
-    world_size: int
-    optimizer: OptimizerCost
-    precision: str
-    stages: Mapping[str, StageMemory]
-    counted: bool
-    hosts: int
-    accelerator: bool
-    micro_steps: int
-    shard_within: int | None = None
-    keeping: int | None = None
-    compression: Any = None
-    activations: int | None = None
+    numel: int  #: Parameters of the model.
+    world_size: int  #: Ranks that share it.
+    optimizer: OptimizerCost  #: What was counted with.
+    precision: str  #: As Lightning calls it, of the largest unit that is trained: ``bf16-mixed``.
+    stages: Mapping[str, StageMemory]  #: By name, from what changes least to what takes most time.
+    counted: bool  #: Whether the model's parts are known. If not, slots, buckets and what autograd makes are missing.
+    hosts: int  #: That the ranks are on, equally many on each.
+    accelerator: bool  #: Whether the ranks compute on one; otherwise the memory of their device is the host's.
+    micro_steps: int  #: Forwards and backwards of a step.
+    shard_within: int | None = None  #: Ranks in a row that share what a stage divides; ``None``: all.
+    keeping: int | None = None  #: Ranks of a host, which keep the weights that came from others in stage 3.
+    compression: Any = None  #: What is rounded between hosts: a ``Compression``, or ``None``.
+    activations: int | None = None  #: Bytes of them that are in every peak; ``None``: they are in none.
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.world_size % self.hosts:

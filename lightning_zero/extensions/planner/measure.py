@@ -48,17 +48,11 @@ _FULL_PRECISION |= {F.log_softmax, torch.log_softmax, Tensor.log_softmax}
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """Bytes of one rank in a training step, beside what a plan counts.
-
-    Attributes:
-        batch: of the batch.
-        saved: that autograd has saved when the forward ends, but for what is on the host by ``ActivationPolicy``.
-        temporaries: beside these at the worst moment: what is computed again, and gradients of activations.
-    """
+    """Bytes of one rank in a training step, beside what a plan counts."""
 
     batch: int
-    saved: int
-    temporaries: int
+    saved: int  #: By autograd when the forward ends, but for what is on the host by ``ActivationPolicy``.
+    temporaries: int  #: Beside these at the worst moment: what is computed again, and gradients of activations.
 
     @property
     def total(self) -> int:
