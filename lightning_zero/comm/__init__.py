@@ -8,7 +8,6 @@ from lightning_zero.comm.collectives import (
     Content,
     LocalCollectives,
     Pending,
-    WrappedCollectives,
 )
 from lightning_zero.comm.control import ControlGroup, Totals
 from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ, shard_span
@@ -30,7 +29,6 @@ __all__ = [
     "ShardGroup",
     "Streams",
     "Totals",
-    "WrappedCollectives",
     "choose_collectives",
     "orders_differ",
     "shard_span",

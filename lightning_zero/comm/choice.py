@@ -1,30 +1,33 @@
-"""Which wire the ranks of a world take."""
+"""Which wire the ranks of a world take: one line for each way, at set-up."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.collectives import Collectives, LocalCollectives
-from lightning_zero.comm.groups import Groups, Hops
+from lightning_zero.comm.groups import Groups
+from lightning_zero.comm.hosts import places_by_host
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import Compression
-from lightning_zero.registry import extension
+from lightning_zero.registry import extension, installed
 
 __all__ = ["SWITCH", "Exchange", "choose_collectives"]
 
 SWITCH = "LIGHTNING_ZERO_SHARED_MEMORY"
-"""Environment variable: ``0`` on any rank keeps all of them from reading one another's memory."""
+"""Environment variable: ``0`` on any rank keeps all of them from reading one another's memory; with ``1`` it is
+an error if this copy of the package has no such extension."""
 
-_TIMEOUT = timedelta(minutes=30)  # what torch gives a process group that nobody gave one
 _log = logging.getLogger(__name__)
+_LOGGED: WeakKeyDictionary[Groups, str] = WeakKeyDictionary()  # so that each way is logged once
 
 
 class Exchange(NamedTuple):
@@ -32,20 +35,10 @@ class Exchange(NamedTuple):
 
     compression: Compression | None = None
     secondary_shards: bool = False
-    """Whether a host keeps what comes from others to be computed with. See [Note: what a host keeps]."""
-
-
-class _Kinds(NamedTuple):
-    """What carries tensors of one kind of device: directly, rounded, and in two hops."""
-
-    direct: type[NativeCollectives]
-    compressed: str
-    hierarchical: str
+    """Whether a host keeps what comes from others to be computed with: see ``extensions/hops``."""
 
 
 _AS_IT_IS = Exchange()
-_ON_DEVICE = _Kinds(NativeCollectives, "CompressedCollectives", "HierarchicalCollectives")
-_OVER_GLOO = _Kinds(GlooCollectives, "CompressedOverGloo", "HierarchicalOverGloo")
 
 
 def choose_collectives(
@@ -53,99 +46,94 @@ def choose_collectives(
 ) -> Collectives:
     """The collectives for ranks that compute on ``device``, of the same type on every rank. Collective: every rank.
 
-    Raises, on every rank, ValueError where there is no such ``exchange``, and DivergenceError if ranks want others.
+    Raises, on every rank, ValueError where there is no such ``exchange``, DivergenceError if ranks want others, and
+    ExtensionError for what was deleted from this copy of the package.
     """
-    lines = [f"{name}={value}" for name, value in exchange._asdict().items()]
+    asked = exchange._asdict()
+    lines = [f"{name}={value}" for name, value in asked.items()]
+    lines += [f"extension {name}: {installed(name)}" for name in ("compression", "hops")]
     groups.control.agree_equal("exchange between hosts", lines, " ".join(lines))
-    for name, value in exchange._asdict().items():
+    for name, value in asked.items():
         if value and device.type != "cpu" and not streams.beside:
             raise ValueError(f"{name} is for CPU and CUDA ranks, and these compute on {device.type}: leave it out.")
-    collectives = _chosen(groups, streams, device, exchange)
-    collectives.asked = exchange
-    return collectives
+    wire = _chosen(groups, streams, device, exchange)
+    wire.asked = exchange
+    return wire
 
 
 def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Exchange) -> Collectives:
     if groups.shard.world_size == 1:
         return LocalCollectives(streams)
-    kinds = _OVER_GLOO if device.type == "cpu" and not streams.beside else _ON_DEVICE
+    on_cpu = device.type == "cpu" and not streams.beside
+    direct: type[NativeCollectives] = GlooCollectives if on_cpu else NativeCollectives
+    asked = exchange if any(exchange) and len(groups.find_hosts()) > 1 else _AS_IT_IS
     if groups.across is not None:
-        within, among = kinds.direct(groups, streams), streams.in_reductions()
-        within.across = kinds.direct(groups.across, among)
-        if exchange.compression is not None and len(groups.find_hosts()) > 1:
-            gradients = exchange.compression.gradients
-            fed = ("sum", "average") if exchange.compression.error_feedback else ()
-            compressed = getattr(extension("compression"), kinds.compressed)
-            across = within.across = compressed(groups.across, among, gradients, gradients, fed)
-            within.feeding, within.residuals = groups.shard.world_size if fed else None, across.residuals
-        return within
-    if kinds is _ON_DEVICE:  # nccl finds its way between hosts, unless something is asked for that it does not do
-        asked = any(exchange) and len(groups.find_hosts()) > 1
-        hops = groups.split_by_host(dist.get_backend(groups.gather) if asked else None)
-        return _apart(groups, hops, streams, kinds, exchange if asked else _AS_IT_IS)
-    hops = groups.split_by_host()
-    problem = _without_shared_memory(groups)
-    if len(groups.hosts) == 1 and groups.transports and not problem:
-        found: Collectives = extension("shared_memory").SharedMemoryCollectives(groups, *groups.transports)
-        return found
-    several, reads = len(groups.hosts) > 1, hops is not None and not problem
-    text = [f"they are on {len(groups.hosts)} hosts"] if several else []
-    if hops is not None:
-        text.append("and read one another's memory on each" if reads else "and go within each of them first")
-    text += [problem] if problem else []
-    if groups.control.rank == 0 and text != groups.told:
-        _log.info("Ranks exchange weights and gradients over gloo: %s.", ", ".join(text))
-        groups.told = text
-    return _apart(groups, hops, streams, kinds, exchange if several else _AS_IT_IS, reads)
+        across = _between_hosts(direct(groups.across, streams.in_reductions()), asked, averages=True)
+        return direct(groups, streams, across)
+    groups.control.counted = groups.checkpoint.counted = range(groups.control.world_size)
+    places = places_by_host(groups.find_hosts()) if on_cpu or any(asked) else None
+    hops = None
+    if places is not None and (any(asked) or installed("hops")):
+        backend = "gloo" if on_cpu else dist.get_backend(groups.gather)
+        hops = extension("hops").split(groups, places, backend)
+    shared = _shared_memory(groups, hops) if on_cpu else None
+    if shared is not None and hops is None:
+        wire: Collectives = shared.wire(groups)
+        return wire
+    outer = _between_hosts(direct(groups if hops is None else hops.between, streams), asked)
+    if hops is None:
+        if asked.secondary_shards and groups.control.rank == 0:
+            _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
+        return outer
+    within = direct(hops.within, streams) if shared is None else shared.wire(hops.within)
+    wire = extension("hops").HierarchicalCollectives(
+        hops, direct(groups, streams), within, outer, asked.secondary_shards
+    )
+    return wire
 
 
-def _apart(
-    groups: Groups, hops: Hops | None, streams: Streams, kinds: _Kinds, exchange: Exchange, reads: bool = False
-) -> Collectives:
-    """What carries tensors of ranks that do not all read one another's memory. ``reads``: those of a host do."""
-
-    def outside(groups: Groups) -> NativeCollectives:
-        if (asked := exchange.compression) is None:
-            return kinds.direct(groups, streams)
-        compressed: type[Any] = getattr(extension("compression"), kinds.compressed)
-        fed = ("sum",) if asked.error_feedback else ()
-        made: NativeCollectives = compressed(groups, streams, asked.weights, asked.gradients, fed)
-        return made
-
-    if hops is not None:
-        if reads:
-            within: Collectives = extension("shared_memory").HostCollectives(hops.within, *groups.transports)
-        else:
-            within = kinds.direct(hops.within, streams)
-        hierarchical: type[Any] = getattr(extension("hops"), kinds.hierarchical)
-        outer = outside(hops.between)
-        taken: Collectives = hierarchical(groups, hops, streams, within, outer, exchange.secondary_shards)
-        return taken
-    if exchange.secondary_shards and groups.control.rank == 0:
-        _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
-    return outside(groups)
+def _between_hosts(wire: NativeCollectives, asked: Exchange, averages: bool = False) -> NativeCollectives:
+    """A wire as it is, or what makes fewer bytes of it."""
+    if asked.compression is not None:
+        wire = extension("compression").compressed(wire, asked.compression, averages)
+    return wire
 
 
-def _without_shared_memory(groups: Groups) -> str:
-    """Connect the ranks of each host through shared memory, once per groups. Returns why that is not so, or nothing."""
-    if len(groups.hosts) > 1 and groups.hops is None:
-        return "with one rank on each, or not equally many"
-    refusals = groups.control.exchange([int(os.environ.get(SWITCH, "1") == "0"), int(sys.platform != "linux")])
-    for rank, (off, foreign) in enumerate(refusals):
+def _shared_memory(groups: Groups, hops: Any) -> Any:
+    """What connects the ranks of each host through shared memory; ``None``: nothing does, and the log says why."""
+    problem, shared = _refusal(groups, hops), None
+    if not problem:
+        members: Sequence[int] = range(groups.control.world_size)
+        if hops is not None:
+            members = next(ranks for ranks in groups.hosts if groups.control.rank in ranks)
+        shared = extension("shared_memory").connected(groups, members, threads=1 if hops is None else 2)
+        problem = shared.problem
+    several, reads = len(groups.hosts) > 1, not problem
+    if several or problem:
+        text = [f"they are on {len(groups.hosts)} hosts"] if several else []
+        if hops is not None:
+            text.append("and read one another's memory on each" if reads else "and go within each of them first")
+        told = ", ".join([*text, problem] if problem else text)
+        if groups.control.rank == 0 and told != _LOGGED.get(groups):
+            _log.info("Ranks exchange weights and gradients over gloo: %s.", told)
+            _LOGGED[groups] = told
+    return shared if reads else None
+
+
+def _refusal(groups: Groups, hops: Any) -> str:
+    """Why ranks do not read one another's memory, if so; the same on every rank. Collective: every rank."""
+    told = os.environ.get(SWITCH, "")
+    mine = told == "0", told == "1", sys.platform != "linux", not installed("shared_memory")
+    flags = groups.control.exchange([int(flag) for flag in mine])
+    if any(asked for _, asked, _, _ in flags):
+        extension("shared_memory")
+    if len(groups.hosts) > 1 and hops is None:
+        return "with one rank on each, or not equally many" if installed("hops") else "without the extension 'hops'"
+    for rank, (off, _, foreign, missing) in enumerate(flags):
         if off:
             return f"{SWITCH}=0 on rank {rank}"
         if foreign:
             return f"rank {rank} does not run on Linux"
-    if not (groups.transports or groups.problem):
-        shared = extension("shared_memory")
-        timeout, rank = (groups.timeout or _TIMEOUT).total_seconds(), groups.control.rank
-        members = range(groups.control.world_size) if groups.hops is None else groups.hops.members
-        connected = shared.connect(groups.control, members, timeout, threads=1 if groups.hops is None else 2)
-        if isinstance(connected, str):
-            groups.problem = connected
-            return connected
-        heap, peers, links = connected
-        groups.transports += [shared.Transport(heap, peers, messages, rank, timeout) for messages in links]
-        if groups.hops is None:
-            groups.control.shortcut = groups.transports[0].exchange
-    return groups.problem
+        if missing:
+            return f"rank {rank} has no extension 'shared_memory'"
+    return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_zero._torch import place_in, untracked
 from lightning_zero.comm.control import raise_failure
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.comm.waiting import NOTES, Note
+from lightning_zero.config import Placement
 
 # How long a backward waits for memory that a reduction still uses before it takes fresh memory. To wait for good could
 # deadlock: a rank that did not use that unit joins only at the end of its backward, which may need gathers from here.
@@ -33,7 +34,7 @@ __all__ = [
     "Content",
     "LocalCollectives",
     "Pending",
-    "WrappedCollectives",
+    "WireState",
 ]
 
 
@@ -140,36 +141,80 @@ class Pending:
             self._works, self._keep, self._finishing = (), (), []
 
 
-class Collectives(ABC):
-    """What the engine asks of the wire: four verbs, and memory for them. All tensors are 1-D and contiguous.
+class WireState:
+    """What a wire carries from step to step; checkpoints keep it. Here: nothing."""
 
-    Every verb is collective over the shard group and has to be called in the same order on all its ranks, per kind of
-    traffic: gathers among themselves, reductions among themselves.
+    def clear(self) -> None:
+        """Forget an earlier training."""
+
+    def save(self, layout: str) -> dict[str, Any]:
+        """Sharded tensors for a checkpoint, with the same names on every rank. ``layout``: what they belong to."""
+        return {}
+
+    def load(self, saved: Mapping[str, Any], layout: str) -> str:
+        """Take over what ``save`` has given. Returns why nothing of it fits, if so. Collective: every rank."""
+        return "nothing is fed back in this run" if saved else ""
+
+
+class Collectives(ABC):
+    """A wire, as the engine uses it: verbs, memory for them, and what the wire adds to a plan and to a checkpoint.
+
+    ``choose_collectives`` picks one at set-up. Nobody else asks which one it is.
+
+    All tensors are 1-D and contiguous. Every verb is collective over the shard group and has to be called in the same
+    order on all its ranks, per kind of traffic: gathers among themselves, reductions among themselves.
 
     Args:
         rank: this process in the shard group.
         world_size: ranks of the shard group.
+        device: where the tensors are.
         abandoned: where transfers are kept that an error left under way.
     """
 
     block = 1
-    """Elements of which a whole number is sent to each rank where they are rounded."""
+    """Each rank's range of a buffer should be a multiple of so many elements."""
 
-    def __init__(self, rank: int, world_size: int, abandoned: list[Pending] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device | None = None,
+        abandoned: list[Pending] | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.device = device or torch.device("cpu")
         self.observers: list[Callable[[CollectiveCall], None]] = []
         self.abandoned = [] if abandoned is None else abandoned
-        self.device = torch.device("cpu")
-        self.across: Collectives | None = None  # between the ranks of one place in several shard groups
-        self.asked: object = None  # how it was chosen
-        self.rounds_weights = False  # where they may be rounded
-        self.receives = False  # whether reductions arrive in memory of the wire's own, as large as the largest bucket
-        self.shares_slots = False  # whether others read what is gathered where it is completed: memory of ``allocate``
-        self.keeping: int | None = None  # ranks, this one among them, that keep what they gather to compute with
-        self.feeding: int | None = None  # ranks that what is rounded of a reduction is divided by, if that is fed back
-        self.residuals: dict[str, Tensor] = {}
-        """By reduction, 1-D in float32: what rounding has taken from it so far, of what this rank rounds."""
+        self.state = WireState()
+        self.asked: object = None
+        """The settings it was chosen by: a later run with the same ones may keep it."""
+
+    # ------------------------------------------------------------- what differs between wires, besides speed
+
+    def placed(self, placement: Placement) -> Placement:
+        """The placement of a plan, with the memory that this wire needs. Called before a module is laid out."""
+        return placement
+
+    @property
+    def alters(self) -> str:
+        """Why gathered weights differ from their owners' where they are computed with, in words; empty: they do not."""
+        return ""
+
+    @property
+    def gathers_at_once(self) -> bool:
+        """Whether a gather is over when it has begun, so that prefetching gains nothing. Alike on all ranks."""
+        return False
+
+    @property
+    def grouped(self) -> bool:
+        """Whether there are several shard groups, so that ``average_across`` has to follow the reductions of a step."""
+        return False
+
+    @property
+    def receives(self) -> bool:
+        """Whether reductions need memory of the wire's own, as large as the largest bucket."""
+        return False
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -178,13 +223,10 @@ class Collectives(ABC):
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        """This rank's part of what was gathered to be computed with, where ranks are ``keeping`` it."""
+        """Parts of gathered weights that the wire keeps for the next gather."""
         return ()
 
-    @property
-    def gathers_at_once(self) -> bool:
-        """Whether a gather is over when it has begun, so that nothing is won where it begins early. On all ranks."""
-        return False
+    # ------------------------------------------------------------- verbs
 
     def all_gather(
         self,
@@ -266,8 +308,6 @@ class Collectives(ABC):
     def broadcast(self, tensor: Tensor, source: int, what: str = "") -> Pending:
         """Overwrite ``tensor`` on every rank, of all shard groups, with the one of rank ``source`` of the first."""
         self._observe("broadcast", what, tensor)
-        if self.across is not None and self.rank == source:
-            self.across.broadcast(tensor, 0, what).wait()
         return self._broadcast(tensor, source, what)
 
     def average_across(
@@ -281,10 +321,17 @@ class Collectives(ABC):
         """
         raise RuntimeError("There is one shard group only, of which no two ranks hold the same.")
 
+    # ------------------------------------------------------------- memory
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what collectives read: 1-D, all zeros. Where it makes no difference, it is ordinary memory."""
         with untracked():
             return torch.zeros(numel, dtype=dtype, device=device)
+
+    def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
+        """Bytes for what gathers complete: any content."""
+        with untracked():
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def lend(self, nbytes: int) -> Tensor | None:
         """Bytes that others read where they are, on one rank alone. ``None`` where it makes no difference."""
@@ -360,8 +407,7 @@ class LocalCollectives(Collectives):
     """One rank: nothing travels. What comes after a collective is ordered behind what came before it all the same."""
 
     def __init__(self, streams: Streams | None = None) -> None:
-        super().__init__(rank=0, world_size=1)
-        self.device = self.device if streams is None else streams.device
+        super().__init__(rank=0, world_size=1, device=None if streams is None else streams.device)
         self._streams = streams if streams is not None and streams.beside else None
         self._nothing = Pending("nothing", 0)  # the same for every call on the host: there is nothing to wait for
         self._nothing.wait()
@@ -401,69 +447,3 @@ class LocalCollectives(Collectives):
         if self._streams is None:
             return self._nothing
         return Pending(what, 0, event=self._streams.mark(), streams=self._streams)
-
-
-class WrappedCollectives(Collectives):
-    """Another wire's collectives as they are: whoever changes one verb of a wire overrides its method here.
-
-    The signatures are those of ``Collectives``. Observers are told what the inner wire carries.
-
-    Args:
-        inner: what carries everything.
-    """
-
-    def __init__(self, inner: Collectives) -> None:
-        super().__init__(inner.rank, inner.world_size, inner.abandoned)
-        self.inner = inner
-        self.observers, self.device, self.across = inner.observers, inner.device, inner.across
-        self.asked, self.rounds_weights, self.keeping = inner.asked, inner.rounds_weights, inner.keeping
-        self.feeding, self.residuals = inner.feeding, inner.residuals
-        self.receives, self.shares_slots = inner.receives, inner.shares_slots
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        return self.inner.buffers
-
-    @property
-    def kept(self) -> Sequence[Tensor]:
-        return self.inner.kept
-
-    @property
-    def gathers_at_once(self) -> bool:
-        return self.inner.gathers_at_once
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.inner.allocate(numel, dtype, device)
-
-    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
-        return self.inner.total(numbers, largest)
-
-    def lend(self, nbytes: int) -> Tensor | None:
-        return self.inner.lend(nbytes)
-
-    def vacate(self, memory: Tensor) -> None:
-        self.inner.vacate(memory)
-
-    def occupy(self, memory: Tensor) -> None:
-        self.inner.occupy(memory)
-
-    def freeze(self, memory: Sequence[Tensor]) -> None:
-        self.inner.freeze(memory)
-
-    def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
-        """The inner wire does."""
-
-    def _all_gather(self, *arguments: Any, **named: Any) -> Pending:
-        return self.inner.all_gather(*arguments, **named)
-
-    def _reduce_scatter(self, *arguments: Any, **named: Any) -> Pending:
-        return self.inner.reduce_scatter(*arguments, **named)
-
-    def _all_to_all(self, *arguments: Any, **named: Any) -> Pending:
-        return self.inner.all_to_all(*arguments, **named)
-
-    def average_across(self, *arguments: Any, **named: Any) -> tuple[Pending | None, Pending]:
-        return self.inner.average_across(*arguments, **named)
-
-    def _broadcast(self, *arguments: Any, **named: Any) -> Pending:
-        return self.inner.broadcast(*arguments, **named)

@@ -23,9 +23,9 @@ share a communicator and a stream wherever that order is provably the same:
   for weights. In two, each finds its own, so these stay apart, unless somebody whose ranks all run the same graph says
   so (``COMMUNICATORS``).
 
-Where transfers take two hops (``Hops``), both are on the stream of their kind, one after the other and in one order of
-hops for each kind; and each hop has one communicator, or two, as the kinds have. So nothing changes: at any time a
-stream runs one collective, and between the kinds of one hop what is said above holds.
+Where transfers take two hops (``extensions/hops``), both are on the stream of their kind, one after the other and in
+one order of hops for each kind; and each hop has one communicator, or two, as the kinds have. So nothing changes: at
+any time a stream runs one collective, and between the kinds of one hop what is said above holds.
 
 ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` has nccl begin kernels in the order in which the host has issued them, whichever
 communicator they are of: those of the default group (``sync_dist``, SyncBatchNorm) stand beside ours in any case. With
@@ -41,12 +41,13 @@ import os
 import socket
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,15 +55,14 @@ import torch.distributed as dist
 from lightning_zero._torch import default_store, new_group
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup
-from lightning_zero.comm.hosts import connections, find_hosts, places_by_host
-from lightning_zero.comm.relay import Relay
+from lightning_zero.comm.hosts import connections, find_hosts
 from lightning_zero.comm.waiting import LOOK_SECONDS, current_watch, watch_ranks
 from lightning_zero.config import ShardWithin
 
 __all__ = [
     "COMMUNICATORS",
     "Groups",
-    "Hops",
+    "Resource",
     "ShardGroup",
     "destroy_default_group_at_exit",
     "order_launches",
@@ -74,7 +74,6 @@ COMMUNICATORS = "LIGHTNING_ZERO_COMMUNICATORS"
 """Environment variable: ``1`` or ``2`` on a device, for all stages; two if any rank asks for two."""
 
 _SHORTEST_WAIT = 0.001  # seconds
-_NUMBERS = itertools.count()  # alike on all ranks, because groups are created together
 
 
 def orders_differ(device: torch.device, sharded: bool) -> bool:
@@ -131,12 +130,32 @@ class ShardGroup:
     world_size: int
 
 
+class Resource(ABC):
+    """What wires have made for some ranks, once, and share: threads, connections, more groups. Ends with the groups."""
+
+    def stop(self) -> None:  # noqa: B027
+        """Let whoever waits for other ranks here give up. Called from any thread."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Give everything back. Collective: every rank."""
+
+
+class _Recipe(NamedTuple):
+    """How process groups were made."""
+
+    backend: str | None
+    span: int | None  # as ``Groups.create`` has it
+    sets: Sequence[Sequence[int]]  # of ranks, of which each has a group; none: all ranks
+    default: Callable[[], dist.ProcessGroup | None]  # the default group then; weak: it ends without them
+
+
 @dataclass(eq=False)
 class Groups:
     """The process groups of one engine, each with its own order of calls.
 
     Who agrees (``control``), who shares a flat buffer (``shard``) and how many gradients an average is made of
-    (``divisor``) are three things, although today all of them are all ranks.
+    (``divisor``) are three things.
 
     [Note: groups end before the interpreter does]
     A gloo group has threads, and a thread that lets go of the last tensor of a transfer needs the interpreter for it.
@@ -158,6 +177,12 @@ class Groups:
     timeout: timedelta | None = None  # of any of their calls; ``None``: torch's default
     across: Groups | None = None
     """The ranks that hold the same shards as this one, where several groups of ranks hold all of them."""
+    hosts: list[list[int]] = field(default_factory=list)  # the ranks of each, once they have been asked
+    number: int = field(default_factory=itertools.count().__next__)
+    """Alike on all ranks, as groups are created together. The store outlives them: its keys must not begin anew."""
+    _resources: dict[str, Any] = field(default_factory=dict)
+    _recipe: _Recipe | None = None
+    _meetings: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def create(
@@ -181,45 +206,39 @@ class Groups:
         if default is None:
             raise RuntimeError("There is no default process group; the Trainer makes one in setup_environment.")
         for groups in list(_LIVE):
-            if groups._default() is not default:
+            recipe = groups._recipe
+            if recipe is None or recipe.default() is not default:
                 groups.destroy()  # their default group has ended, and nobody told them
-            elif groups._asked == (backend, timeout, span):
-                groups._part(apart)
+            elif (recipe.backend, groups.timeout, recipe.span) == (backend, timeout, span):
+                groups.part(apart)
                 return groups
         rank, world_size = dist.get_rank(), dist.get_world_size()
         watch_ranks()
         size = span or world_size
-        spans = _spans(size)
-        gather = _made(backend, timeout, "parameters", spans)
+        sets = [range(first, first + size) for first in range(0, world_size, size)]
+        gather = _made(backend, timeout, "parameters", sets)
         control = ControlGroup(_made("gloo", timeout, "agreements"), rank, world_size)
         checkpoint = ControlGroup(_made("gloo", timeout, "checkpoints"), rank, world_size)
         groups = cls(gather, gather, control, checkpoint, ShardGroup(rank % size, size), size, timeout=timeout)
+        groups._recipe = _Recipe(backend, span, sets, weakref.ref(default))
         if size < world_size:
-            replicas, first = ShardGroup(rank // size, world_size // size), rank // size * size
+            first = rank // size * size
             control.counted = checkpoint.counted = range(first, first + size)
-            same = _made(backend, timeout, "replicas", [*zip(*spans, strict=True)])
-            groups.across = cls(same, same, control, checkpoint, replicas, replicas.world_size, timeout=timeout)
-        groups._default, groups._asked, groups._sets = weakref.ref(default), (backend, timeout, span), spans
-        groups._part(apart)
-        atexit.register(groups._at_exit)
+            groups.across = groups.among([*zip(*sets, strict=True)], "replicas", backend, world_size // size)
+        groups.part(apart)
+        atexit.register(_end_all)
         _LIVE.append(groups)
         return groups
 
-    def __post_init__(self) -> None:
-        self.hosts: list[list[int]] = []  # the ranks of each, once they have been asked
-        self.hops: Hops | None = None  # within hosts and between them, once the ranks take these
-        self._relays: dict[str, Relay] = {}
-        self.transports: list[Any] = []
-        """To the memory of this host's other ranks, once they are connected; for gathers and for reductions, if these
-        take two hops."""
-        self.problem = ""  # why they could not be connected
-        self.told: list[str] = []  # what the log says about it
-        self._owner = os.getpid()
-        self._sets: Sequence[Sequence[int]] = ()  # of ranks, of which each has a group; none: all ranks
-        self._default: Callable[[], dist.ProcessGroup | None] = lambda: None  # weak: it ends without them
-        self._asked: tuple[str | None, timedelta | None, int | None] | None = None
-        self._meetings: Counter[str] = Counter()
-        self.number = next(_NUMBERS)  # the store outlives the groups, so that its keys must not begin anew
+    def among(self, sets: Sequence[Sequence[int]], what: str, backend: str | None, divisor: int = 1) -> Groups:
+        """Groups of that set of ranks which this one is of, with the same agreements. Collective: every rank."""
+        rank = self.control.rank
+        ranks = next(ranks for ranks in sets if rank in ranks)
+        gather = _made(backend, self.timeout, what, sets)
+        shard = ShardGroup(ranks.index(rank), len(ranks))
+        made = Groups(gather, gather, self.control, self.checkpoint, shard, divisor, timeout=self.timeout)
+        made._recipe = _Recipe(backend, None, sets, lambda: None)
+        return made
 
     @property
     def span(self) -> int | None:
@@ -231,49 +250,26 @@ class Groups:
         """Whether gathers and reductions are of one group."""
         return self.gather is not None and self.reduce is self.gather
 
-    def _part(self, apart: bool) -> None:
+    def part(self, apart: bool) -> None:
         """Give reductions a group of their own, if they have none and any rank needs that. Collective: every rank."""
-        if self.one_order and self._asked is not None and self.control.agree_any(apart):
-            backend, timeout, _ = self._asked
-            self.reduce = _made(backend, timeout, "gradients", self._sets)
-            for hop in () if self.hops is None else (self.hops.within, self.hops.between):
-                hop._part(apart=True)
+        if self.one_order and self._recipe is not None and self.control.agree_any(apart):
+            self.reduce = _made(self._recipe.backend, self.timeout, "gradients", self._recipe.sets)
 
     def find_hosts(self) -> list[list[int]]:
         """The ranks of each host. Collective: every rank."""
         self.hosts = self.hosts or find_hosts(self.control.gather_objects)
         return self.hosts
 
-    def split_by_host(self, backend: str | None = "gloo") -> Hops | None:
-        """The two hops that collectives take; ``None`` if they go directly, as they do without a ``backend``.
+    def resource(self, name: str, make: Callable[[], Any]) -> Any:
+        """What wires share under a name: a ``Resource``, made by whoever asks first."""
+        if name not in self._resources:
+            self._resources[name] = make()
+        return self._resources[name]
 
-        Made once. Collective: every rank.
-        """
-        places = None if backend is None else places_by_host(self.find_hosts())
-        if self.hops is None and places is not None:
-            self.hops = Hops(self, self.hosts, places, backend)
-        hops = None if places is None else self.hops
-        order = range(self.control.world_size) if hops is None else hops.order
-        self.control.counted = self.checkpoint.counted = order
-        return hops
-
-    def relay(self, kind: str) -> Relay:
-        """What waits for the messages of ``"gathers"`` and ``"reductions"``, or takes the ``"averages"`` between shard
-        groups through, behind reductions within them. Made once."""
-        if kind not in self._relays:
-            through = [self.gather if kind == "gathers" else self.reduce]
-            members = dist.get_process_group_ranks(self.reduce)
-            if kind == "averages" and self.across is not None:
-                through += [self.across.reduce, self.across.gather]
-                members = []
-            self._relays[kind] = Relay(f"the {kind} {self.number}", through, members=members)
-        return self._relays[kind]
-
-    def end_relays(self) -> None:
-        """End their threads. Collective: every rank."""
-        for groups in (self, self.across):
-            while groups is not None and groups._relays:
-                groups._relays.popitem()[1].end()
+    def stop(self) -> None:
+        """Let all waits in resources end. Called from any thread."""
+        for resource in list(self._resources.values()):
+            resource.stop()
 
     def check_hosts(self) -> None:
         """Raise ValueError, on all ranks, if those of a shard group are not on one host. Collective: every rank."""
@@ -324,89 +320,24 @@ class Groups:
 
         Collective: every rank.
         """
-        atexit.unregister(self._at_exit)
         if self in _LIVE:
             _LIVE.remove(self)
-        groups = [self.gather, self.control.process_group, self.checkpoint.process_group]
-        groups += [] if self.one_order else [self.reduce]
-        groups += [] if self.across is None else [self.across.gather]
-        if self.hops is not None:
-            groups += self.hops.end()
-        self.end_relays()
-        self.across = self.hops = None
+        self.end()
+        for control in (self.control, self.checkpoint):
+            group, control.process_group = control.process_group, None
+            _destroy(group)
+
+    def end(self) -> None:
+        """Give back what carries tensors, and what wires have made of it. Collective: every rank."""
+        while self._resources:
+            self._resources.popitem()[1].end()  # what was made last may need the others
+        if self.across is not None:
+            self.across.end()
         self.abandoned.clear()
-        while self.transports:
-            self.transports.pop().close()
-        self.control.shortcut = None
-        self.gather = self.reduce = self.control.process_group = self.checkpoint.process_group = None
+        groups = [self.gather] if self.one_order else [self.gather, self.reduce]
+        self.gather = self.reduce = self.across = None
         while groups:
-            group = groups.pop()  # a group's threads end with the last reference to it
-            if group is not None and dist.is_initialized():
-                with suppress(ValueError):  # gone already, with the default group
-                    dist.destroy_process_group(group)
-
-    def _at_exit(self) -> None:
-        if os.getpid() == self._owner:  # a forked process has the group but none of its threads
-            self.destroy()
-
-
-class Hops:
-    """The process groups of two hops, and what takes transfers through them. Collective: every rank.
-
-    Args:
-        groups: of all ranks.
-        hosts: the ranks of each host.
-        places: those in one place of every host.
-        backend: of the process groups.
-    """
-
-    def __init__(
-        self, groups: Groups, hosts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], backend: str | None
-    ) -> None:
-        rank, timeout, control = groups.control.rank, groups.timeout, groups.control
-        self.order = [rank for ranks in places for rank in ranks]
-        """Which rank has the first shard of a flat buffer, the second one, and so on."""
-
-        def hop(sets: Sequence[Sequence[int]], name: str) -> Groups:
-            gather = _made(backend, timeout, f"parameters {name}", sets)
-            ranks = next(ranks for ranks in sets if rank in ranks)
-            member = ShardGroup(ranks.index(rank), len(ranks))
-            made = Groups(gather, gather, control, groups.checkpoint, member, divisor=1, timeout=timeout)
-            made._asked, made._sets = (backend, timeout, None), sets
-            made._part(apart=not groups.one_order)
-            return made
-
-        self.within, self.between = hop(hosts, "within a host"), hop(places, "between hosts")
-        self.members = next(ranks for ranks in hosts if rank in ranks)
-        self._transports = groups.transports
-        self._number = groups.number
-        self._relays: dict[str, Relay] = {}
-
-    def relay(self, kind: str) -> Relay:
-        """What takes tensors on the CPU through the hops, of the ``"gathers"`` or the ``"reductions"``."""
-        if kind not in self._relays:
-            pair = [hop.gather if kind == "gathers" else hop.reduce for hop in (self.within, self.between)]
-            self._relays[kind] = Relay(f"the {kind} in two hops {self._number}", pair, self._stop)
-        return self._relays[kind]
-
-    def _stop(self) -> None:
-        for transport in self._transports:
-            transport.over = True
-
-    def end(self) -> list[dist.ProcessGroup | None]:
-        """End the threads. Returns the process groups, which are now the caller's alone. Collective: every rank."""
-        for relay in self._relays.values():
-            relay.end()
-        self.within.end_relays()
-        self.between.end_relays()
-        found = [group for hop in (self.within, self.between) for group in dict.fromkeys((hop.gather, hop.reduce))]
-        for hop in (self.within, self.between):
-            hop.gather = hop.reduce = None
-        return found
-
-
-def _spans(size: int) -> list[range]:
-    return [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+            _destroy(groups.pop())
 
 
 def _made(
@@ -425,4 +356,17 @@ def _made(
     return found
 
 
+def _destroy(group: dist.ProcessGroup | None) -> None:
+    """Destroy a process group, whose threads end with the last reference to it."""
+    if group is not None and dist.is_initialized():
+        with suppress(ValueError):  # gone already, with the default group
+            dist.destroy_process_group(group)
+
+
+def _end_all() -> None:
+    while _LIVE:
+        _LIVE[-1].destroy()
+
+
 _LIVE: list[Groups] = []  # not destroyed yet
+os.register_at_fork(after_in_child=_LIVE.clear)  # a forked process has the groups but none of their threads

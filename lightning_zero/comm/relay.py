@@ -19,6 +19,7 @@ from queue import SimpleQueue
 import torch.distributed as dist
 
 from lightning_zero._torch import untracked
+from lightning_zero.comm.groups import Resource
 from lightning_zero.comm.hosts import connections
 from lightning_zero.comm.waiting import LOOK_SECONDS, NOTES, Note, passed_on, verdict
 
@@ -28,31 +29,27 @@ _GRACE_SECONDS = 1.0  # for transfers under way, before their connections are sh
 _CUT_OFF_SECONDS = 3.0  # then, before a thread is left behind: gloo tells nobody of a message that was cut off
 
 
-class Relay:
+class Relay(Resource):
     """Takes transfers of one kind through hops: see [Note: two hops and one order].
 
     Args:
         name: of all transfers of the kind, alike on all ranks.
-        groups: which carry the hops.
+        groups: which carry the hops. A transfer of one hop waits for the ranks of its group, any other one for all.
         stop: ends waits of hops that no group carries.
-        members: the ranks that a transfer waits for, if these are not all.
     """
 
     def __init__(
-        self,
-        name: str,
-        groups: Sequence[dist.ProcessGroup | None],
-        stop: Callable[[], object] = bool,
-        members: Sequence[int] = (),
+        self, name: str, groups: Sequence[dist.ProcessGroup | None], stop: Callable[[], object] = bool
     ) -> None:
         self.name, self._stop = name, stop
-        self._members = tuple(members or range(dist.get_world_size()))
+        alone = groups[0] if len(groups) == 1 else None
+        self._members = tuple(range(dist.get_world_size()) if alone is None else dist.get_process_group_ranks(alone))
         connections[name] = [place for group in groups if group is not None for place in connections[group.group_name]]
         passed_on[name] = 0
         self._failure: BaseException | None = None
         self._lanes = [_Lane(f"lightning_zero: {name}, hop {hop}") for hop, _ in enumerate(groups, 1)]
 
-    def carry(self, what: str, hops: Sequence[Callable[[], None]]) -> Passage:
+    def carry(self, what: str, hops: Sequence[Callable[[], object]]) -> Passage:
         """Run one after the other, each in the thread of its hop, which holds nothing of it when it has come through:
         who waits may count who else has the memory."""
         passed_on[self.name] += 1
@@ -70,7 +67,7 @@ class Relay:
         connections.pop(self.name, None)
         passed_on.pop(self.name, None)
 
-    def _take(self, passage: Passage, left: list[Callable[[], None]], hop: int) -> None:
+    def _take(self, passage: Passage, left: list[Callable[[], object]], hop: int) -> None:
         try:
             if self._failure is not None:
                 raise self._failure

@@ -99,9 +99,7 @@ class UnitBuilder:
         return units
 
     def _slot(self, nbytes: int) -> Slot:
-        if self._collectives.shares_slots:
-            return Slot(self._collectives.allocate(nbytes, torch.uint8, self._device))
-        return Slot.allocate(nbytes, self._device)
+        return Slot(self._collectives.allocate_gathered(nbytes, self._device))
 
     def _take_room(self) -> None:
         """Memory for all masters and weights that do not rest on the device, before the ranks depend on each other."""

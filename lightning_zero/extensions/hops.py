@@ -19,84 +19,133 @@ Source: ZeRO++ (arXiv:2306.10209), section 3.2, where it is hpZ.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
-from lightning_zero.comm.groups import Groups, Hops
-from lightning_zero.comm.native import GlooCollectives, NativeCollectives
-from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.comm.sums import divide
+from lightning_zero.comm.groups import Groups, Resource
+from lightning_zero.comm.native import NativeCollectives, divide
+from lightning_zero.comm.streams import Event
+from lightning_zero.config import Placement
 
-__all__ = ["HierarchicalCollectives", "HierarchicalOverGloo"]
+__all__ = ["HierarchicalCollectives", "Hops", "split"]
 
 
-class HierarchicalCollectives(NativeCollectives):
+class Hops(Resource):
+    """The process groups of two hops. Collective: every rank.
+
+    Args:
+        groups: of all ranks.
+        places: the ranks in one place of every host, by place.
+        backend: of the process groups.
+    """
+
+    def __init__(self, groups: Groups, places: Sequence[Sequence[int]], backend: str | None) -> None:
+        self.order = [rank for ranks in places for rank in ranks]
+        """Which rank has the first shard of a flat buffer, the second one, and so on."""
+        self.within = groups.among(groups.hosts, "parameters within a host", backend)
+        self.between = groups.among(places, "parameters between hosts", backend)
+
+    def end(self) -> None:
+        self.within.end()
+        self.between.end()
+
+
+def split(groups: Groups, places: Sequence[Sequence[int]], backend: str | None) -> Hops:
+    """The two hops of some groups, made once. Called when a run chooses its wire. Collective: every rank."""
+    hops: Hops = groups.resource("hops", lambda: Hops(groups, places, backend))
+    for hop in (hops.within, hops.between):
+        hop.part(apart=not groups.one_order)
+    groups.control.counted = groups.checkpoint.counted = hops.order
+    return hops
+
+
+class HierarchicalCollectives(Collectives):
     """Collectives within hosts and then between them: see [Note: shards by host].
 
     All-to-alls and broadcasts, of which no more leaves a host, take the direct way.
 
     Args:
-        groups: all ranks.
         hops: the groups of both hops.
-        streams: of the device.
-        within: what carries the one within hosts.
+        direct: what carries tensors between all ranks.
+        within: what carries the hop within hosts.
         between: what carries the other one.
         keeps: see [Note: what a host keeps].
     """
 
     def __init__(
-        self,
-        groups: Groups,
-        hops: Hops,
-        streams: Streams,
-        within: Collectives,
-        between: NativeCollectives,
-        keeps: bool = False,
+        self, hops: Hops, direct: NativeCollectives, within: Collectives, between: NativeCollectives, keeps: bool
     ) -> None:
-        super().__init__(groups, streams)
-        self.rank = hops.order.index(groups.control.rank)
+        super().__init__(hops.order.index(direct.rank), direct.world_size, direct.device, direct.abandoned)
+        self.groups = direct.groups
         self._hops = hops
-        self._order: Sequence[int] = hops.order  # for gloo
-        self._within, self._between = within, between
-        self.rounds_weights = between.rounds_weights
-        self.keeping = self._within.world_size if keeps else None
-        self.feeding = None if between.feeding is None else self._within.world_size
-        self.residuals = between.residuals
-        self.receives, self.shares_slots = within.receives, within.shares_slots
+        self._direct, self._within, self._between = direct, within, between
+        self.state = between.state
+        self._keeps = keeps
         self._kept: dict[Hashable, tuple[int, Tensor]] = {}  # by name of the content, with its state
+
+    def placed(self, placement: Placement) -> Placement:
+        placement = self._between.placed(placement)
+        return replace(placement, keeping=self._within.world_size) if self._keeps else placement
+
+    @property
+    def alters(self) -> str:
+        return self._between.alters
+
+    @property
+    def receives(self) -> bool:
+        return self._within.receives
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        return *self._within.buffers, *self.residuals.values()
+        return *self._within.buffers, *self._between.buffers
 
     @property
     def kept(self) -> Sequence[Tensor]:
         return [part for _, part in self._kept.values()]
 
+    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        return self._direct.total(numbers, largest)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._within.allocate(numel, dtype, device)
+
+    def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
+        return self._within.allocate_gathered(nbytes, device)
+
+    def vacate(self, memory: Tensor) -> None:
+        self._within.vacate(memory)
+
+    def occupy(self, memory: Tensor) -> None:
+        self._within.occupy(memory)
+
+    def freeze(self, memory: Sequence[Tensor]) -> None:
+        self._within.freeze(memory)
+
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         part = self._within.own_range(buffer)
-
-        def between() -> None:
-            if keep is not None and known:
-                part.copy_(keep)
-                return
-            self._between.all_gather(part, what, content=content).wait()
-            if keep is not None:
-                keep.copy_(part)
-
-        def within() -> None:
-            self._within.all_gather(buffer, what).wait()
-
-        with untracked(), self.streams.gathering(after):
+        with untracked(), self._direct.streams.gathering(after):
             if source is not None:
                 self.own_range(buffer).copy_(source)
-            keep, known = (None, False) if content is None or self.keeping is None else self._place_for(part, *content)
-            return self._carried("gathers", what, (between, within), (buffer,))
+            keep, known = self._place_for(part, *content) if self._keeps and content is not None else (part, False)
+
+            def between() -> None:
+                if known:
+                    part.copy_(keep)
+                    return
+                self._between.all_gather(part, what, content=content).wait()
+                if keep is not part:
+                    keep.copy_(part)
+
+            def within() -> None:
+                self._within.all_gather(buffer, what).wait()
+
+            return self._carried("gathers", what, between, within, (buffer,))
 
     def _place_for(self, part: Tensor, name: Hashable, state: int) -> tuple[Tensor, bool]:
         """Where a part of some content is kept, and whether it is there in this state."""
@@ -121,56 +170,20 @@ class HierarchicalCollectives(NativeCollectives):
             self._between.reduce_through(free, part, shard, what, key).wait()
             divide(shard, 1 if early else divisor)
 
-        with self.streams.reducing():
-            return self._carried("reductions", what, (within, between), (bucket, shard))
+        with self._direct.streams.reducing():
+            return self._carried("reductions", what, within, between, (bucket, shard))
 
-    def _carried(self, kind: str, what: str, hops: Sequence[Callable[[], None]], keep: Sequence[Tensor]) -> Pending:
-        """Take a transfer through its hops: one after the other on the current stream."""
-        with untracked():
-            for hop in hops:
-                hop()
-        return Pending(what, self._told, event=self.streams.mark(), streams=self.streams, keep=keep)
+    def _carried(
+        self, kind: str, what: str, first: Callable[[], None], second: Callable[[], None], keep: Sequence[Tensor]
+    ) -> Pending:
+        groups = [hop.gather if kind == "gathers" else hop.reduce for hop in (self._hops.within, self._hops.between)]
+        hops = [*zip(groups, (first, second), strict=True)]
+        return self._direct.in_hops(f"{kind} in two hops", what, hops, keep)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
     ) -> Pending:
-        places = sorted(range(self.world_size), key=self._hops.order.__getitem__)  # of the ranks, in their order
-        received, given = output.split(output_splits), input.split(input_splits)
-        with untracked(), self.streams.reducing():
-            sent, taken = torch.cat([given[at] for at in places]), torch.empty_like(output)
-            output_splits, input_splits = ([sizes[at] for at in places] for sizes in (output_splits, input_splits))
-
-            def put() -> None:
-                for at, part in zip(places, taken.split(output_splits), strict=True):
-                    received[at].copy_(part)
-
-            return self._followed(
-                super()._all_to_all(taken, sent, output_splits, input_splits, what), put, (output, input)
-            )
+        return self._direct.spread(output, input, output_splits, input_splits, what, self._hops.order)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        return super()._broadcast(tensor, self._hops.order[source], what)
-
-
-class HierarchicalOverGloo(HierarchicalCollectives, GlooCollectives):
-    """The same for CPU tensors, where threads take transfers through: see [Note: two hops and one order].
-
-    Between hosts over gloo, and within them too unless their ranks read one another's memory.
-    """
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._within.allocate(numel, dtype, device)
-
-    def vacate(self, memory: Tensor) -> None:
-        self._within.vacate(memory)
-
-    def occupy(self, memory: Tensor) -> None:
-        self._within.occupy(memory)
-
-    def freeze(self, memory: Sequence[Tensor]) -> None:
-        self._within.freeze(memory)
-
-    def _carried(self, kind: str, what: str, hops: Sequence[Callable[[], None]], keep: Sequence[Tensor]) -> Pending:
-        return Pending(what, self._told, works=[self._hops.relay(kind).carry(what, hops)], keep=keep)
-
-    _all_to_all = GlooCollectives._all_to_all
+        return self._direct.broadcast(tensor, self._hops.order[source], what)

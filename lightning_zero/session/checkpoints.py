@@ -106,8 +106,8 @@ class Checkpoints:
             own = dict(checkpoint.get(SUMMARY_KEY, {}))
             if self._random is not None:
                 own[RANDOM_KEY] = self._random.save(engine.device)
-            if engine.collectives.residuals:
-                own[FEEDBACK_KEY] = extension("compression").saved_residuals(engine, self._groups)
+            if carried := engine.collectives.state.save(self._layout(engine)):
+                own[FEEDBACK_KEY] = carried
             checkpoint = {**checkpoint, SUMMARY_KEY: own}
 
         def write(content: Mapping[str, Any], control: ControlGroup) -> list[str]:
@@ -155,16 +155,18 @@ class Checkpoints:
         if self._random is not None:
             self._random.restore(trainer)
 
-    def load_residuals(self, checkpoint: Mapping[str, Any], engine: ZeroEngine) -> None:
-        """Read what error feedback keeps of gradients, if it fits; else begin at zero and say so.
+    def _layout(self, engine: ZeroEngine) -> str:
+        """What the state of a wire belongs to."""
+        return f"hosts {self._groups.hosts}, plan {engine.plan.fingerprint()}"
 
-        Collective: every rank; ``CheckpointError`` on all, if one could not read its rows.
+    def load_wire_state(self, checkpoint: Mapping[str, Any], engine: ZeroEngine) -> None:
+        """Read what the wire carried from step to step, if it fits; else it begins anew, and the log says so.
+
+        Collective: every rank; ``CheckpointError`` on all, if one could not read its part.
         """
-        found = checkpoint.get(SUMMARY_KEY, {}).get(FEEDBACK_KEY, {})
-        if engine.collectives.feeding is not None:
-            extension("compression").load_residuals(found, engine, self._groups)
-        elif found:
-            rank_zero_info("Error feedback takes nothing from the checkpoint: nothing is fed back in this run.")
+        saved = checkpoint.get(SUMMARY_KEY, {}).get(FEEDBACK_KEY, {})
+        if why := engine.collectives.state.load(saved, self._layout(engine)):
+            rank_zero_info(f"Error feedback takes nothing from the checkpoint: {why}.")
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint at the next save, or at the end of the run: never before its successor is durable."""

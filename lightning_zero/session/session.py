@@ -190,10 +190,10 @@ class ZeroSession:
             )
 
     def _plan(self, module: nn.Module, dtypes: Dtypes, collectives: Collectives) -> ZeroPlan:
-        settings, feeding = self.settings, collectives.feeding
+        settings = self.settings
         plan = build_plan(
             module,
-            placement=replace(settings.placement, span=self.groups.span, keeping=collectives.keeping, feedback=feeding),
+            placement=collectives.placed(replace(settings.placement, span=self.groups.span)),
             world_size=self.groups.control.world_size,
             units=settings.units,
             bucket_mib=settings.bucket_mib,
@@ -210,11 +210,11 @@ class ZeroSession:
     def begin(self, training: bool) -> None:
         """Send rank 0's buffers, and make what training needs ready. Collective: every rank, after ``shard``."""
         engine = self.engine
-        if engine.collectives.rounds_weights and not engine.plan.placement.shards_parameters:
-            engine.masters_changed(range(len(engine.units)))  # what is computed with is rounded from the first batch on
+        if engine.collectives.alters and not engine.plan.placement.shards_parameters:
+            engine.masters_changed(range(len(engine.units)))  # weights go over the wire from the first batch on
         self._buffers = BufferBroadcast(engine, fitting=training, enabled=self.settings.broadcast_buffers)
         if training:
-            engine.collectives.residuals.clear()  # of an earlier run
+            engine.collectives.state.clear()  # of an earlier run
             self._prepare_training()
 
     def _prepare_training(self) -> None:

@@ -83,6 +83,7 @@ class SessionSettings:
                 raise ValueError(
                     f"compression must be a Compression, got {self.compression!r}. Write Compression(gradients='int8')."
                 )
+            extension("compression")
             self.compression.check(self.shard_within)
         for name in ("broadcast_buffers", "secondary_shards"):
             if not isinstance(getattr(self, name), bool):
@@ -91,6 +92,8 @@ class SessionSettings:
             raise ValueError("secondary_shards is for stage 3: in stages 1 and 2 weights are gathered once a step.")
         if self.secondary_shards and self.shard_within is not None:
             raise ValueError("shard_within keeps all shards within groups: leave secondary_shards out, or the other.")
+        if self.secondary_shards:
+            extension("hops")
 
     @classmethod
     def from_user(cls, stage: StageLike, **settings: Any) -> SessionSettings:
@@ -99,25 +102,5 @@ class SessionSettings:
 
     def check(self, plan: ZeroPlan, scales_loss: bool = False) -> None:
         """Raise ValueError where a setting does not go with how the module is laid out, or with a loss scale."""
-        if self.compression is not None and self.compression.error_feedback:
-            _check_feedback(self.compression, plan, scales_loss)
-        weights = None if self.compression is None else self.compression.weights
-        mixed = any(layout.compute_dtype != layout.dtype for layout in plan.layouts)
-        if weights is not None and plan.trainable_layouts and not (mixed or self.placement.shards_parameters):
-            raise ValueError(
-                f"Compression.weights={weights!r} is for stage 3, and for mixed precision. Here ranks keep the weights "
-                "that they are sent, so these would stay rounded: leave weights out, and compress gradients."
-            )
-
-
-def _check_feedback(compression: Compression, plan: ZeroPlan, scales_loss: bool) -> None:
-    what = "Compression.error_feedback"
-    if scales_loss:
-        raise ValueError(
-            f"{what} does not go with a loss scale: what is kept of one step would be added to gradients of another "
-            "scale. Use 'bf16-mixed' or full precision in place of '16-mixed', or leave it out."
-        )
-    across = plan.group_size != plan.world_size
-    sent = [layout.dtype if across else layout.reduce_dtype for layout in plan.trainable_layouts]
-    if compression.gradients == "bfloat16" and any(dtype.itemsize == 2 for dtype in sent):
-        raise ValueError(f"{what} has nothing to keep of gradients in 16 bits: leave it out, or give gradients='int8'.")
+        if self.compression is not None:
+            extension("compression").check(self.compression, plan, scales_loss)

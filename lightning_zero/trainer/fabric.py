@@ -400,7 +400,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         wanted: dict[str, Any] = {_WEIGHTS: state} if isinstance(state, nn.Module) else state or {}
         if any(isinstance(value, Optimizer) for value in wanted.values()):
             self.session.adopt_changes()
-            self.session.checkpoints.load_residuals(found, self.session.engine)
+            self.session.checkpoints.load_wire_state(found, self.session.engine)
         if not isinstance(state, nn.Module):
             self._rename(found, wanted)
         if wanted:

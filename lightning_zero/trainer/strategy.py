@@ -436,7 +436,7 @@ class ZeroStrategy(Batches):
         for optimizer, state in zip(self.optimizers, states, strict=False):
             self._state_of(optimizer).load(state, weights=checkpoint.get("state_dict"))
         self.checkpoints.load_random_state(checkpoint, self.root_device)
-        self.checkpoints.load_residuals(checkpoint, self.engine)
+        self.checkpoints.load_wire_state(checkpoint, self.engine)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint once its successor is durable: at the next save, or at the end of the run."""

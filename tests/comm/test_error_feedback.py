@@ -20,6 +20,7 @@ from lightning_zero.extensions.compression.codes import compress, decompress, fo
 from lightning_zero.extensions.monitors import memory_stats
 from tests.comm.test_compression import KINDS, Net, loss_of, make, rounded, state
 from tests.helpers.training import make_trainer, quiet
+from tests.helpers.wires import residuals_of
 from tests.helpers.world import run_world
 
 CPU = torch.device("cpu")
@@ -166,9 +167,9 @@ def test_the_sum_of_all_steps_lacks_what_is_kept_and_no_more(kind: Any, per_host
                 wire.reduce_scatter(batch(rank, step), shard, "gradients", key=7).wait()
                 total += shard * wire.world_size
             sums.append(total)
-        assert not wires[1].residuals
-        assert wires[0].residuals["sum 7"].numel() == numel // per_host
-        return sums[0], sums[1], wires[0].rank, wires[0].residuals["sum 7"]
+        assert not residuals_of(wires[1])
+        assert residuals_of(wires[0])["sum 7"].numel() == numel // per_host
+        return sums[0], sums[1], wires[0].rank, residuals_of(wires[0])["sum 7"]
 
     world = 2 * per_host
     rows = run_world(world, run, environment={RANKS_PER_HOST: str(per_host)})
@@ -241,7 +242,7 @@ def test_a_step_that_overflows_leaves_nothing_behind() -> None:
     def run(rank: int) -> None:
         for stage in (1, 3):
             net = fit(stage, fed("int8"), Overflows())
-            assert all(residual.isfinite().all() for residual in wire_of(net).residuals.values())
+            assert all(residual.isfinite().all() for residual in residuals_of(wire_of(net)).values())
             oracle = expected("int8", 4, net=Overflows())
             assert_same(net.found[:1] + net.found[2:], oracle[:1] + oracle[2:])
 
@@ -255,7 +256,7 @@ def test_between_groups_that_share_shards() -> None:
         exact, found = fit(2, None, Plain(), 20, within=2), []
         for kind in ("int8", "int4"):
             nets = [fit(2, c, Plain(), 20, within=2) for c in (fed(kind), Compression(gradients=kind))]
-            sizes = [row.numel() for name, row in sorted(wire_of(nets[0]).residuals.items()) if name.endswith(" 0")]
+            sizes = [row.numel() for name, row in sorted(residuals_of(wire_of(nets[0])).items()) if name.endswith(" 0")]
             found.append((distances(exact, nets), sizes))
         return found
 
@@ -273,7 +274,7 @@ def test_memory_is_as_counted(per_host: int, within: int | None) -> None:
         for stage in (1, 2, 3):
             net = fit(stage, fed("int4"), within=within, steps=1)
             engine = net.trainer.strategy.engine
-            kept = sum(row.nbytes for row in wire_of(net).residuals.values())
+            kept = sum(row.nbytes for row in residuals_of(wire_of(net)).values())
             divisor = 2 if per_host == 2 else 1
             assert engine.plan.placement.feedback == divisor
             numel = sum(layout.numel for layout in engine.plan.trainable_layouts)
@@ -297,10 +298,10 @@ def test_runs_resume_to_the_bit(tmp_path: Path, stage: int, within: int | None) 
 
         whole, half = two(2), two(1)
         half.trainer.save_checkpoint(tmp_path / "half.ckpt")
-        kept = {name: row.clone() for name, row in wire_of(half).residuals.items()}
+        kept = {name: row.clone() for name, row in residuals_of(wire_of(half)).items()}
         assert kept
         again = two(1, None, tmp_path / "half.ckpt")  # nothing is left to do
-        found = wire_of(again).residuals
+        found = residuals_of(wire_of(again))
         assert found.keys() == kept.keys()
         assert all(torch.equal(found[name], row) for name, row in kept.items())
         again = two(2, None, tmp_path / "half.ckpt")
@@ -335,7 +336,7 @@ def test_what_does_not_fit_begins_at_zero_and_says_so(tmp_path: Path, caplog: py
                 net = fit(stage, compression, steps=2, ckpt_path=tmp_path / name)
             lines = [record.getMessage() for record in caplog.records]
             told = [line for line in lines if line.startswith("Error feedback takes nothing from the checkpoint")]
-            found.append(("".join(told), bool(wire_of(net).residuals)))
+            found.append(("".join(told), bool(residuals_of(wire_of(net)))))
         return found
 
     run_world(4, save, environment=TWO_HOSTS)
@@ -364,7 +365,7 @@ def test_one_host_keeps_nothing() -> None:
     def run(rank: int) -> None:
         exact, net = fit(2, None), fit(2, fed("int4"))
         assert all(map(torch.equal, state(exact), state(net)))
-        assert not wire_of(net).residuals
+        assert not residuals_of(wire_of(net))
         assert net.trainer.strategy.engine.plan.placement.feedback is None
 
     run_world(2, run)

@@ -24,12 +24,14 @@ from lightning_zero.comm import (
     choose_collectives,
 )
 from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.config import Placement
 from lightning_zero.extensions.compression import operators
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
 from lightning_zero.extensions.compression.collectives import CompressedCollectives
 from lightning_zero.extensions.hops import HierarchicalCollectives
 from lightning_zero.extensions.monitors import memory_stats
 from tests.helpers.training import make_trainer, quiet
+from tests.helpers.wires import residuals_of
 from tests.helpers.world import run_world
 from tests.races.simulated import simulated_device
 from tests.strategy.test_shard_within import Net, near, same, whole
@@ -59,7 +61,9 @@ def fit(stage: Any, simulated: bool, **options: Any) -> Found:
     with quiet(), simulated_device(traced="offload" in named) if simulated else nullcontext():
         make_trainer(strategy, plugins=plugin, **options).fit(net, DataLoader(range(4), batch_size=None))  # type: ignore[arg-type]
         wire = strategy.engine.collectives
-        return Found(whole(net), net.norms, wire, {name: row.clone() for name, row in sorted(wire.residuals.items())})
+        return Found(
+            whole(net), net.norms, wire, {name: row.clone() for name, row in sorted(residuals_of(wire).items())}
+        )
 
 
 INT4 = Compression(gradients="int4", error_feedback=True)
@@ -87,9 +91,10 @@ def test_bits_are_those_of_cpu_ranks() -> None:
             assert same(host.weights, device.weights), name
             assert repr(host.norms) == repr(device.norms), name  # NaN is equal to NaN
             assert same(host.residuals, device.residuals, buffers=False), name
-            across = [found.wire.across or found.wire for found in (host, device)]
-            assert isinstance(across[1], (CompressedCollectives, HierarchicalCollectives)), name
-            assert [isinstance(wire, GlooCollectives) for wire in across] == [True, False], name
+            wires = [getattr(found.wire, "across", None) or found.wire for found in (host, device)]
+            assert isinstance(wires[1], (CompressedCollectives, HierarchicalCollectives)), name
+            direct = [getattr(wire, "_direct", wire) for wire in wires]
+            assert [isinstance(wire, GlooCollectives) for wire in direct] == [True, False], name
 
     run_world(4, run, environment=TWO_HOSTS, timeout=300)
 
@@ -109,7 +114,7 @@ def test_without_hops_bits_are_those_of_cpu_ranks_too() -> None:
             )  # else nccl sums, in its own order
             assert same(host.residuals, device.residuals, buffers=False)
             assert isinstance(device.wire, CompressedCollectives) == ("compression" in options)
-            assert device.wire.keeping is None
+            assert device.wire.placed(Placement.from_stage(3)).keeping is None
 
     run_world(3, run, environment=TWO_HOSTS, timeout=120)
 
@@ -164,10 +169,10 @@ def test_runs_resume_to_the_bit(tmp_path: Path) -> None:
             whole_run = whole(train(2)[1])
             trainer, _ = train(1)
             trainer.save_checkpoint(path)
-            kept = {name: row.clone() for name, row in trainer.strategy.engine.collectives.residuals.items()}
+            kept = {name: row.clone() for name, row in residuals_of(trainer.strategy.engine.collectives).items()}
             assert kept
             trainer, _ = train(1, path)  # nothing is left to do
-            assert same(kept, trainer.strategy.engine.collectives.residuals, buffers=False)
+            assert same(kept, residuals_of(trainer.strategy.engine.collectives), buffers=False)
             stats = memory_stats(trainer.strategy.engine).device["transport"]
             assert stats == sum(row.nbytes for row in kept.values())
             assert same(whole_run, whole(train(2, path)[1]))

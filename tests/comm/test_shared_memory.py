@@ -429,7 +429,7 @@ def test_engines_come_and_go_through_one_transport() -> None:
 
         before = open_files()
         assert once() == once() == once() > len(before)
-        (transport,) = Groups.create("gloo").transports
+        (transport,) = Groups.create("gloo").resource("shared_memory", None).transports
         assert transport.heap.used_nbytes == 0
         Groups.create("gloo").destroy()
         del transport

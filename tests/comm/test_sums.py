@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.comm.sums import PairwiseSum
+from lightning_zero.comm.native import PairwiseSum
 from tests.helpers.probe import pairwise_sum
 
 

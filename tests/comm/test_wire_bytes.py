@@ -91,8 +91,7 @@ def test_a_collective_over_gloo_moves_each_byte_once(world_size: int) -> None:
 
 def between_hosts(groups: Groups) -> list[int]:
     """The sockets of the hop between hosts."""
-    assert groups.hops is not None
-    hop = groups.hops.between
+    hop = groups.resource("hops", None).between
     names = {group.group_name for group in (hop.gather, hop.reduce) if group is not None}
     assert len(names) == 2
     return [file for name in names for file, _ in connections[name]]

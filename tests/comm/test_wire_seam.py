@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Collectives, Groups, Pending, WrappedCollectives, choose_collectives
+from lightning_zero.comm import Collectives, Groups, Pending, choose_collectives
 from lightning_zero.config import Placement
 from lightning_zero.plan.costs import expected_traffic
 from lightning_zero.session.session import ZeroSession
@@ -17,6 +17,7 @@ from lightning_zero.session.settings import SessionSettings
 from tests.helpers.models import ZOO
 from tests.helpers.probe import masters
 from tests.helpers.training import build
+from tests.helpers.wires import WrappedCollectives
 from tests.helpers.world import run_world
 
 STEPS = 4

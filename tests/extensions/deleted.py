@@ -82,6 +82,11 @@ def compression(folder: Path) -> None:
     fit(ZeroStrategy(3, compression=Compression(weights="int8")))
 
 
+def shared_memory(folder: Path) -> None:
+    os.environ["LIGHTNING_ZERO_SHARED_MEMORY"] = "1"
+    fit("zero3")
+
+
 def hops(folder: Path) -> None:
     from lightning_zero import ZeroStrategy
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_zero import Compression, ZeroStrategy
-from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, WrappedCollectives, native
+from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, native
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.config import Placement
 from lightning_zero.extensions.compression.codes import Format, compress, decompress, format_nbytes
@@ -38,6 +38,7 @@ from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.settings import SessionSettings
 from tests.helpers.device_models import beside_ddp
 from tests.helpers.script import run_forked
+from tests.helpers.wires import WrappedCollectives
 from tests.helpers.world import ROOT, die_with_parent, free_port, rank_environment, subprocess_env
 
 __all__ = ["Staged", "needs_gpu", "run_on"]

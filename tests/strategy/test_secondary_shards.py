@@ -56,7 +56,7 @@ def compare(make: Callable[[], Net], **options: Any) -> None:
 
     def run(rank: int) -> dict[str, Tensor]:
         kept, plain = (fit(make(), kept, **options) for kept in (True, False))
-        assert kept.trainer.strategy.engine.collectives.keeping == 2  # type: ignore[attr-defined]
+        assert kept.trainer.strategy.engine.plan.placement.keeping == 2  # type: ignore[attr-defined]
         assert same(whole(kept), whole(plain))
         assert kept.norms == plain.norms
         return whole(kept)

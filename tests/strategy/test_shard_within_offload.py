@@ -27,6 +27,7 @@ from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.config import Offload
 from lightning_zero.optim.gradients import LossScaler
 from tests.helpers.training import make_trainer, quiet
+from tests.helpers.wires import residuals_of
 from tests.helpers.world import WorldError, run_world
 from tests.races.simulated import simulated_device
 from tests.races.trace import find_races
@@ -257,7 +258,7 @@ def test_rounded_gradients(tmp_path: Path) -> None:
                 ZeroStrategy(stage, shard_within=2, offload=offload, **settings), accumulate_grad_batches=2
             )
             trainer.fit(module, DataLoader(range(4), batch_size=None))  # type: ignore[arg-type]
-        return whole(module), dict(trainer.strategy.engine.collectives.residuals)  # type: ignore[attr-defined]
+        return whole(module), residuals_of(trainer.strategy.engine.collectives)  # type: ignore[attr-defined]
 
     def run(rank: int) -> None:
         exact = whole(fit(2, 2, Net(), accumulate_grad_batches=2))

@@ -281,7 +281,7 @@ class GradientBucket:
             self._direct = full is self._shard or (self._is_apart and True not in self._keeps())
             target = self._memory(whole=True) if self._direct else self._collectives.own_range(full)
             self.pending = self._collectives.reduce_scatter(full, target, self._what, patience, self.index)
-            self.grouped = self._collectives.across is not None
+            self.grouped = self._collectives.grouped
             if self.grouped and last:
                 self.average_across()
         self.launched, self.dirty, self.plain = True, False, False

@@ -194,7 +194,7 @@ class ShardedUnit(Unit):
         home, pending = self.home, []
         if not self.pins and self.state is not UnitState.SHARDED:
             self.release()
-        self.rounded = collectives.rounds_weights
+        self.altered = collectives.alters
         if not self.pins and not home.pins:
             if home.owner is not None:
                 home.owner.release()

@@ -80,7 +80,7 @@ class Unit:
         self.outstanding = 0
         # The user's parameters show full values of their own (``full_parameters``) and must go on doing so.
         self.held = False
-        self.rounded = False  # what it computes with, on its way here
+        self.altered = ""  # how the wire changes what it computes with, in words
         self._returning: Transfer | None = None
 
     def show_placeholders(self) -> None:
@@ -149,8 +149,8 @@ class Unit:
             if not changed and (position not in handed or handed[position] == checksum(get_data(parameter))):
                 continue
             found = True
-            if layout.compute_dtype != layout.dtype or self.rounded:
-                how = "rounded weights (compression)" if self.rounded else layout.compute_dtype
+            if layout.compute_dtype != layout.dtype or self.altered:
+                how = self.altered or layout.compute_dtype
                 raise ParameterAccessError(
                     f"'{spec.name}' was written to while it computes in {how}; its values are kept in "
                     f"{layout.dtype}, so what was written would be lost or rounded. Write to it inside `with "

@@ -18,54 +18,104 @@ that is not finite is kept: both keep what they had.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.collectives import Content, Pending
+from lightning_zero.checkpoint import FlatShard
+from lightning_zero.checkpoint.format.stored import read_slices
+from lightning_zero.comm.collectives import Content, Pending, WireState
+from lightning_zero.comm.control import ControlGroup, collect
 from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.native import GlooCollectives, NativeCollectives
+from lightning_zero.comm.native import GlooCollectives, NativeCollectives, PairwiseSum, divide
 from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.comm.sums import PairwiseSum, divide
-from lightning_zero.extensions.compression.codes import BLOCK, Format, compress, decompress, format_nbytes
+from lightning_zero.config import Placement
+from lightning_zero.config import RoundedFormat as Format
+from lightning_zero.extensions.compression.codes import BLOCK, compress, decompress, format_nbytes
 
-__all__ = [
-    "CompressedCollectives",
-    "CompressedOverGloo",
-    "Format",
-    "compress",
-    "decompress",
-    "format_nbytes",
-]
+__all__ = ["CompressedCollectives", "CompressedOverGloo", "Rounded"]
+
+_LAYOUT = "layout"  # what residuals of a checkpoint belong to
+
+
+class Rounded(NamedTuple):
+    """What is rounded."""
+
+    gathers: Format | None  # to what, of what has a content; ``None``: nothing
+    reductions: Format | None  # likewise, of what is reduced
+    fed: Collection[str] = ()  # of what errors are fed back: the "sum" that is reduced, the "average" that is gathered
+
+
+class Residuals(WireState):
+    """What error feedback keeps. It belongs to the ranks of a host and to parts of a layout."""
+
+    def __init__(self, control: ControlGroup, device: torch.device, fed: bool) -> None:
+        self._control, self._device, self._fed = control, device, fed
+        self.residuals: dict[str, Tensor] = {}
+        """By reduction, 1-D in float32: what rounding has taken from it so far, of what this rank rounds."""
+
+    def clear(self) -> None:
+        self.residuals.clear()
+
+    def save(self, layout: str) -> dict[str, Any]:
+        """For each reduction a row of each rank."""
+        rank, ranks = self._control.rank, self._control.world_size
+        found = self.residuals.items()
+        rows = {name: FlatShard(row, (ranks, row.numel()), rank * row.numel()) for name, row in found}
+        return {_LAYOUT: layout, **rows} if rows else {}
+
+    def load(self, saved: Mapping[str, Any], layout: str) -> str:
+        self.residuals.clear()
+        if not self._fed:
+            return super().load(saved, layout)
+        if not saved:
+            return "it has nothing of that"
+        if saved.get(_LAYOUT) != layout:
+            return "it is of other ranks, or of another layout"
+
+        def read() -> None:
+            for name, rows in saved.items():
+                if name != _LAYOUT:
+                    row = torch.empty(rows.shape[1], dtype=torch.float32, device=self._device)
+                    self.residuals[name] = row
+                    read_slices([(rows, self._control.rank * row.numel(), row)])
+
+        collect(self._control, "load what error feedback keeps", read)
+        return ""
 
 
 class CompressedCollectives(NativeCollectives):
-    """Collectives in fewer bytes where these are weights to compute with, or gradients.
-
-    Args:
-        gathers: in how many what has a content is gathered; ``None``: as it is.
-        reductions: likewise, what is reduced.
-        fed: of what the errors are fed back: the ``"sum"`` that is reduced, the ``"average"`` that is gathered.
-    """
+    """Collectives in fewer bytes where these are weights to compute with, or gradients."""
 
     block = BLOCK
 
-    def __init__(
-        self, groups: Groups, streams: Streams, gathers: Format | None, reductions: Format | None, fed: Collection[str]
-    ) -> None:
+    def __init__(self, groups: Groups, streams: Streams, rounded: Rounded) -> None:
         super().__init__(groups, streams)
         self._sum = PairwiseSum()
-        self._gathers, self._reductions, self._fed = gathers, reductions, fed
-        self.rounds_weights = gathers is not None
-        self.feeding = 1 if fed else None
+        self._rounded = rounded
+        self.state: Residuals = Residuals(groups.control, self.device, bool(rounded.fed))
+
+    def placed(self, placement: Placement) -> Placement:
+        divided = self.groups.control.world_size // self.world_size  # by ranks that have summed up before
+        return replace(placement, feedback=divided) if self._rounded.fed else placement
+
+    @property
+    def alters(self) -> str:
+        return "rounded weights (compression)" if self._rounded.gathers is not None else ""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return *super().buffers, *self.state.residuals.values()
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
-        kind = self._gathers if content is not None else None
+        kind = self._rounded.gathers if content is not None else None
         if kind is None or content is None or not self._fits(buffer, kind):
             return super()._all_gather(buffer, what, after, source, version, content)
         rows = buffer.view(self.world_size, -1)
@@ -75,19 +125,19 @@ class CompressedCollectives(NativeCollectives):
             codes = self._codes(kind, rows)
             compress(kind, rows[self.rank], codes[self.rank], self._residual_of("average", content[0], rows[self.rank]))
             gathered = super()._all_gather(codes.view(-1), what, None, None, None, content)
-            return self._followed(gathered, partial(decompress, kind, codes, rows), (buffer,))
+            return self.followed(gathered, partial(decompress, kind, codes, rows), (buffer,))
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
-        rounded = self._rounded(bucket, shard, what, key)
-        return super()._reduce_scatter(bucket, shard, what, patience, key) if rounded is None else rounded
+        sent = self._reduce_rounded(bucket, shard, what, key)
+        return super()._reduce_scatter(bucket, shard, what, patience, key) if sent is None else sent
 
     def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending:
-        rounded = self._rounded(bucket, shard, what, key)
-        return super().reduce_through(received, bucket, shard, what, key) if rounded is None else rounded
+        sent = self._reduce_rounded(bucket, shard, what, key)
+        return super().reduce_through(received, bucket, shard, what, key) if sent is None else sent
 
-    def _rounded(self, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending | None:
+    def _reduce_rounded(self, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending | None:
         """Send every rank its range in codes, and add up what comes, which takes the place of what was sent."""
-        kind = self._reductions
+        kind = self._rounded.reductions
         if kind is None or not self._fits(bucket, kind):
             return None
         rows, divisor = bucket.view(self.world_size, -1), self.groups.divisor
@@ -104,7 +154,7 @@ class CompressedCollectives(NativeCollectives):
                 self._sum.into(shard, rows.unbind(0), divisor, spare=True)
 
             sent = self._all_to_all(others.view(-1), codes.view(-1), [], [], what)
-            return self._followed(sent, add_up, (bucket, shard))
+            return self.followed(sent, add_up, (bucket, shard))
 
     def _codes(self, kind: Format, rows: Tensor) -> Tensor:
         size = format_nbytes(kind, rows.shape[1])
@@ -112,12 +162,13 @@ class CompressedCollectives(NativeCollectives):
 
     def _residual_of(self, which: str, key: Hashable, rounded: Tensor) -> Tensor | None:
         """What was lost of such values before; ``None``: it is not fed back."""
-        if which not in self._fed or key is None:
+        if which not in self._rounded.fed or key is None:
             return None
-        if (name := f"{which} {key}") not in self.residuals:
+        residuals = self.state.residuals
+        if (name := f"{which} {key}") not in residuals:
             with torch.inference_mode(False):
-                self.residuals[name] = torch.zeros(rounded.numel(), dtype=torch.float32, device=rounded.device)
-        return self.residuals[name]
+                residuals[name] = torch.zeros(rounded.numel(), dtype=torch.float32, device=rounded.device)
+        return residuals[name]
 
     def _fits(self, buffer: Tensor, kind: Format) -> bool:
         """Whether there are whole blocks of what a format makes smaller."""

@@ -13,7 +13,6 @@ Anything else is copied to such memory first and may be changed as soon as this 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +23,9 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups
+from lightning_zero.comm.native import PairwiseSum
 from lightning_zero.comm.streams import Event
-from lightning_zero.comm.sums import PairwiseSum
-from lightning_zero.extensions.shared_memory.transport import Channel, Transfer, Transport
+from lightning_zero.extensions.shared_memory.transport import Channel, Reading, Transfer, Transport
 
 __all__ = ["HostCollectives", "SharedMemoryCollectives"]
 
@@ -35,16 +34,14 @@ class SharedMemoryCollectives(Collectives):
     """Collectives for CPU ranks that all run on this host."""
 
     def __init__(self, groups: Groups, transport: Transport) -> None:
-        super().__init__(groups.shard.rank, groups.shard.world_size, groups.abandoned)
+        super().__init__(groups.shard.rank, groups.shard.world_size, abandoned=groups.abandoned)
         self.groups = groups
         self.transport = transport
         self._session = transport.session(self)
         places = {member: place for place, member in enumerate(transport.members)}
         self._peers = {peer: places[peer] for peer in transport.peers}  # with their places in the shard group
         self._allocated: dict[tuple[int, int], int] = {}  # numbers by address and elements
-        self._told = itertools.count()
         self._places: dict[int, dict[int, int] | None] = {}
-        self._version = 0
         self._sum = PairwiseSum()
 
     @property
@@ -129,8 +126,8 @@ class SharedMemoryCollectives(Collectives):
         return self._transfer(Channel.SPREAD, what, flat, given, taken)
 
     def _tell_place(self, memory: Tensor) -> None:
-        number = self._allocated[memory.data_ptr(), memory.numel()] = next(self._told)
-        self.transport.tell_place(self._session, number, self.transport.heap.offset(memory), memory.nbytes)
+        number = self.transport.tell_place(self._session, self.transport.heap.offset(memory), memory.nbytes)
+        self._allocated[memory.data_ptr(), memory.numel()] = number
 
     def _places_of(self, source: Tensor, version: int, what: str) -> dict[int, int] | None:
         """Where the others have theirs, which are of this version by now; ``None`` if each has to be asked."""
@@ -140,9 +137,7 @@ class SharedMemoryCollectives(Collectives):
         with naming_failures(what, self.transport.rank):
             if number not in self._places:
                 self._places[number] = self.transport.places(self._session, number, source.nbytes)
-            if version != self._version:
-                self.transport.reach(self._session, version)
-                self._version = version
+            self.transport.reach(self._session, version)
         return self._places[number]
 
     def _transfer(
@@ -173,7 +168,7 @@ class SharedMemoryCollectives(Collectives):
         place = heap.offset(offered)
         owes = {rank: (place + start * size, numel * size) for rank, (start, numel) in given.items() if numel}
         needs = {rank: target.nbytes for rank, target in taken.items() if target.numel()}
-        transfer = Transfer(self.transport, what, owes, needs, run or collect, offered, whole=not staged)
+        transfer = Transfer(self.transport, what, Reading(what, owes, needs, run or collect, offered), whole=not staged)
         with naming_failures(what, self.transport.rank):
             self.transport.begin(channel, transfer)
         return transfer
@@ -189,7 +184,9 @@ class HostCollectives(SharedMemoryCollectives):
     def __init__(self, groups: Groups, gathers: Transport, reductions: Transport) -> None:
         super().__init__(groups, gathers)
         self._reductions = SharedMemoryCollectives(groups, reductions)
-        self.shares_slots = True
+
+    def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
+        return self.allocate(nbytes, torch.uint8, device)  # others read it
 
     @property
     def buffers(self) -> Sequence[Tensor]:

@@ -60,7 +60,7 @@ class Links:
     """
 
     def __init__(self, readers: dict[int, int], writers: dict[int, int], timeout: float) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         self._readers, self._writers = readers, writers
         self._ranks = {reader: rank for rank, reader in readers.items()}
         self._buffers = {rank: bytearray() for rank in readers}
@@ -87,7 +87,7 @@ class Links:
         Waits only while the pipe is full, and takes in meanwhile what the others have to say; not longer than the
         timeout.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         data = _HEADER.pack(kind, channel, len(payload), check, number, offset, nbytes) + payload
         while data and (writer := self._writers.get(peer)) is not None:
             try:
@@ -100,7 +100,7 @@ class Links:
                 waiting.poll(1000)
                 self._read(0.0)
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"rank {peer} has not read what it was told for {self._timeout:.0f} s") from None
+                    raise RuntimeError(f"rank {peer} has not read what it was told for {self.timeout:.0f} s") from None
             except (BrokenPipeError, ConnectionResetError):
                 os.close(self._writers.pop(peer))
 

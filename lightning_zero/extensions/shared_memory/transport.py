@@ -18,12 +18,11 @@ Every engine has numbers of its own (``session``), because several of them may u
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
 import zlib
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Set
 from enum import IntEnum
 
@@ -57,32 +56,25 @@ class _Kind(IntEnum):
     PLACE = 6
 
 
-class Transfer(Pending):
-    """One collective on this rank, under way from ``Transport.begin`` on.
+class Reading:
+    """The state of one collective on this rank.
 
     ``owes`` says for each rank that reads from this one where, and how many bytes; ``needs`` how many bytes are read
     from which rank. ``run`` reads them, given where they are, and is called once, by any method of the transport.
-    ``keep`` is what the others read, which stays as it is until they have; waiting for the transfer includes that if it
-    is ``whole``.
+    ``keep`` is what the others read, which stays as it is until they have.
     """
 
     def __init__(
         self,
-        transport: Transport,
         what: str,
         owes: Mapping[int, tuple[int, int]],
         needs: Mapping[int, int],
         run: Callable[[Mapping[int, int]], None],
         keep: Tensor,
-        whole: bool,
     ) -> None:
-        super().__init__(what, transport.rank)
-        self._transport = transport
-        self._whole = whole
         self.key = (0, 0)  # its channel, and its number there
         self.check = zlib.crc32(what.encode())
-        self.needs = needs
-        self.owes = owes
+        self.needs, self.owes = needs, owes
         self.due = set(needs)  # ranks that have not said yet where their bytes are
         self.owed = set(owes)  # ranks that have not taken this rank's bytes yet
         self.offsets: dict[int, int] = {}
@@ -91,11 +83,24 @@ class Transfer(Pending):
         self.received = False  # whether the result is here
         self.failure = ""
 
+
+class Transfer(Pending):
+    """A reading that is under way from ``Transport.begin`` on.
+
+    If it is ``whole``, waiting for it includes that the others have read what they need.
+    """
+
+    def __init__(self, transport: Transport, what: str, reading: Reading, whole: bool) -> None:
+        super().__init__(what, transport.rank)
+        self._transport = transport
+        self._whole = whole
+        self.reading = reading
+
     def ready_within(self, seconds: float) -> bool:
         return self.done or self._wait(self._whole, seconds)
 
     def receive(self) -> None:
-        if not self.received:
+        if not self.reading.received:
             self._wait(False)
 
     def wait(self) -> None:
@@ -103,7 +108,26 @@ class Transfer(Pending):
 
     def _wait(self, whole: bool, seconds: float | None = None) -> bool:
         with naming_failures(self.what, self._rank):
-            return self._transport.wait(self, whole, seconds)
+            return self._transport.wait(self.reading, whole, seconds)
+
+
+class _Session:
+    """What is known of one engine's memory, on all ranks."""
+
+    def __init__(self) -> None:
+        self.version = 0  # of this rank's
+        self.told = 0  # places of this rank's so far
+        self.versions: Counter[int] = Counter()  # by rank; from 1
+        self.places: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)  # by number and rank
+
+
+class _Traffic:
+    """Collectives under way, by channel and number."""
+
+    def __init__(self) -> None:
+        self.readings: dict[tuple[int, int], Reading] = {}
+        self.early: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)  # for those not begun here yet
+        self.ready: list[Reading] = []
 
 
 class Transport:
@@ -111,11 +135,9 @@ class Transport:
 
     There is one for all ranks of a world; or, for those of one host of several, one for each thread that takes their
     transfers through a hop. Such a thread may wait with the lock held: nobody else comes to its transport.
-
-    ``timeout`` are the seconds to wait for a rank that is alive.
     """
 
-    def __init__(self, heap: Heap, peers: Mapping[int, PeerHeap], links: Links, rank: int, timeout: float) -> None:
+    def __init__(self, heap: Heap, peers: Mapping[int, PeerHeap], links: Links, rank: int) -> None:
         self.heap = heap
         self.rank = rank
         self.members = sorted([rank, *peers])
@@ -124,25 +146,22 @@ class Transport:
         after = self.members.index(rank) + 1
         self.peers = self.members[after:] + self.members[: after - 1]
         self.moved = 0  # bytes read from other ranks' memory so far
-        self.exchanges = 0  # agreements that came this way so far
         self.turns = 0  # how often something was heard
-        self._timeout = timeout
+        self.over = False
+        """Whether waits are to end, of whatever thread. Set by another one."""
         self._heaps = peers
         self._links = links
         self._lock = threading.RLock()
-        self._numbers: Counter[Channel] = Counter()
-        self._transfers: dict[tuple[int, int], Transfer] = {}
-        self._early: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
-        self._ready: list[Transfer] = []
+        self._numbers: Counter[object] = Counter()  # given out so far: of each channel, of sessions, of agreements
+        self._traffic = _Traffic()
         self._rows: defaultdict[int, dict[int, tuple[int, bytes]]] = defaultdict(dict)  # of agreements: check and bytes
-        self._sessions = itertools.count()
-        self._versions: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by session and rank; from 1
-        self._places: defaultdict[int, defaultdict[int, dict[int, tuple[int, int]]]]
-        self._places = defaultdict(lambda: defaultdict(dict))  # by session, number and rank
-        self._ended: deque[int] = deque()  # sessions, by finalizers, which may run in the middle of anything
+        self._sessions: defaultdict[int, _Session] = defaultdict(_Session)
         self._given_up: set[int] = set()  # ranks whose own wait has failed: they do nothing more
-        self.over = False
-        """Whether waits are to end, of whatever thread. Set by another one."""
+
+    @property
+    def exchanges(self) -> int:
+        """Agreements that came this way so far."""
+        return self._numbers[_Kind.EXCHANGE]
 
     def read(self, peer: int, offset: int, target: Tensor, dtype: torch.dtype) -> None:
         """Copy elements of ``dtype`` out of a rank's memory, cast to the target's."""
@@ -155,27 +174,28 @@ class Transport:
 
     def begin(self, channel: Channel, transfer: Transfer) -> None:
         """Offer memory to other ranks, and read theirs as soon as they offer it. Collective: every rank."""
+        reading = transfer.reading
         with self._lock:
-            key = transfer.key = (int(channel), self._numbers[channel])
+            key = reading.key = (int(channel), self._numbers[channel])
             self._numbers[channel] += 1
-            self._transfers[key] = transfer
-            for peer, (offset, nbytes) in transfer.owes.items():
-                self._links.send(peer, _Kind.FILLED, *key, offset, nbytes, transfer.check)
-            for message in self._early.pop(key, ()):
-                self._filled(transfer, message)
-            if not transfer.needs:
-                self._ready.append(transfer)
+            self._traffic.readings[key] = reading
+            for peer, (offset, nbytes) in reading.owes.items():
+                self._links.send(peer, _Kind.FILLED, *key, offset, nbytes, reading.check)
+            for message in self._traffic.early.pop(key, ()):
+                self._filled(reading, message)
+            if not reading.needs:
+                self._traffic.ready.append(reading)
             self.progress()
 
-    def wait(self, transfer: Transfer, whole: bool, seconds: float | None = None) -> bool:
+    def wait(self, reading: Reading, whole: bool, seconds: float | None = None) -> bool:
         """Wait until a transfer's result is here, if ``whole`` also until nobody reads this rank's memory.
 
         Whether it is; a ``RuntimeError`` if it will never be: a rank is gone, is somewhere else in the program, or has
         not come within the timeout. Running out of ``seconds``, where they are given, is no error.
         """
         with self._lock:
-            owed: Set[int] = transfer.owed if whole else set()
-            return self._until(lambda: transfer.due, owed, transfer, seconds)
+            owed: Set[int] = reading.owed if whole else set()
+            return self._until(lambda: reading.due, owed, reading, seconds)
 
     def exchange(self, row: bytes, what: str = "") -> list[bytes] | None:
         """Every rank's bytes in rank order; ``None`` if they are too many to come this way. Collective: every rank.
@@ -186,7 +206,8 @@ class Transport:
         if len(row) > LARGEST_PAYLOAD:
             return None
         with self._lock:
-            number, self.exchanges = self.exchanges, self.exchanges + 1
+            number = self.exchanges
+            self._numbers[_Kind.EXCHANGE] += 1
             rows = self._rows[number]
             check = zlib.crc32(what.encode())
             for peer in self.peers:
@@ -209,24 +230,24 @@ class Transport:
 
         Never waits: a thread may still be in a transfer that an error has stopped.
         """
-        session = next(self._sessions)
-        weakref.finalize(owner, self._ended.append, session).atexit = False
+        session, sessions = self._numbers[_Session], self._sessions
+        self._numbers[_Session] += 1
+        weakref.finalize(owner, sessions.pop, session, None).atexit = False
         return session
 
-    def tell_place(self, session: int, number: int, offset: int, nbytes: int) -> None:
-        """Tell the others where this rank's memory of a number begins; 0 if they cannot read it there."""
+    def tell_place(self, session: int, offset: int, nbytes: int) -> int:
+        """Tell the others where some memory of this rank begins; 0 if they cannot read it there. Returns its number."""
         with self._lock:
-            while self._ended:
-                ended = self._ended.popleft()
-                self._places.pop(ended, None)
-                self._versions.pop(ended, None)
+            known = self._sessions[session]
+            number, known.told = known.told, known.told + 1
             for peer in self.peers:
                 self._links.send(peer, _Kind.PLACE, number=number, offset=offset, nbytes=nbytes, check=session)
+        return number
 
     def places(self, session: int, number: int, nbytes: int) -> dict[int, int] | None:
         """Where the others have their memory of a number; ``None``, on every rank, if one of them has it elsewhere."""
         with self._lock:
-            told = self._places[session][number]
+            told = self._sessions[session].places[number]
             self._until(lambda: self._heaps.keys() - told.keys())
         if any(size != nbytes for _, size in told.values()):
             raise RuntimeError("the ranks are in different places of the program: their shards differ in size")
@@ -238,31 +259,33 @@ class Transport:
 
         Collective: every rank.
         """
+        known = self._sessions[session]
+        if known.version == version:
+            return
         with self._lock:
-            reached = self._versions[session]
             for peer in self.peers:
                 self._links.send(peer, _Kind.VERSION, number=version, check=session)
-            self._until(lambda: {peer for peer in self.peers if reached[peer] < version})
+            self._until(lambda: {peer for peer in self.peers if known.versions[peer] < version})
+        known.version = version
 
     def close(self) -> None:
         """Leave the others. Memory that was handed out stays valid. May be called again."""
         with self._lock:
             self.heap.close()  # before the transfers let go of what a slower rank is still to read
             self._links.close()
-            self._transfers.clear()
-            self._early.clear()
-            self._ready.clear()
+            self._traffic = _Traffic()
 
     def progress(self, seconds: float = 0.0) -> None:
         """Take in messages, waiting for the first at most ``seconds``, and read what may be read. Under the lock."""
-        messages = self._links.receive(0.0 if self._ready else seconds)
-        while messages or self._ready:
+        ready = self._traffic.ready
+        messages = self._links.receive(0.0 if ready else seconds)
+        while messages or ready:
             self.turns += 1
             try:
                 for message in messages:
                     self._take_in(message)
-                if self._ready:
-                    self._run(self._ready.pop(0))
+                if ready:
+                    self._run(ready.pop(0))
             except BaseException:  # what was not taken in or read is lost: nobody may wait for good for what follows
                 self._give_up()
                 raise
@@ -272,7 +295,7 @@ class Transport:
         self,
         missing: Callable[[], Set[int]],
         owed: Set[int] = frozenset(),
-        transfer: Transfer | None = None,
+        reading: Reading | None = None,
         seconds: float | None = None,
     ) -> bool:
         """Serve the other ranks until none is ``missing`` or ``owed``, and a transfer's result is here.
@@ -281,14 +304,14 @@ class Transport:
         gives False, running out of the timeout is an error.
         """
         with doing("", "", 0, (), lambda: self.turns):
-            limit = self._timeout if seconds is None else seconds
+            limit = self._links.timeout if seconds is None else seconds
             deadline = time.monotonic() + limit
             self.progress()
-            while (absent := missing()) or owed or (transfer is not None and not transfer.received):
+            while (absent := missing()) or owed or (reading is not None and not reading.received):
                 # A rank in the agreement that is this rank's next one does nothing else before this rank comes there.
                 stuck = absent & self._rows[self.exchanges].keys()
                 left = deadline - time.monotonic()
-                reason = "" if transfer is None else transfer.failure
+                reason = "" if reading is None else reading.failure
                 if gone := (absent | owed) & (self._links.gone | self._given_up):
                     reason = reason or self._lost(gone)
                 if not reason and seconds is not None and (stuck or left <= 0):
@@ -319,52 +342,53 @@ class Transport:
 
     def _take_in(self, message: Message) -> None:
         key = (message.channel, message.number)
-        transfer = self._transfers.get(key)
+        reading = self._traffic.readings.get(key)
         match message.kind:
-            case _Kind.FILLED if transfer is None:
-                self._early[key].append(message)
-            case _Kind.FILLED if transfer is not None:
-                self._filled(transfer, message)
-            case _Kind.TAKEN if transfer is not None:
-                transfer.owed.discard(message.peer)
-                self._forget_if_over(transfer)
+            case _Kind.FILLED if reading is None:
+                self._traffic.early[key].append(message)
+            case _Kind.FILLED if reading is not None:
+                self._filled(reading, message)
+            case _Kind.TAKEN if reading is not None:
+                reading.owed.discard(message.peer)
+                self._forget_if_over(reading)
             case _Kind.EXCHANGE:
                 self._rows[message.number][message.peer] = (message.check, message.payload)
             case _Kind.VERSION:
-                self._versions[message.check][message.peer] = message.number
+                self._sessions[message.check].versions[message.peer] = message.number
             case _Kind.PLACE:
-                self._places[message.check][message.number][message.peer] = message.offset, message.nbytes
+                places = self._sessions[message.check].places[message.number]
+                places[message.peer] = message.offset, message.nbytes
             case _Kind.GIVEN_UP:
                 self._given_up.add(message.peer)
 
-    def _filled(self, transfer: Transfer, message: Message) -> None:
-        expected = transfer.needs.get(message.peer)
-        if message.check != transfer.check or message.nbytes != expected:
-            transfer.failure = (
+    def _filled(self, reading: Reading, message: Message) -> None:
+        expected = reading.needs.get(message.peer)
+        if message.check != reading.check or message.nbytes != expected:
+            reading.failure = (
                 f"rank {message.peer} is somewhere else in the program: it offers {message.nbytes} bytes for something "
                 f"else, or of another size, where this rank expects {expected}"
             )
             return
-        transfer.offsets[message.peer] = message.offset
-        transfer.due.discard(message.peer)
-        if not transfer.due:
-            self._ready.append(transfer)
+        reading.offsets[message.peer] = message.offset
+        reading.due.discard(message.peer)
+        if not reading.due:
+            self._traffic.ready.append(reading)
 
-    def _run(self, transfer: Transfer) -> None:
-        run, transfer.run = transfer.run, None  # it holds memory
+    def _run(self, reading: Reading) -> None:
+        run, reading.run = reading.run, None  # it holds memory
         try:
             if run is not None:
                 with untracked():
-                    run(transfer.offsets)
+                    run(reading.offsets)
         except BaseException as error:  # raised out of whatever was waited for: the others must not wait for good
-            transfer.failure = f"reading the other ranks' memory failed: {error!r}"
+            reading.failure = f"reading the other ranks' memory failed: {error!r}"
             raise
-        transfer.received = True
-        for peer in transfer.needs:
-            self._links.send(peer, _Kind.TAKEN, *transfer.key)
-        self._forget_if_over(transfer)
+        reading.received = True
+        for peer in reading.needs:
+            self._links.send(peer, _Kind.TAKEN, *reading.key)
+        self._forget_if_over(reading)
 
-    def _forget_if_over(self, transfer: Transfer) -> None:
-        if transfer.received and not transfer.owed:
-            transfer.keep = None
-            self._transfers.pop(transfer.key, None)
+    def _forget_if_over(self, reading: Reading) -> None:
+        if reading.received and not reading.owed:
+            reading.keep = None
+            self._traffic.readings.pop(reading.key, None)

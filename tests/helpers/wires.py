@@ -1,0 +1,98 @@
+"""A wire around another one, for tests that change one verb."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import Collectives, Pending
+from lightning_zero.config import Placement
+
+
+class WrappedCollectives(Collectives):
+    """Another wire's collectives as they are: whoever changes one verb of a wire overrides its method here.
+
+    The signatures are those of ``Collectives``. Observers are told what the inner wire carries.
+
+    Args:
+        inner: what carries everything.
+    """
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner.rank, inner.world_size, inner.device, inner.abandoned)
+        self.inner = inner
+        self.observers, self.state, self.asked = inner.observers, inner.state, inner.asked
+
+    def placed(self, placement: Placement) -> Placement:
+        return self.inner.placed(placement)
+
+    @property
+    def grouped(self) -> bool:
+        return self.inner.grouped
+
+    @property
+    def receives(self) -> bool:
+        return self.inner.receives
+
+    @property
+    def alters(self) -> str:
+        return self.inner.alters
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return self.inner.buffers
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return self.inner.kept
+
+    @property
+    def gathers_at_once(self) -> bool:
+        return self.inner.gathers_at_once
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(numel, dtype, device)
+
+    def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
+        return self.inner.allocate_gathered(nbytes, device)
+
+    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        return self.inner.total(numbers, largest)
+
+    def lend(self, nbytes: int) -> Tensor | None:
+        return self.inner.lend(nbytes)
+
+    def vacate(self, memory: Tensor) -> None:
+        self.inner.vacate(memory)
+
+    def occupy(self, memory: Tensor) -> None:
+        self.inner.occupy(memory)
+
+    def freeze(self, memory: Sequence[Tensor]) -> None:
+        self.inner.freeze(memory)
+
+    def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
+        """The inner wire does."""
+
+    def _all_gather(self, *arguments: Any, **named: Any) -> Pending:
+        return self.inner.all_gather(*arguments, **named)
+
+    def _reduce_scatter(self, *arguments: Any, **named: Any) -> Pending:
+        return self.inner.reduce_scatter(*arguments, **named)
+
+    def _all_to_all(self, *arguments: Any, **named: Any) -> Pending:
+        return self.inner.all_to_all(*arguments, **named)
+
+    def average_across(self, *arguments: Any, **named: Any) -> tuple[Pending | None, Pending]:
+        return self.inner.average_across(*arguments, **named)
+
+    def _broadcast(self, *arguments: Any, **named: Any) -> Pending:
+        return self.inner.broadcast(*arguments, **named)
+
+
+def residuals_of(wire: Any) -> dict[str, Tensor]:
+    """What a wire keeps of what rounding took, by reduction."""
+    return getattr(wire.state, "residuals", {})
