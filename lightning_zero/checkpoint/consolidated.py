@@ -26,8 +26,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.directories import Directory
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
-from lightning_zero.checkpoint.format.items import Leaf, put_together
-from lightning_zero.checkpoint.format.record import RECORD_FILE
+from lightning_zero.checkpoint.format.record import RECORD_FILE, Leaf, put_together
 from lightning_zero.checkpoint.format.safetensors import SafetensorsFile
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile

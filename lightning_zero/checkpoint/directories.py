@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.format.dcp import BoxItem, parse_metadata
 from lightning_zero.checkpoint.format.dcp import Index as DcpIndex
-from lightning_zero.checkpoint.format.items import Opened, put_together
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     META_TENSORS_FILE,
@@ -31,8 +30,10 @@ from lightning_zero.checkpoint.format.record import (
     Chunk,
     Index,
     Item,
+    Opened,
     Record,
     TensorItem,
+    put_together,
 )
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import ADVICE, load_torch

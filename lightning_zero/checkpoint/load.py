@@ -10,8 +10,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from lightning_zero.checkpoint.directories import read_directory, read_foreign_directory
-from lightning_zero.checkpoint.format.items import Opened
-from lightning_zero.checkpoint.format.record import METADATA_FILE, RECORD_FILE
+from lightning_zero.checkpoint.format.record import METADATA_FILE, RECORD_FILE, Opened
 from lightning_zero.checkpoint.format.safetensors import read_safetensors
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import read_torch_file

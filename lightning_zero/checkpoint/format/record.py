@@ -1,4 +1,8 @@
-"""``zero.json``: the record that makes a directory a checkpoint, and the only file our own loading interprets.
+"""A checkpoint as named values: how Lightning's dictionary is taken apart, and the record of where each value lies.
+
+The record, ``zero.json``, makes a directory a checkpoint and is the only file that our own loading interprets. Names
+are those of stock DCP directories, as Lightning's own sharded strategies write them: ``state_dict.<name>``,
+``optimizer_0.state.<name>.<key>``, ``optimizer_0.param_groups.0.lr``.
 
 [Note: The directory]
 
@@ -9,7 +13,7 @@
     __{rank}_0.distcp   one ``torch.save`` archive per box or value that the rank owns
 
 Behind a URL names carry the id of the save (``__0_0-<id>.distcp``, ``meta-<id>.pt``), and neither ``.metadata`` nor
-``meta.pt`` is listed; see [Note: Publishing without rename] in ``destination.py``.
+``meta.pt`` is listed; see [Note: Publishing without rename] in ``storage/publish.py``.
 
 ``zero.json`` is ``{"format", "version", "sha256", "content"}``. The digest is over the compact JSON text of the
 content:
@@ -35,15 +39,46 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, Encoder, check_stored, dtype_name, strict_json
+from lightning_zero.checkpoint.format.flat_shard import FlatShard
+from lightning_zero.checkpoint.format.typed_json import (
+    DTYPES,
+    Decoder,
+    Encoder,
+    check_stored,
+    dtype_name,
+    strict_json,
+    type_name,
+)
 
-__all__ = ["BlobItem", "Chunk", "FileEntry", "Index", "Item", "RECORD_FILE", "Record", "TensorItem", "ValueItem"]
+__all__ = [
+    "RECORD_FILE",
+    "BlobItem",
+    "Chunk",
+    "FileEntry",
+    "Index",
+    "Item",
+    "Leaf",
+    "Opened",
+    "Record",
+    "TensorItem",
+    "ValueItem",
+    "changed",
+    "check_savable",
+    "describe",
+    "disagreement",
+    "put_together",
+    "split",
+    "tensors_in",
+]
 
 RECORD_FILE = "zero.json"
 METADATA_FILE = ".metadata"
@@ -190,7 +225,7 @@ class Record:
         content = _checked_content(data)
         try:
             files = {name: FileEntry(*entry) for name, entry in content["files"].items()}
-            names = list(files)
+            names = {(int, number): name for number, name in enumerate(files)}  # not of True, which is equal to 1
             items = {key: _item_from_json(key, item, names) for key, item in content["items"].items()}
             return cls(files, items, *(content[key] for key in ("meta", "plan", "world_size", "writer")))
         except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
@@ -229,7 +264,10 @@ def _compact(value: Any) -> str:
 
 
 def _item_to_json(item: Item, numbers: Mapping[str, int]) -> dict[str, Any]:
-    path = [_path_to_json(part) for part in item.path]
+    path = [
+        int(part) if type(part) is Index else part if type(part) is str else {"key": Encoder(strict=True).encode(part)}
+        for part in item.path
+    ]
     if isinstance(item, ValueItem):
         return {"path": path, "value": item.value}
     if isinstance(item, BlobItem):
@@ -238,19 +276,24 @@ def _item_to_json(item: Item, numbers: Mapping[str, int]) -> dict[str, Any]:
     return {"path": path, "dtype": dtype_name(item.dtype), "shape": list(item.shape), "chunks": chunks}
 
 
-def _item_from_json(key: str, item: Mapping[str, Any], names: Sequence[str]) -> Item:
+def _item_from_json(key: str, item: Mapping[str, Any], names: Mapping[Any, str]) -> Item:
     if type(item["path"]) is not list:
         raise ValueError(f"'{key}' has the path {reprlib.repr(item['path'])}")
-    path = tuple(_path_from_json(part) for part in item["path"])
+    path = tuple(
+        part if type(part) is str else Index(part) if type(part) is int else Decoder().decode(part["key"])
+        for part in item["path"]
+    )
+    hash(path)  # of keys of dictionaries; otherwise a TypeError
     if "value" in item:
         return ValueItem(path, item["value"])
     if "blob" in item:
         number, offset, nbytes = item["blob"]
-        return BlobItem(path, str(item["type"]), _name(names, number), offset, nbytes)
+        return BlobItem(path, str(item["type"]), names[type(number), number], offset, nbytes)
     if item["dtype"] not in DTYPES:
         raise ValueError(f"'{key}' has the dtype {item['dtype']!r}, which this torch does not know")
     chunks = tuple(
-        Chunk(start, numel, _name(names, number), offset, crc) for start, numel, number, offset, crc in item["chunks"]
+        Chunk(start, numel, names[type(number), number], offset, crc)
+        for start, numel, number, offset, crc in item["chunks"]
     )
     try:
         return TensorItem(path, DTYPES[item["dtype"]], tuple(item["shape"]), chunks)
@@ -258,21 +301,189 @@ def _item_from_json(key: str, item: Mapping[str, Any], names: Sequence[str]) -> 
         raise ValueError(f"of '{key}', {error}") from error
 
 
-def _name(names: Sequence[str], number: Any) -> str:
-    if type(number) is not int or not 0 <= number < len(names):
-        raise ValueError(f"it counts {len(names)} files, of which there is no number {reprlib.repr(number)}")
-    return names[number]
+# ----------------------------------------------------------------------------------------- a checkpoint, taken apart
+
+_ALWAYS_ROUTED = ("state_dict", "optimizer_states")
 
 
-def _path_to_json(part: Any) -> Any:
-    if type(part) is Index:
-        return int(part)
-    return part if type(part) is str else {"key": Encoder(strict=True).encode(part)}
+class Leaf(NamedTuple):
+    """One value of the sharded part of a checkpoint."""
+
+    path: tuple[Any, ...]  # from the checkpoint dictionary to the value; ``Index`` in lists, keys in dictionaries
+    # In the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``.
+    stored_path: tuple[str | int, ...]
+    value: Any  # a FlatShard, a tensor, an empty dictionary, or any other value, such as a Counter
+
+    @property
+    def key(self) -> str:
+        """The DCP name."""
+        return ".".join(map(str, self.stored_path))
+
+    @property
+    def is_container(self) -> bool:
+        """Whether it is an empty dictionary: of it DCP knows nothing, only our own record does."""
+        return isinstance(self.value, Mapping) and not _is_whole(self.value)
 
 
-def _path_from_json(part: Any) -> Any:
-    if type(part) is int:
-        return Index(part)
-    key = part if type(part) is str else Decoder().decode(part["key"])
-    hash(key)  # the key of a dictionary; otherwise a TypeError
-    return key
+class Opened(NamedTuple):
+    """What one rank found when it opened a checkpoint."""
+
+    checkpoint: dict[str, Any]  # Lightning's
+    digest: Any = None  # equal on ranks that see the same checkpoint
+    missing: Sequence[str] = ()  # what was left out of it because it could run code
+    notes: Sequence[str] = ()  # what else is not read, in sentences about "the checkpoint"
+
+
+def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any]]:
+    """Separate what goes to DCP from what stays one file.
+
+    Weights and optimizer states go to DCP, and so does any other top-level key that holds a FlatShard somewhere:
+    callbacks move weights to keys of their own (Lightning's ``WeightAveraging`` does).
+
+    Returns:
+        The leaves of the former by DCP name, in the order of the checkpoint, and the rest of the dictionary.
+
+    Raises:
+        ValueError: if two values would get the same name, or a tuple holds FlatShards.
+    """
+    leaves: dict[str, Leaf] = {}
+    rest: dict[str, Any] = {}
+    for key, value in checkpoint.items():
+        if key not in _ALWAYS_ROUTED and not _holds(value, FlatShard):
+            rest[key] = value
+            continue
+        for leaf in _top_level_leaves(key, value):
+            if leaf.key in leaves:
+                raise ValueError(
+                    f"two values of the checkpoint are both called '{leaf.key}': {leaves[leaf.key].path}, {leaf.path}"
+                )
+            leaves[leaf.key] = leaf
+    return leaves, rest
+
+
+def _top_level_leaves(key: str, value: Any) -> Iterator[Leaf]:
+    if key == "optimizer_states" and isinstance(value, list) and value:
+        for number, state in enumerate(value):
+            yield from _leaves((key, Index(number)), (f"optimizer_{number}",), state)
+    else:
+        yield from _leaves((key,), (str(key),), value)
+
+
+def _leaves(path: tuple[Any, ...], stored_path: tuple[str | int, ...], value: Any) -> Iterator[Leaf]:
+    parts = list(_inside(value))
+    for part, item in parts:
+        yield from _leaves((*path, part), (*stored_path, int(part) if type(part) is Index else str(part)), item)
+    if not parts:
+        leaf = Leaf(path, stored_path, value)
+        if not isinstance(value, FlatShard) and _holds(value, FlatShard):
+            raise ValueError(f"'{leaf.key}' holds sharded parameters in a tuple: use a list or a dictionary")
+        yield leaf
+
+
+def changed(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Path and class of every dictionary that ``split`` takes apart and that comes back as an ordinary one."""
+    if path and isinstance(value, Mapping) and type(value) not in (dict, OrderedDict) and not _is_whole(value):
+        yield path, f"{type_name(value)}, which comes back as a dict"
+    for part, item in _inside(value):
+        if path or part in _ALWAYS_ROUTED or _holds(item, FlatShard):
+            yield from changed(item, (*path, part))
+
+
+def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The parts of what is taken apart, each with its place on a path; nothing of what is one value."""
+    if isinstance(value, Mapping) and not _is_whole(value):
+        yield from value.items()
+    elif isinstance(value, list) and not _is_terminal(value):
+        yield from ((Index(number), item) for number, item in enumerate(value))
+
+
+def _is_whole(value: Mapping[Any, Any]) -> bool:
+    """Whether a dictionary is one value: its class matters, and no tensor is in it that DCP should store."""
+    return type(value) in (Counter, defaultdict) and not _holds(value, Tensor)
+
+
+def _is_terminal(values: list[Any]) -> bool:
+    """Whether DCP keeps a list as one value: it does unless a dictionary or a tensor is in it or in a list in it."""
+    return not any(
+        isinstance(value, (Mapping, Tensor)) or (isinstance(value, list) and not _is_terminal(value))
+        for value in values
+    )
+
+
+def _holds(value: Any, kind: type[Tensor]) -> bool:
+    return any(True for _ in tensors_in(value, kind))
+
+
+def tensors_in(value: Any, kind: Any = Tensor) -> Iterator[Any]:
+    """The tensors, or what is of another kind, in a structure, in order. What is in it twice is looked through once."""
+    ahead, seen = [value], set()
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            ahead += reversed(list(value.values() if isinstance(value, Mapping) else value))
+
+
+def check_savable(leaf: Leaf) -> None:
+    """``ValueError`` if a value has no elements here, or is sharded in a way of its own."""
+    value = leaf.value
+    if not isinstance(value, Tensor) or isinstance(value, FlatShard):
+        return
+    if value.is_meta:
+        raise ValueError(f"'{leaf.key}' is on the meta device: it has no values to save")
+    if hasattr(value, "__create_write_items__"):
+        raise ValueError(f"'{leaf.key}' is a {type_name(value)}, sharded by something else than this strategy")
+
+
+def describe(leaves: Mapping[str, Leaf]) -> dict[str, tuple[Any, ...]]:
+    """What the ranks must agree on for each name: its kind, dtype and shape."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for key, leaf in leaves.items():
+        value = leaf.value
+        if isinstance(value, Tensor):
+            kind = "shard" if isinstance(value, FlatShard) else "tensor"
+            found[key] = (kind, str(value.dtype), tuple(value.shape))
+        else:
+            found[key] = ("value", type_name(value))
+    return found
+
+
+def disagreement(descriptions: Sequence[Mapping[str, tuple[Any, ...]]]) -> str | None:
+    """Say how two ranks differ about the same name; ``None`` if they do not (one may lack it)."""
+    first: dict[str, tuple[int, tuple[Any, ...]]] = {}
+    for rank, description in enumerate(descriptions):
+        for key, value in description.items():
+            owner, known = first.setdefault(key, (rank, value))
+            if known != value:
+                return f"'{key}' is {known} on rank {owner} and {value} on rank {rank}"
+    return None
+
+
+def put_together(values: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
+    """The checkpoint dictionary that has ``value`` at ``path`` for every pair; pairs in the order of ``split``.
+
+    ``ValueError`` if the paths contradict each other.
+    """
+    whole: dict[str, Any] = {}
+    for path, value in values:
+        if not path or not isinstance(path[0], str):
+            raise ValueError(f"a path {path} does not start with a name")
+        place: Any = whole
+        for part, following in pairwise(path):
+            place = _descend(place, part, list if isinstance(following, Index) else dict, path)
+        if _descend(place, path[-1], lambda value=value: value, path) is not value:
+            raise ValueError(f"two values are at the path {path}")
+    return whole
+
+
+def _descend(place: Any, part: Any, make: Any, path: tuple[Any, ...]) -> Any:
+    """The element of a container, made if it is the next one."""
+    if isinstance(part, Index) and type(place) is list and 0 <= part <= len(place):
+        if part == len(place):
+            place.append(make())
+        return place[part]
+    if not isinstance(part, Index) and type(place) is dict:
+        return place.setdefault(part, make())
+    raise ValueError(f"the path {path} leads through {type(place).__name__}, where {part!r} is not possible")

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.format.items import Opened
-from lightning_zero.checkpoint.format.record import Chunk, TensorItem
+from lightning_zero.checkpoint.format.record import Chunk, Opened, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import START_NBYTES, Hole, Place, refuse_other_kinds
 from lightning_zero.checkpoint.format.typed_json import check_stored, dtype_name, strict_json

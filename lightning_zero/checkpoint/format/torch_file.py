@@ -34,7 +34,7 @@ import fsspec
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.items import Opened
+from lightning_zero.checkpoint.format.record import Opened
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.errors import CheckpointError

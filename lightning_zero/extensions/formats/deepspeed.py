@@ -35,8 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.items import Opened, tensors_in
-from lightning_zero.checkpoint.format.record import Chunk, TensorItem
+from lightning_zero.checkpoint.format.record import Chunk, Opened, TensorItem, tensors_in
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import archive_entries, start_of
 from lightning_zero.checkpoint.format.typed_json import DTYPES

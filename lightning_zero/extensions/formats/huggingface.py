@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.consolidated import Export, holes_of, warn_of_overflow, write_file
-from lightning_zero.checkpoint.format.items import Opened
+from lightning_zero.checkpoint.format.record import Opened
 from lightning_zero.checkpoint.format.safetensors import DAMAGES, SafetensorsFile, open_safetensors, read_safetensors
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY
 from lightning_zero.checkpoint.directories import Directory
-from lightning_zero.checkpoint.format.items import tensors_in
-from lightning_zero.checkpoint.format.record import RECORD_FILE
+from lightning_zero.checkpoint.format.record import RECORD_FILE, tensors_in
 from lightning_zero.checkpoint.format.typed_json import Decoder, Inexpressible, dtype_name
 from lightning_zero.checkpoint.load import (
     Found,
