@@ -127,11 +127,11 @@ class UnsupportedOptimizerError(ZeroError):
 
 
 class MaterialiseError(ZeroError):
-    """A module on the meta device cannot be given the values an ordinary build would have given it.
+    """A module on the meta device has tensors that nobody gives values.
 
-    Cause: its initialisation was not recorded, or holds an operation that cannot be replayed.
+    Cause: a class without ``reset_parameters`` owns them, or a constructor has initialised them by itself.
 
-    Fix: build it inside ``configure_model``, or build it on the CPU.
+    Fix: write ``reset_parameters`` or ``_init_weights``, name a file with the weights, or build it on the CPU.
     """
 
 

@@ -37,7 +37,7 @@ from lightning_zero.checkpoint.load import find_checkpoint, read_checkpoint
 from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
-from lightning_zero.init import InitRecord, InitRecorder
+from lightning_zero.meta import MetaValues
 from lightning_zero.session.module_state import left_out_of, weights_of
 from lightning_zero.session.names import adapters_in, under_names_of
 
@@ -295,10 +295,8 @@ def _load(
             built.load_state_dict(checkpoint[type(built).__qualname__])
         return built
     strict = _strictness(built, strict)
-    record: InitRecord | None = None
     if is_overridden("configure_model", built):
-        with InitRecorder() as record:
-            built.configure_model()
+        built.configure_model()
     built.on_load_checkpoint(checkpoint)
     own = built.state_dict(keep_vars=True)
     stored = weights_of(checkpoint, path)
@@ -317,7 +315,7 @@ def _load(
             f"'{os.fspath(initial_weights)}' do not hold {some(unsaved)}: these would keep random values. Name the "
             "model that they came from, or leave `initial_weights` out if the module itself loads them."
         )
-    _materialise(built, {id(own[name]) for name in own if name in state}, device or torch.device("cpu"), record)
+    _materialise(built, {id(own[name]) for name in own if name in state}, device or torch.device("cpu"))
     if device is not None:
         built.to(device)
     missing, unexpected = _copy_into(built, state, [*tied, *unsaved], getattr(stored, "_metadata", None), strict)
@@ -446,24 +444,20 @@ def _read_what_is_left(module: nn.Module, device: torch.device | None) -> None:
                     setattr(part, name, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
 
 
-def _materialise(module: nn.Module, read: set[int], device: torch.device, record: InitRecord | None) -> None:
+def _materialise(module: nn.Module, read: set[int], device: torch.device) -> None:
     """Give memory to what is on the meta device: empty to what will be ``read``, else with its initial values."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if not tensor.is_meta:
-            continue
-        if id(tensor) in read:
-            with untracked():
-                values = torch.empty_like(tensor, device=device)
-        elif record is None:
-            raise MaterialiseError(
-                f"'{name}' is on the meta device and has no value in the checkpoint. Build the module on the CPU, or "
-                "inside `configure_model`, where its initialisation is recorded."
-            )
-        else:
-            (values,) = record.materialise([tensor], device, [f"'{name}'"])
-        real = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    meta = [(name, one) for name, one in module.named_parameters() if one.is_meta]
+    stored = [name for name, one in module.state_dict(keep_vars=True).items() if id(one) in read]
+    values = MetaValues(module, [("", [name for name, one in meta if id(one) not in read])])
+    for name, tensor in meta:
+        with untracked():
+            value = torch.empty_like(tensor, device=device) if id(tensor) in read else values.take(name).to(device)
+        real = nn.Parameter(value, tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, real)  # the user's object stays: ties and references hold
+    values.place_buffers(None)
+    if problem := values.problem(stored):
+        raise MaterialiseError(problem)
 
 
 def _tied_elsewhere(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:

@@ -601,7 +601,11 @@ def test_a_checkpoint_without_weights_is_named(tmp_path: Path) -> None:
 class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("angles", torch.outer(torch.arange(4.0), torch.arange(3.0)).cos(), persistent=False)
+        self.register_buffer("angles", torch.empty(4, 3), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.angles.copy_(torch.outer(torch.arange(4.0), torch.arange(3.0)).cos())
 
 
 class OnMeta(pl.LightningModule):
@@ -649,7 +653,7 @@ def test_a_module_on_meta_gets_its_memory_from_the_checkpoint(tmp_path: Path) ->
     assert module.net["a"].bias.requires_grad
 
 
-def test_what_a_checkpoint_lacks_is_initialised_as_an_ordinary_build_would(tmp_path: Path) -> None:
+def test_what_a_checkpoint_lacks_is_initialised_by_its_module(tmp_path: Path) -> None:
     _, directory = saved(OnCpu(), tmp_path)
 
     with pytest.warns(UserWarning, match=r"but not in the checkpoint: \['net\.fresh\.weight', 'net\.fresh\.bias'\]"):

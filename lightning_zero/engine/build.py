@@ -20,21 +20,14 @@ from lightning_zero.engine.gradients.reducer import GradientReducer
 from lightning_zero.engine.units.sharded import ShardedUnit, Slot
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
-from lightning_zero.init import InitRecord
+from lightning_zero.meta import MetaValues
 from lightning_zero.offload.transfers import MemoryTiers
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
 from lightning_zero.plan.layout import align_up
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.slice import FlatParameters, ParameterShard, Placeholders, flat_range, views_of
 
-__all__ = ["UnitBuilder", "as_bytes", "build_reducer", "check_materialisable", "copy_slice", "place_buffers"]
-
-_UNRECORDED = (
-    "'{name}' is on the meta device, and how it was to be initialised is not known. Build the module inside "
-    "`configure_model` (under torch.device('meta')): there every initialisation is recorded and replayed, unit by "
-    "unit. Or build it on the CPU."
-)
-
+__all__ = ["UnitBuilder", "as_bytes", "build_reducer", "copy_slice"]
 
 _ALIGNMENT = 16  # of any dtype's elements
 
@@ -42,8 +35,8 @@ _ALIGNMENT = 16  # of any dtype's elements
 class UnitBuilder:
     """Builds the units of one engine. The module's parameters keep identity, only what they show changes. Collective.
 
-    ``record`` is the recorded initialisation of a module on the meta device, if it was built under our eyes. Raises
-    ``ValueError`` if the plan's shard groups are smaller than the world.
+    ``values`` initialises what is on the meta device. Raises ``ValueError`` if the plan's shard groups are smaller than
+    the world.
     """
 
     def __init__(
@@ -54,7 +47,7 @@ class UnitBuilder:
         control: ControlGroup,
         tiers: MemoryTiers,
         placeholders: Placeholders,
-        record: InitRecord | None,
+        values: MetaValues,
     ) -> None:
         if (plan.group_size, plan.world_size) != (collectives.world_size, control.world_size):
             raise ValueError(
@@ -69,7 +62,7 @@ class UnitBuilder:
         self._device = tiers.device
         self._tiers = tiers
         self._placeholders = placeholders
-        self._record = record
+        self._values = values
         self._offloaded: dict[FlatLayout, tuple[Tensor, Tensor | None]] = {}
         self._failure: Exception | None = None
         self._sent: list[Pending] = []
@@ -194,7 +187,9 @@ class UnitBuilder:
         Where the others can read ``room``, rank 0 makes no copy for them, and does not wait for them before
         ``_until_read``.
         """
-        value = materialise(name, self._parameters[name], self._device, self._record)
+        parameter = self._parameters[name]
+        with untracked():
+            value = (self._values.take(name) if parameter.is_meta else parameter.detach()).to(self._device)
         if not value.numel():
             return value
         first, placed = self._collectives.rank == 0, room is not None and room.numel() >= value.nbytes
@@ -221,46 +216,6 @@ class UnitBuilder:
 
 def _values_nbytes(plan: UnitPlan) -> int:
     return sum(layout.numel * layout.dtype.itemsize for layout in plan.layouts)
-
-
-def materialise(name: str, tensor: Tensor, device: torch.device, record: InitRecord | None) -> Tensor:
-    """A real tensor for a parameter or buffer: itself, moved to ``device``, or its replayed initialisation."""
-    with untracked():
-        if not tensor.is_meta:
-            return tensor.detach().to(device)
-    if record is None:
-        raise MaterialiseError(_UNRECORDED.format(name=name))
-    return record.materialise([tensor], device, [name])[0]
-
-
-def check_materialisable(module: nn.Module, record: InitRecord | None, control: ControlGroup) -> None:
-    """Raise ``MaterialiseError`` on every rank if one has a tensor on the meta device that nobody knows. Collective."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    meta = [(name, tensor) for name, tensor in named if tensor.is_meta]
-    problem = ""
-    try:
-        if record is not None:
-            record.check([tensor for _, tensor in meta], [f"'{name}'" for name, _ in meta])
-        elif meta:
-            problem = _UNRECORDED.format(name=meta[0][0])
-    except MaterialiseError as error:
-        problem = str(error)
-    problems = control.gather_objects(problem)
-    first = next((rank for rank, text in enumerate(problems) if text), None)
-    if first is not None:
-        raise MaterialiseError(f"Rank {first}: {problems[first]}")
-
-
-def place_buffers(module: nn.Module, device: torch.device, record: InitRecord | None) -> None:
-    """Put every buffer on ``device``, each with this rank's own values. What is there already stays the same object."""
-    done: dict[int, Tensor] = {}
-    for prefix, owner in module.named_modules():
-        for key, buffer in owner._buffers.items():
-            if buffer is not None and (buffer.is_meta or buffer.device != device):
-                if id(buffer) not in done:
-                    name = f"{prefix}.{key}" if prefix else key
-                    done[id(buffer)] = materialise(name, buffer, device, record)
-                owner._buffers[key] = done[id(buffer)]
 
 
 def build_reducer(

@@ -31,7 +31,7 @@ from lightning_zero._torch import (
 from lightning_zero.comm import Collectives, ControlGroup, Totals
 from lightning_zero.engine.access import ParameterAccess
 from lightning_zero.engine.agreement import Agreement
-from lightning_zero.engine.build import UnitBuilder, check_materialisable, place_buffers
+from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.events import Phase, Span, Spans
 from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.gradients.parts import TiedLayer
@@ -42,7 +42,7 @@ from lightning_zero.engine.units.schedule import UnitSchedule
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import DivergenceError, ParameterAccessError
-from lightning_zero.init import InitRecord
+from lightning_zero.meta import MetaValues
 from lightning_zero.offload.transfers import MemoryTiers
 from lightning_zero.plan import FETCH_UNITS, Plan
 from lightning_zero.shards.reductions import Combine
@@ -70,7 +70,7 @@ class Passes:
         collectives: the wire.
         control: agreements between hosts.
         tiers: where shards rest, by tier; and where the module computes.
-        record: how a module on the meta device was initialised.
+        initial: gives values to what is on the meta device; who gives one asks it afterwards what has none.
 
     Raises:
         DivergenceError: on every rank, if the ranks' plans differ.
@@ -85,19 +85,21 @@ class Passes:
         collectives: Collectives,
         control: ControlGroup,
         tiers: MemoryTiers,
-        record: InitRecord | None = None,
+        initial: MetaValues | None = None,
     ) -> None:
         collectives.settle()  # what an engine before this one was doing when an error stopped it
         control.agree_equal("model or plan", plan.summary_lines(), plan.fingerprint())
-        check_materialisable(module, record, control)
+        values = initial or MetaValues.by_unit(module, plan)
         self.module, self.plan = module, plan
         self.collectives, self.control = collectives, control
         self.tiers, self.device = tiers, tiers.device
         self.spans = Spans()
         self.placeholders = Placeholders()
-        builder = UnitBuilder(module, plan, collectives, control, tiers, self.placeholders, record)
+        builder = UnitBuilder(module, plan, collectives, control, tiers, self.placeholders, values)
         self.units: list[Unit] = builder.build()
-        place_buffers(module, tiers.device, record)
+        values.place_buffers(tiers.device)
+        if initial is None:
+            values.check(control)
         flats = [flat for unit in self.units for flat in unit.flats]
         pairs = [pair for flat in flats for pair in zip(flat.parameters, flat.shards, strict=True)]
         self.names: dict[nn.Parameter, str] = {parameter: shard.spec.name for parameter, shard in pairs}

@@ -197,7 +197,7 @@ def load_initial_weights(
     strict: bool,
     verify: bool,
     frozen_as_built: bool = False,
-) -> None:
+) -> Collection[str]:
     """Read weights and buffers into a sharded module, each rank its own slices. Collective: every rank.
 
     What a transformers model stores in another layout than it has is converted (`under_names_of`).
@@ -206,7 +206,8 @@ def load_initial_weights(
     base in a module with adapters of peft. With ``strict``, missing, unexpected and differently shaped tensors are a
     ``RuntimeError`` as of ``nn.Module.load_state_dict``, but for adapters of which nothing is stored; without it the
     first and the last keep the values that they have, and rank 0 warns of all three kinds, unless nothing fits at all.
-    A frozen parameter that is not there is a ``CheckpointError`` in both cases, unless ``frozen_as_built``.
+    A frozen parameter that is not there is a ``CheckpointError`` in both cases, unless ``frozen_as_built``. Returns the
+    names of what was read.
     """
     checkpoint = open_checkpoint(path, control, verify=verify or "sample")
     weights = weights_of(checkpoint, path)
@@ -236,6 +237,7 @@ def load_initial_weights(
             "CheckpointPolicy(strict_initial_weights=False) what does not fit keeps its initial values.\n"
             f"{error}"
         ) from None
+    return stored.keys()
 
 
 def _frozen_without_values(module: nn.Module, stored: Collection[str], adapters: Collection[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from lightning_zero.config import choose_prefetch
 from lightning_zero.engine import BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import gathered_whole, give_back, whole_gradients
 from lightning_zero.errors import DivergenceError, ParameterAccessError, some
-from lightning_zero.init import InitRecord, InitRecorder
+from lightning_zero.meta import MetaValues
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.hooks import keep_in_memory
 from lightning_zero.optim.replicated import ReplicatedOptimizer
@@ -131,18 +131,18 @@ class ZeroSession:
         self,
         module: nn.Module,
         dtypes: Dtypes | None = None,
-        record: InitRecord | None = None,
         is_running: Callable[[nn.Module], bool] = lambda module: False,
         cast: bool = True,
+        stored: Collection[str] = (),
     ) -> None:
         """Lay the module out over the ranks, with rank 0's values, or with the weights that the settings name.
 
         Args:
             module: the root. Its parameters are this session's from now on.
             dtypes: the precision of the run.
-            record: how parameters on the meta device are to be initialised.
             is_running: whether somebody trains a module at this moment.
             cast: whether the module gets the precision's dtypes; else it has had them, and what is new keeps its own.
+            stored: names of tensors that the caller reads from a checkpoint next: the module need not initialise them.
 
         Raises:
             ParameterAccessError: for a part of a module that is running, or whose values have gone.
@@ -164,8 +164,7 @@ class ZeroSession:
                 return
             torn = existing.updating
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
-        with nullcontext() if record is None else InitRecorder(record):
-            convert(module)
+        convert(module)
         control, streams = self.groups.control, Streams(self.device, self.groups.one_order)
         collectives = self.wire(self.groups, streams, self.device)
         plan = self._plan(module, dtypes, collectives)
@@ -173,14 +172,15 @@ class ZeroSession:
         warn_of_views(module, self.device)
         tiers = make_tiers(self.settings.offload, plan, control, self.device, streams, self.local_rank)
         try:
-            self._engine = ZeroEngine(module, plan, collectives, control, tiers, record)
+            values = MetaValues.by_unit(module, plan)
+            self._engine = ZeroEngine(module, plan, collectives, control, tiers, values)
         except BaseException:
             tiers.close()
             raise
         self._engine.updating = torn
         policy = self.settings.checkpoint
         if existing is None and policy.initial_weights is not None:  # otherwise it has been trained, and goes on
-            load_initial_weights(
+            stored = load_initial_weights(
                 ModuleState(self._engine, module),
                 policy.initial_weights,
                 self.groups.checkpoint,
@@ -188,6 +188,7 @@ class ZeroSession:
                 verify=policy.verify,
                 frozen_as_built=policy.frozen_as_built,
             )
+        values.check(control, stored)
 
     def _plan(self, module: nn.Module, dtypes: Dtypes, collectives: Collectives) -> ZeroPlan:
         settings = self.settings

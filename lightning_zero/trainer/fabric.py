@@ -33,7 +33,6 @@ from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
 from lightning_zero.config import StageLike, TimeoutLike, validate_timeout
 from lightning_zero.debug import full_parameters, note_optimizers
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.init import InitRecorder
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.replicated import ReplicatedOptimizer
 from lightning_zero.optim.rules import naming_closures
@@ -171,7 +170,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         self.process_group_backend, self._start_method = process_group_backend, start_method
         self._timeout = validate_timeout(timeout)
         self._backward_sync_control = self
-        self._recorder, self._in_backward = InitRecorder(), False
+        self._in_backward = False
         self._module: _ShardedModule | None = None
         self._optimizers: list[Optimizer] = []
 
@@ -230,10 +229,9 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Where a module is built: on the host, because only parts stay on the device.
 
-        With ``empty_init`` it takes no memory: its initialisation is recorded and runs while it is sharded.
+        With ``empty_init`` it takes no memory: it is on the meta device, and initialised while it is sharded.
         """
-        device, recorder = ("meta", self._recorder) if empty_init else ("cpu", nullcontext())
-        with recorder, torch.device(device), self.precision.module_init_context():
+        with torch.device("meta" if empty_init else "cpu"), self.precision.module_init_context():
             yield
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -248,8 +246,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             )
         refuse_synced_norms(module, self.root_device)
         session = self._begin_session()
-        session.shard(module, self.precision, self._recorder.record)
-        self._recorder = InitRecorder()
+        session.shard(module, self.precision)
         session.relaying = self._relaying
         session.checkpoints.begin(training=True)
         with without_swaps():

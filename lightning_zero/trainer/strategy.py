@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -39,7 +39,6 @@ from lightning_zero.config import (
 )
 from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.init import InitRecorder
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
 from lightning_zero.session.module_state import left_out_of
@@ -161,7 +160,7 @@ class ZeroStrategy(Batches):
         self.num_nodes = 1  # the Trainer sets it
         self.process_group_backend, self._start_method = process_group_backend, start_method
         self._timeout = validate_timeout(timeout)
-        self._recorder, self._replaced, self._held = InitRecorder(), Replaced(), Replaced()
+        self._replaced, self._held = Replaced(), Replaced()
         self._laid_out = False  # in the running fit, validation, ...
         self._averages: Averages | None = None
 
@@ -247,10 +246,11 @@ class ZeroStrategy(Batches):
         """Whether parameters do not hold their values between steps."""
         return self.placement.shards_parameters or self.precision_plugin.param_dtype is not None
 
-    def _lay_out(self, trainer: Trainer) -> None:
+    def _lay_out(self, trainer: Trainer, stored: Collection[str] = ()) -> None:
         """Shard the module, once in a run: in ``setup``, or before, when its weights are read. Collective.
 
         Lightning reads them, and gives callbacks their states, before ``configure_optimizers`` and ``on_fit_start``.
+        ``stored`` are the names of the weights that it reads.
         """
         if self._laid_out:
             return
@@ -265,8 +265,7 @@ class ZeroStrategy(Batches):
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self._module)
             refuse_synced_norms(self._module, self.root_device)
-        self._begin_session().shard(self._module, self.precision_plugin, self._recorder.record, is_running)
-        self._recorder = InitRecorder()
+        self._begin_session().shard(self._module, self.precision_plugin, is_running, stored=stored)
         self._wire()
         self.session.relaying = self._relaying
         self.checkpoints.begin(training=fitting)
@@ -293,10 +292,6 @@ class ZeroStrategy(Batches):
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where tensors are made while a module is built: on the host, because only parts stay on the device."""
         return self.precision_plugin.module_init_context()
-
-    def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Around ``configure_model``: initialisation on the meta device is recorded, to be replayed by unit."""
-        return self._recorder
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Run ``configure_optimizers`` on the real parameters, then put shards there. Collective: every rank."""
@@ -419,7 +414,7 @@ class ZeroStrategy(Batches):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read this rank's slices of the weights. Collective: every rank."""
-        self._lay_out(self._module.trainer)
+        self._lay_out(self._module.trainer, checkpoint["state_dict"].keys())
         state = self.session.module_state(self._module)
         state.load(checkpoint["state_dict"], strict=strict, excluded=left_out_of(checkpoint))
 

@@ -384,18 +384,24 @@ def test_a_lightning_module_that_is_thawed_and_gets_a_param_group() -> None:
     assert_same(under_ddp_and_stages(play))
 
 
-def test_a_module_that_was_built_without_memory() -> None:
-    def play(strategy: Any) -> dict[str, Any]:
-        fabric = launched(strategy)
-        empty = isinstance(strategy, ZeroFabricStrategy)
-        with fabric.init_module(empty_init=empty):
-            module = built("attentive")
-        assert all(parameter.is_meta == empty for parameter in module.parameters())
-        model = fabric.setup_module(module)
-        optimizer = fabric.setup_optimizers(OPTIMIZERS["AdamW"](model.parameters()))
-        return {"losses": train(fabric, model, optimizer, range(2)), "weights": values(model)}
+def test_a_module_that_was_built_without_memory_has_the_same_values_in_every_stage() -> None:
+    def play(rank: int) -> list[dict[str, Any]]:
+        found = []
+        for stage in STAGES.values():
+            fabric = launched(zero(stage))
+            with fabric.init_module(empty_init=True):
+                module = built("attentive")
+            assert all(parameter.is_meta for parameter in module.parameters())
+            model = fabric.setup_module(module)
+            optimizer = fabric.setup_optimizers(OPTIMIZERS["AdamW"](model.parameters()))
+            found.append({"losses": train(fabric, model, optimizer, range(2)), "weights": values(model)})
+        return found
 
-    assert_same(under_ddp_and_stages(play))
+    for first, *others in run_world(2, play):
+        assert all(bool(loss.isfinite()) for loss in first["losses"])
+        for other in others:
+            assert all(map(torch.equal, first["losses"], other["losses"]))
+            assert all(torch.equal(value, other["weights"][name]) for name, value in first["weights"].items())
 
 
 def test_compiled_layers_train_and_a_compiled_step_is_refused() -> None:

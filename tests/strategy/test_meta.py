@@ -1,13 +1,11 @@
-"""Modules built in ``configure_model``, real or on the meta device: values of a plain build, a shard per rank."""
+"""Modules built on the meta device: values from their own initialisation, alike on all ranks, a shard per rank."""
 
 from __future__ import annotations
 
 import gc
-import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import CheckpointPolicy, ZeroStrategy
 from lightning_zero.errors import MaterialiseError
-from lightning_zero.init import InitRecorder
+from lightning_zero.meta import MetaValues
 from lightning_zero.shards.binding import original_kind
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
@@ -40,10 +38,15 @@ class Rotary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("cos", torch.empty(16, WIDTH // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(16, WIDTH // 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         frequencies = 1.0 / (10000 ** (torch.arange(0, WIDTH, 2).float() / WIDTH))
         angles = torch.outer(torch.arange(16).float(), frequencies)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin())
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
 
     def forward(self, x: Tensor) -> Tensor:
         even, odd = x[..., ::2], x[..., 1::2]
@@ -59,7 +62,6 @@ class Layer(nn.Module):
         self.up = nn.Linear(WIDTH, 3 * WIDTH)
         self.down = nn.Linear(3 * WIDTH, WIDTH)
         self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
-        nn.init.orthogonal_(self.mix.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.mix(self.rotary(self.norm(x))))))
@@ -74,16 +76,16 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, 19, bias=False)
         self.apply(self._init_weights)
-        nn.init.trunc_normal_(self.position, std=0.02, a=-0.03, b=0.03)
-        for layer in self.layers:
-            with torch.no_grad():
-                layer.down.weight.div_(math.sqrt(2 * layers))
         self.head.weight = self.embedding.weight
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.normal_(module.weight, std=0.3)
             nn.init.zeros_(module.bias)
+        elif isinstance(module, Net):
+            nn.init.trunc_normal_(module.position, std=0.02, a=-0.03, b=0.03)
+        elif isinstance(module, Layer):  # the last word about what a child has
+            nn.init.orthogonal_(module.mix.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids) + self.position[: ids.shape[-1]]
@@ -191,19 +193,29 @@ def strategy(stage: int, **options: Any) -> Any:
 # Values
 
 
-BUILDS = {
-    "real": (Net, Net),
-    "meta": (on_meta, Net),
-    "parts": (parts_on_meta, parts_plain),
-    "buffers": (buffers_on_meta, Net),
-}
+BUILDS = {"meta": on_meta, "parts": parts_on_meta, "buffers": buffers_on_meta}
+
+
+def materialised(build: Callable[[], nn.Module]) -> nn.Module:
+    """What a build becomes on one rank, with nothing else around."""
+    net = seeded(build)
+    root = nn.Module()
+    root.net = net  # the values depend on paths
+    meta = [(name, tensor) for name, tensor in root.named_parameters() if tensor.is_meta]
+    values = MetaValues(root, [("", [name for name, _ in meta])])
+    for name, tensor in meta:
+        torch.utils.swap_tensors(tensor, nn.Parameter(values.take(name), tensor.requires_grad))
+    values.place_buffers(torch.device("cpu"))
+    assert values.problem() == ""
+    assert not values.lost
+    return net
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", BUILDS)
-def test_values_are_those_of_a_plain_build(name: str, stage: int) -> None:
-    """Also the tie, the generator's state afterwards, and everything the model becomes by training."""
-    build, plain = BUILDS[name]
+def test_values_depend_on_seed_and_path_only(name: str, stage: int) -> None:
+    """Neither on the stage nor on the number of ranks. Also the tie, the generator's state, and training."""
+    build = BUILDS[name]
 
     def train(rank: int) -> tuple[dict[str, Tensor], Tensor, bool, dict[str, Tensor]]:
         from lightning_zero import full_parameters
@@ -215,11 +227,9 @@ def test_values_are_those_of_a_plain_build(name: str, stage: int) -> None:
             tied = module.net.head.weight is module.net.embedding.weight
             return module.seen, module.generator_state, tied, values_of(module.net)
 
-    expected = values_of(seeded(plain))
-    if name == "buffers":  # built twice: the second time does not draw
-        seeded(buffers_on_meta)
-    state = torch.get_rng_state()
-    trained = Module(plain, in_init=True)
+    net = materialised(build)
+    expected, state = values_of(net), torch.get_rng_state()
+    trained = Module(lambda: net, in_init=True)
     optimizer = trained.configure_optimizers()
     for step in range(2):
         trained.loss(torch.tensor(step)).backward()
@@ -233,6 +243,20 @@ def test_values_are_those_of_a_plain_build(name: str, stage: int) -> None:
         assert not any(tensor.is_meta for tensor in end.values())
         # Both ranks see the same data: the mean of two equal gradients is that gradient.
         assert unequal(after, end) == []
+
+
+def test_modules_initialise_themselves_children_first() -> None:
+    net = materialised(on_meta)
+    plain = seeded(Net)
+    assert unequal(dict(plain.named_buffers()), dict(net.named_buffers())) == []
+    for layer in net.layers:
+        assert torch.allclose(layer.mix.weight @ layer.mix.weight.T, torch.eye(WIDTH), atol=1e-5)
+        assert 0.2 < float(layer.up.weight.detach().std()) < 0.4
+        assert not layer.down.bias.any()
+        assert bool((layer.norm.weight == 1).all())
+    assert float(net.position.detach().abs().max()) <= 0.03
+    assert 0.8 < float(net.embedding.weight.detach().std()) < 1.2, "of a tied weight the first owner decides"
+    assert not torch.equal(net.layers[0].up.weight, net.layers[1].up.weight)
 
 
 class Deferred(pl.LightningModule):
@@ -303,7 +327,7 @@ def test_rank_zero_decides_where_seeds_differ() -> None:
             make_trainer(strategy(3)).fit(module, data(1), data(1))
         return module.seen
 
-    expected = values_of(seeded(Net))
+    expected = values_of(materialised(on_meta))
     for seen in run_world(2, train):
         assert unequal(expected, seen) == []
 
@@ -323,7 +347,7 @@ def test_a_second_fit_goes_on_with_the_same_module(build: Callable[[], nn.Module
         with full_parameters(module):
             return module.built, trainer.strategy.engine is engine, values_of(module.net)
 
-    plain = Module(Net, in_init=True)
+    plain = Module(lambda: materialised(build), in_init=True)
     for _ in range(2):
         optimizer = plain.configure_optimizers()  # Lightning asks again
         for step in range(2):
@@ -344,7 +368,7 @@ def test_validation_without_fit(stage: int) -> None:
         assert not any(p.is_meta for p in module.parameters())
         return float(metrics["loss"])
 
-    plain = Module(Net, in_init=True).eval()
+    plain = Module(lambda: materialised(on_meta), in_init=True).eval()
     with torch.no_grad():
         expected = float(torch.stack([plain.loss(torch.tensor(step)) for step in range(2)]).mean())
     assert run_world(2, validate) == [pytest.approx(expected)] * 2
@@ -369,23 +393,137 @@ def test_init_module_makes_an_ordinary_module() -> None:
 # What cannot be materialised
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [((0, 1), 1), ((0, 1), 3), ((0,), 2), ((1,), 3)])
-def test_a_module_that_was_on_meta_before_the_trainer_is_refused_on_every_rank(
-    ranks: tuple[int, ...], stage: int
-) -> None:
+class Bare(nn.Module):
+    """Owns a parameter and two buffers, and says nowhere what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * self.mask
+
+
+def with_bare() -> nn.Module:
+    net = on_meta()
+    with torch.device("meta"):
+        net.layers.append(Bare())
+    return net
+
+
+def refused(build: Callable[[], nn.Module], stage: int, **options: Any) -> list[str]:
     def fit(rank: int) -> str:
-        module = Module(on_meta if rank in ranks else Net, in_init=True)
+        module = Module(build)
         with quiet():
             try:
-                make_trainer(strategy(stage)).fit(module, data(), data(1))
+                make_trainer(strategy(stage, **options)).fit(module, data(), data(1))
             except MaterialiseError as error:
                 return str(error)
         return ""
 
-    for message in run_world(2, fit, timeout=60):
-        assert "'net.position'" in message
-        assert "`configure_model`" in message
-        assert message.startswith(f"Rank {ranks[0]}")
+    return run_world(2, fit, timeout=60)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_nobody_initialises_is_refused_by_name_on_every_rank(stage: int) -> None:
+    for message in refused(with_bare, stage):
+        assert "'net.layers.3.scale', 'net.layers.3.count', 'net.layers.3.mask'" in message.replace(
+            "'net.layers.3.scale', 'net.layers.3.mask', 'net.layers.3.count'",
+            "'net.layers.3.scale', 'net.layers.3.count', 'net.layers.3.mask'",
+        )
+        assert "Bare does not initialise it" in message
+        assert "`reset_parameters()`" in message
+        assert "`_init_weights(module)`" in message
+
+
+def test_a_file_brings_what_nobody_initialises_but_not_what_it_lacks(tmp_path: Path) -> None:
+    plain = Module(lambda: Net(), in_init=True)
+    plain.net.layers.append(Bare())
+    torch.save({"state_dict": plain.state_dict()}, tmp_path / "all.ckpt")
+    for message in refused(with_bare, 3, checkpoint=CheckpointPolicy(initial_weights=str(tmp_path / "all.ckpt"))):
+        assert "'net.layers.3.mask'" in message, "which is not in the file"
+        assert "scale" not in message
+        assert "count" not in message
+
+
+class Filled(Bare):
+    def reset_parameters(self) -> None:
+        self.mask.fill_(1)
+
+
+def test_a_checkpoint_brings_what_nobody_initialises(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        net = on_meta()
+        with torch.device("meta"):
+            net.layers.append(Filled())
+        return net
+
+    plain = Module(lambda: Net(), in_init=True)
+    plain.net.layers.append(Filled())
+    torch.save({"state_dict": plain.state_dict()}, tmp_path / "all.ckpt")
+    policy = CheckpointPolicy(initial_weights=str(tmp_path / "all.ckpt"))
+
+    def train(rank: int) -> dict[str, Tensor]:
+        module, again = Module(build), Module(build)
+        with quiet():
+            trainer = make_trainer(strategy(3, checkpoint=policy), max_epochs=1)
+            trainer.fit(module, data(1), data(1))
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            make_trainer(strategy(3), max_epochs=2).fit(again, data(1), data(1), ckpt_path=tmp_path / "saved.ckpt")
+        return module.seen
+
+    for seen in run_world(2, train):
+        assert unequal(values_of(plain.net), seen) == []
+
+
+def test_an_error_of_a_module_is_raised_on_every_rank() -> None:
+    class Failing(nn.Linear):
+        def reset_parameters(self) -> None:
+            if not self.weight.is_meta:
+                raise KeyError("no such number")
+
+    def build() -> nn.Module:
+        net = on_meta()
+        with torch.device("meta"):
+            net.layers[1].mix = Failing(WIDTH, WIDTH)
+        return net
+
+    for message in refused(build, 3):
+        assert "KeyError while 'net.layers.1.mix' (Failing) was initialised: 'no such number'" in message
+
+
+def test_what_a_constructor_writes_is_refused_by_name() -> None:
+    def build() -> nn.Module:
+        net = on_meta()
+        with torch.no_grad():
+            net.layers[2].down.weight.mul_(0.5)
+        return net
+
+    for message in refused(build, 3):
+        assert "'net.layers.2.down.weight': on the meta device, and written to by other code" in message
+
+
+def test_what_is_written_to_another_unit_is_refused_by_name() -> None:
+    class Around(Net):
+        def reset_parameters(self) -> None:
+            if hasattr(self, "head"):
+                self.layers[1].up.bias.fill_(1)
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return Around()
+
+    for message in refused(build, 3):
+        assert "'net.layers.1.up.bias': on the meta device, and written to by other code" in message
+    assert refused(build, 1) == ["", ""]
+
+
+def test_a_lazy_layer_is_refused_by_name() -> None:
+    module = nn.Sequential(nn.LazyLinear(3, device="meta"))
+    with pytest.raises(MaterialiseError, match=r"'0.weight' is lazy"):
+        MetaValues(module, [("", ["0.weight"])]).take("0.weight")
 
 
 def test_a_hook_on_a_meta_parameter_is_not_lost_silently() -> None:
@@ -471,132 +609,18 @@ def test_each_rank_holds_its_shard_and_at_most_one_unit() -> None:
         assert peak < 0.9 * everything + 60_000
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The recorder around ordinary builds
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    recorder = InitRecorder()
-    with recorder:
-        yield
-    assert recorder.record.nbytes == 0, "something of an ordinary build was recorded"
-
-
-class Tagged(Tensor):
-    """A tensor subclass with behaviour of its own."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def _subclass() -> list[Tensor]:
-    tagged = torch.randn(3, 3).as_subclass(Tagged)
-    result = (tagged @ tagged).relu() + 1
-    assert type(result) is Tagged
-    return [result.as_subclass(Tensor)]
-
-
-def _is_meta() -> list[Tensor]:
-    assert not torch.zeros(2).is_meta
-    assert torch.zeros(2).device.type == "cpu"
-    assert not nn.Linear(2, 2).weight.is_meta
-    return []
-
-
-def _parametrized() -> list[Tensor]:
-    linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    square = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
-    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5))
-    return [linear.weight, square.weight, spectral.weight, linear(torch.ones(2, 4))]
-
-
-def _dtypes() -> list[Tensor]:
-    net = Net().to(torch.bfloat16)
-    assert all(p.dtype == torch.bfloat16 for p in net.parameters())
-    return [*net.parameters(), torch.arange(5), torch.randn(3, dtype=torch.complex64), torch.randperm(7).bool()]
-
-
-def _numpy_and_items() -> list[Tensor]:
-    weight = nn.Linear(3, 3).weight
-    if weight.sum() > 100 or weight[0, 0].item() > 100:
-        raise AssertionError
-    return [torch.from_numpy(weight.detach().numpy() * 2), torch.tensor(weight.tolist()), weight[weight > 0]]
-
-
-def _backward() -> list[Tensor]:
-    net = Net()
-    net(torch.arange(10).view(2, 5)).square().mean().backward()
-    return [p.grad for p in net.parameters()]
-
-
-ORDINARY: dict[str, Callable[[], list[Tensor]]] = {
-    "net": lambda: list(values_of(Net()).values()),
-    "subclass": _subclass,
-    "is_meta": _is_meta,
-    "parametrized": _parametrized,
-    "dtypes": _dtypes,
-    "numpy": _numpy_and_items,
-    "backward": _backward,
-    "generator": lambda: [torch.randn(5, generator=torch.Generator().manual_seed(3)), torch.rand(5)],
-    "sparse": lambda: [torch.eye(3).to_sparse().to_dense()],
-}
-
-
-@pytest.mark.parametrize("name", ORDINARY)
-def test_the_recorder_changes_nothing_of_real_tensors(name: str) -> None:
-    torch.manual_seed(SEED)
-    expected, state = ORDINARY[name](), torch.get_rng_state()
-    torch.manual_seed(SEED)
-    with recording():
-        actual = ORDINARY[name]()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert len(expected) == len(actual)
-    for left, right in zip(expected, actual, strict=True):
-        assert (type(left), left.dtype, left.stride()) == (type(right), right.dtype, right.stride())
-        assert torch.equal(left, right)
-
-
-def test_recorded_modules_stay_ordinary_afterwards(tmp_path: Path) -> None:
-    """A state dict from a file, a compiled block, and an optimizer step, all begun under the recorder."""
-    saved = seeded(Net)
-    torch.save(saved.state_dict(), tmp_path / "net.pt")
-    torch.manual_seed(SEED + 1)
-    with recording():
-        net = Net()
-        net.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
-        assigned = Net()
-        assigned.load_state_dict(torch.load(tmp_path / "net.pt", mmap=True, weights_only=True), assign=True)
-        compiled = torch.compile(nn.Linear(4, 4), backend="eager")
-    assert unequal(values_of(saved), values_of(net)) == []
-    assert unequal(values_of(saved), values_of(assigned)) == []
-    assert compiled(torch.ones(2, 4)).shape == (2, 4)
-
-
-@pytest.mark.parametrize("build", [Net, on_meta])
-def test_a_compiled_block_and_a_file_in_configure_model(build: Callable[[], nn.Module], tmp_path: Path) -> None:
-    other = seeded(lambda: Net())
-    with torch.no_grad():
-        other.layers[0].up.weight.fill_(0.125)
-    torch.save(other.state_dict(), tmp_path / "net.pt")
-
-    def build_and_load() -> nn.Module:
-        net = build()
-        if build is Net:
-            net.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
-        else:  # in place, as `load_state_dict` without `assign` copies into meta tensors
-            with torch.no_grad():
-                net.layers[0].up.weight.copy_(torch.load(tmp_path / "net.pt", weights_only=True)["layers.0.up.weight"])
+def test_a_compiled_block_on_the_meta_device() -> None:
+    def build() -> nn.Module:
+        net = on_meta()
         net.layers[1].compile(backend="eager")
         return net
 
     def train(rank: int) -> dict[str, Tensor]:
-        module = Module(build_and_load)
+        module = Module(build)
         with quiet():
             make_trainer(strategy(3)).fit(module, data(1), data(1))
         return module.seen
 
-    expected = values_of(other)
+    expected = values_of(materialised(on_meta))
     for seen in run_world(2, train, timeout=90):
         assert unequal(expected, seen) == []
