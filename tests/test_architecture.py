@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 29_070
+CORE_LINES = 29_068
 CORE_FILES = 113
 EXTENSION_LINES = 9_422
 CIRCLES_OF_PACKAGES = 0

@@ -54,9 +54,7 @@ __all__ = [
     "refuse_overlap",
     "save_consolidated_file",
     "warn_of_excluded",
-    "warn_of_overflow",
-    "with_holes",
-    "write_file",
+    "write_files",
 ]
 
 RANDOM_KEY = "random_state"
@@ -72,21 +70,6 @@ _SUFFIXES |= {".safetensors": "safetensors"}
 _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # What Lightning leaves out of a checkpoint that is saved with `weights_only=True`.
 _TRAINING_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "ZeroPrecision", "MixedPrecision")
-
-
-def write_file(
-    file: StagedFile, layout: TorchFile | SafetensorsFile, pieces: Pieces, advance: Callable[[int], Any]
-) -> None:
-    """Fill a file from one process. ``advance`` is called with the bytes of every piece."""
-    with open(file.path, "r+b", buffering=0) as opened:
-        descriptor = opened.fileno()
-        crcs = [
-            pieces.write(place.key if place.tensor is None else place.tensor, descriptor, place.offset, advance)
-            for place in layout.places
-        ]
-        for offset, content in layout.frame(crcs):
-            write_bytes(descriptor, offset, content)
-            advance(len(content))
 
 
 # ------------------------------------------------------------------------------------------------- saved by all ranks
@@ -262,10 +245,9 @@ def _tied(leaves: Mapping[str, Leaf]) -> list[list[str]]:
 
 
 def _identity(shard: FlatShard) -> Any:
-    local = shard.local
-    if not local.numel():
+    if not shard.local.numel():
         return shard.dtype, shard.shape
-    return memory_identity(local), shard.shape, shard.start
+    return memory_identity(shard.local), shard.shape, shard.start
 
 
 def _checked(key: str, nbytes: int, parts: Sequence[_Part]) -> int:
@@ -405,12 +387,9 @@ class Export:
         """The checkpoint, with its partition if it is one of ours."""
         own, checkpoint = self.own, open_checkpoint(self.source, ControlGroup(None))
         if own is not None and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
-            summary = {
-                key: value
-                for key, value in checkpoint.get(SUMMARY_KEY, {}).items()
-                if key not in (FEEDBACK_KEY, RANDOM_KEY)
-            }
-            checkpoint[SUMMARY_KEY] = {**summary, "plan": Decoder().decode(own.record.plan)}
+            summary = {**checkpoint.get(SUMMARY_KEY, {}), "plan": Decoder().decode(own.record.plan)}
+            of_ranks = (FEEDBACK_KEY, RANDOM_KEY)
+            checkpoint[SUMMARY_KEY] = {key: value for key, value in summary.items() if key not in of_ranks}
         if not isinstance(checkpoint.get("state_dict"), Mapping):
             raise CheckpointError(f"'{self.source}' holds no weights: there is no `state_dict` in it.")
         return checkpoint
@@ -505,7 +484,7 @@ def warn_of_excluded(checkpoint: Mapping[str, Any], source: str | os.PathLike[st
         )
 
 
-def warn_of_overflow(holes: Mapping[str, Any], pieces: Pieces) -> None:
+def _warn_of_overflow(holes: Mapping[str, Any], pieces: Pieces) -> None:
     """Name weights that became infinite when they were cast."""
     names = [name for name, hole in holes.items() if isinstance(hole, Hole) and hole.key in pieces.overflowed]
     if names:
@@ -519,34 +498,53 @@ def warn_of_overflow(holes: Mapping[str, Any], pieces: Pieces) -> None:
 def _write_torch(export: Export) -> Path:
     pieces, weights = Pieces(), export.weights()
     dropped = _TRAINING_STATE if export.weights_only else ()
-    content = {key: with_holes(value, pieces, None) for key, value in export.checkpoint.items() if key not in dropped}
+    content = {key: _with_holes(value, pieces, None) for key, value in export.checkpoint.items() if key not in dropped}
     content["state_dict"] = {
-        name: with_holes(value, pieces, export.dtype if isinstance(value, Tensor) else None)
+        name: _with_holes(value, pieces, export.dtype if isinstance(value, Tensor) else None)
         for name, value in weights.items()
     }
     if isinstance(content.get("optimizer_states"), list):
         content["optimizer_states"] = [by_parameter_index(state) for state in content["optimizer_states"]]
-    _publish(export, TorchFile(content), pieces)
-    warn_of_overflow(content["state_dict"], pieces)
+    write_files(export, {export.target: TorchFile(content)}, content["state_dict"], pieces)
     return export.target
 
 
 def _write_safetensors(export: Export) -> Path:
     pieces, weights = Pieces(), export.weights()
     holes, aliases = holes_of(weights, pieces, export.dtype)
-    _publish(export, SafetensorsFile(holes, {"format": "pt", **aliases}), pieces)
-    warn_of_overflow(holes, pieces)
+    write_files(export, {export.target: SafetensorsFile(holes, {"format": "pt", **aliases})}, holes, pieces)
     return export.target
 
 
-def _publish(export: Export, layout: TorchFile | SafetensorsFile, pieces: Pieces) -> None:
-    staged = StagedFile(export.target, layout.nbytes)
+def write_files(
+    export: Export,
+    files: Mapping[Path, Any],
+    holes: Mapping[str, Any],
+    pieces: Pieces,
+    publish: Callable[[list[StagedFile]], None] = lambda staged: staged[0].publish(),
+) -> None:
+    """Make files under temporary names, and ``publish`` them together; nothing is left of them if that fails.
+
+    ``files`` has the layout of each, a ``TorchFile`` or ``SafetensorsFile``, and ``pieces`` what is in the ``holes``.
+    """
+    staged: list[StagedFile] = []
     try:
-        with progress_bar(export.target.name, layout.nbytes, export.progress) as bar:
-            write_file(staged, layout, pieces, bar.update)
-        staged.publish()
+        with progress_bar(export.target.name, sum(file.nbytes for file in files.values()), export.progress) as bar:
+            for path, layout in files.items():
+                staged.append(StagedFile(path, layout.nbytes))
+                with open(staged[-1].path, "r+b", buffering=0) as opened:
+                    crcs = [
+                        pieces.write(at.key if at.tensor is None else at.tensor, opened.fileno(), at.offset, bar.update)
+                        for at in layout.places
+                    ]
+                    for offset, content in layout.frame(crcs):
+                        write_bytes(opened.fileno(), offset, content)
+                        bar.update(len(content))
+        publish(staged)
     finally:
-        staged.discard()
+        for file in staged:
+            file.discard()
+    _warn_of_overflow(holes, pieces)
 
 
 def holes_of(
@@ -560,7 +558,7 @@ def holes_of(
     aliases: dict[str, str] = {}
     kept: dict[Any, str] = {}
     for name, value in tensors.items():
-        hole = with_holes(value, pieces, dtype or value.dtype)
+        hole = _with_holes(value, pieces, dtype or value.dtype)
         first = kept.setdefault((hole.key, hole.shape), name)
         if first == name:
             holes[name] = hole
@@ -569,13 +567,13 @@ def holes_of(
     return holes, aliases
 
 
-def with_holes(value: Any, pieces: Pieces, cast: torch.dtype | None) -> Any:
+def _with_holes(value: Any, pieces: Pieces, cast: torch.dtype | None) -> Any:
     """A structure with a hole for every tensor that is on disk or to be cast."""
     if isinstance(value, StoredTensor) or (cast is not None and is_plain(value)):
         dtype = cast if cast is not None and value.dtype.is_floating_point else value.dtype
         return Hole(pieces.add(value, dtype), dtype, value.shape)
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, with_holes(item, pieces, cast)) for key, item in value.items())
+        return type(value)((key, _with_holes(item, pieces, cast)) for key, item in value.items())
     if type(value) in (list, tuple):
-        return type(value)(with_holes(item, pieces, cast) for item in value)
+        return type(value)(_with_holes(item, pieces, cast) for item in value)
     return value

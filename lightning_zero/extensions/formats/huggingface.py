@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.consolidated import Export, holes_of, warn_of_overflow, write_file
+from lightning_zero.checkpoint.consolidated import Export, holes_of, write_files
 from lightning_zero.checkpoint.format.record import Opened
 from lightning_zero.checkpoint.format.safetensors import DAMAGES, SafetensorsFile, open_safetensors, read_safetensors
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.format.torch_file import Hole
 from lightning_zero.checkpoint.format.typed_json import strict_json
 from lightning_zero.checkpoint.storage.files import Files, read_index
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
-from lightning_zero.checkpoint.writing import Pieces, progress_bar
+from lightning_zero.checkpoint.writing import Pieces
 from lightning_zero.errors import CheckpointError, some
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "export_folder", "is_weights", "read_safetensors_directory"]
@@ -106,23 +106,12 @@ def _write_safetensors(settings: Export) -> list[Path]:
     shards = _shards(holes, settings.limit)
     names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     names = names if len(shards) > 1 else [SINGLE_FILE]
-    layouts = []
-    for shard in shards:
+    files = {}
+    for name, shard in zip(names, shards, strict=True):
         metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in shard}}
-        layouts.append(SafetensorsFile(shard, metadata))
-    staged: list[StagedFile] = []
-    try:
-        with progress_bar(folder.name, sum(layout.nbytes for layout in layouts), settings.progress) as bar:
-            for name, layout in zip(names, layouts, strict=True):
-                staged.append(StagedFile(folder / name, layout.nbytes))
-                write_file(staged[-1], layout, pieces, bar.update)
-        _publish(folder, staged, shards)
-    finally:
-        for file in staged:
-            file.discard()
-    warn_of_overflow(holes, pieces)
-    written = [folder / name for name in names]
-    return written if len(written) == 1 else [*written, folder / INDEX_FILE]
+        files[folder / name] = SafetensorsFile(shard, metadata)
+    write_files(settings, files, holes, pieces, lambda staged: _publish(folder, staged, shards))
+    return [*files] if len(files) == 1 else [*files, folder / INDEX_FILE]
 
 
 def _publish(folder: Path, staged: Sequence[StagedFile], shards: Sequence[Mapping[str, Hole]]) -> None:
