@@ -18,7 +18,7 @@ from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
 from lightning_zero.extensions.monitors import memory_stats
-from tests.comm.test_compression import KINDS, Net, loss_of, make, rounded, state
+from tests.extensions.compression.test_compression import KINDS, Net, loss_of, make, rounded, state
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.wires import residuals_of
 from tests.helpers.world import run_world

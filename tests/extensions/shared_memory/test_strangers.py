@@ -15,7 +15,7 @@ import torch
 
 from lightning_zero.comm import Groups, Streams, choose_collectives
 from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
-from tests.comm.test_shared_memory import CPU, SIZE, connected, filled
+from tests.extensions.shared_memory.test_shared_memory import CPU, SIZE, connected, filled
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.usefixtures("one_host")
