@@ -450,9 +450,9 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> bool:
 _HOOKED_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
-def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
     """``step`` of the optimizer's class without the wrapper that runs step hooks, bound to it."""
-    bound: Callable[[], Any] = without_hooks(type(optimizer).step).__get__(optimizer)
+    bound: Callable[..., Any] = without_hooks(type(optimizer).step).__get__(optimizer)
     return bound
 
 

@@ -48,7 +48,6 @@ from lightning.fabric.utilities import registry  # noqa: E402
 
 import lightning_zero  # noqa: E402
 from lightning_zero.comm.hosts import RANKS_PER_HOST  # noqa: E402
-from lightning_zero.optim import rules  # noqa: E402
 from tests.helpers import forking, rungs  # noqa: E402
 
 torch.set_num_threads(1)
@@ -59,10 +58,6 @@ for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero.")
 # Every Trainer asks what callbacks are installed, which reads the folders of all packages: a twentieth of a short fit.
 registry.entry_points = functools.cache(registry.entry_points)
 registry._load_external_callbacks("lightning.pytorch.callbacks_factory")
-
-# Whether a step needs a closure is read from its source once in a process: every forked rank inherits it.
-for _optimizer in (torch.optim.AdamW, torch.optim.SGD):
-    rules.needs_closure(_optimizer([torch.zeros(1)], lr=0.1))
 
 if not torch.accelerator.is_available():
     # Seeding notes a stack of the whole program for each kind of device that is not there: an eighth of a short fit.

@@ -10,18 +10,15 @@ ranks would see them. What it does only after more steps than a few is not found
 
 from __future__ import annotations
 
-import ast
 import copy
 import inspect
 import math
 import random
 import sys
-import textwrap
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from numbers import Real
 from textwrap import shorten
 from typing import Any
@@ -100,16 +97,29 @@ _REASON = (
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer can be seen to need a closure, because ``step`` has an argument ``closure`` without a
-    default, its first statements raise where there is none, or it calls it and never asks whether it is there. What is
-    not seen here ends in ``naming_closures``."""
+    """Whether an optimizer needs a closure: ``step`` has an argument ``closure`` without a default, or a copy on small
+    tensors raises without one and steps with one. What is not seen here ends in ``naming_closures``."""
     step: Any = inspect.unwrap(type(optimizer).step)  # without what torch has wrapped around it
     try:
         parameters = list(inspect.signature(step).parameters.values())[1:]
     except (TypeError, ValueError):
         return False
-    required = any(p.name == "closure" and p.default is p.empty for p in parameters)
-    return required or any(_refuses_none(step, p.name) for p in parameters if "closure" in p.name)
+    named = [p for p in parameters if "closure" in p.name]
+    if any(p.name == "closure" and p.default is p.empty for p in named):
+        return True
+    if not named or str(step.__module__).startswith("torch.optim"):
+        return False
+
+    def steps(**arguments: Any) -> bool:
+        try:
+            _stepped(optimizer, None, 1.0, None, arguments)
+        except Exception:
+            return False
+        return True
+
+    with _own_random_numbers(), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return not steps() and steps(**{named[0].name: lambda: torch.ones((), requires_grad=True)})
 
 
 @contextmanager
@@ -123,28 +133,6 @@ def naming_closures(optimizer: Optimizer) -> Iterator[None]:
         if "closure" not in f"{type(error).__name__} {error}".lower():
             raise
         raise UnsupportedOptimizerError(_REASON.format(name=type(optimizer).__name__)) from error
-
-
-@lru_cache  # a fit asks several times, and parsing takes milliseconds
-def _refuses_none(step: Any, closure: str) -> bool:
-    """Whether the source of ``step`` begins, before it does anything else, by raising where ``closure`` is ``None``, or
-    does nothing with it but call it."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(step)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef):
-        return False
-    none, some = {f"{closure} is None", f"not {closure}"}, {f"{closure} is not None", closure, f"callable({closure})"}
-    for statement in function.body:
-        if isinstance(statement, ast.Assert) and ast.unparse(statement.test) in some:
-            return True
-        if isinstance(statement, ast.If) and ast.unparse(statement.test) in none:
-            return any(isinstance(inner, ast.Raise) for inner in statement.body)
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == closure]
-    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-    return bool(names) and all(name in calls for name in names)
 
 
 _LENGTH = 4  # of a stand-in, in each dimension at most
@@ -242,12 +230,16 @@ def _own_random_numbers() -> Iterator[None]:
 
 
 _Stepped = tuple[list[list[Tensor]], int]
+_NONE: Mapping[str, Any] = {}
 
 
-def _stepped(optimizer: Optimizer, rate: float | None, scale: float, rank: int | None) -> _Stepped:
+def _stepped(
+    optimizer: Optimizer, rate: float | None, scale: float, rank: int | None, arguments: Mapping[str, Any] = _NONE
+) -> _Stepped:
     """Each stand-in and its state after some steps of a copy, and a number for the options of its param groups.
 
-    ``rank``: which of two it is, ``None``: the only one. ``scale``: that is not finite is one of the first only.
+    ``arguments`` are those of the step. ``rank``: which of two it is, ``None``: the only one. ``scale``: that is not
+    finite is one of the first only.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -273,7 +265,7 @@ def _stepped(optimizer: Optimizer, rate: float | None, scale: float, rank: int |
     for step in gradients:
         for place, (parameter, gradient) in enumerate(zip(stepped, step, strict=True)):
             parameter.grad = gradient if parameter.requires_grad and rank in (None, place % 2) else None
-        bare_step(twin)()
+        bare_step(twin)(**arguments)
     values = [[p, *(v for v in tree_leaves(twin.state.get(p, {})) if isinstance(v, Tensor))] for p in stepped]
     found = [[v.detach() for v in each if v.is_floating_point() or v.is_complex()] for each in values]
     return found, Fingerprint(twin, "", whole=True).take([])
