@@ -286,11 +286,15 @@ def _item_from_json(key: str, item: Mapping[str, Any], names: Mapping[Any, str])
     hash(path)  # of keys of dictionaries; otherwise a TypeError
     if "value" in item:
         return ValueItem(path, item["value"])
-    if "blob" in item:
+    is_tensor = "blob" not in item
+    if is_tensor and item["dtype"] not in DTYPES:
+        raise ValueError(f"'{key}' has the dtype {item['dtype']!r}, which this torch does not know")
+    for number in [chunk[2] for chunk in item["chunks"]] if is_tensor else item["blob"][:1]:
+        if (type(number), number) not in names:
+            raise ValueError(f"it counts {len(names)} files, of which there is no number {reprlib.repr(number)}")
+    if not is_tensor:
         number, offset, nbytes = item["blob"]
         return BlobItem(path, str(item["type"]), names[type(number), number], offset, nbytes)
-    if item["dtype"] not in DTYPES:
-        raise ValueError(f"'{key}' has the dtype {item['dtype']!r}, which this torch does not know")
     chunks = tuple(
         Chunk(start, numel, names[type(number), number], offset, crc)
         for start, numel, number, offset, crc in item["chunks"]
