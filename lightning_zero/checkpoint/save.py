@@ -195,9 +195,6 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-# ------------------------------------------------------------------------------------------------ each rank's data file
-
-
 class _Written(NamedTuple):
     """What one rank wrote under one name: of a tensor its parts, which with those of other ranks make up the whole."""
 

@@ -225,7 +225,7 @@ class Record:
         content = _checked_content(data)
         try:
             files = {name: FileEntry(*entry) for name, entry in content["files"].items()}
-            names = {(int, number): name for number, name in enumerate(files)}  # not of True, which is equal to 1
+            names = _Names(((int, number), name) for number, name in enumerate(files))  # not of True, which equals 1
             items = {key: _item_from_json(key, item, names) for key, item in content["items"].items()}
             return cls(files, items, *(content[key] for key in ("meta", "plan", "world_size", "writer")))
         except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
@@ -276,6 +276,11 @@ def _item_to_json(item: Item, numbers: Mapping[str, int]) -> dict[str, Any]:
     return {"path": path, "dtype": dtype_name(item.dtype), "shape": list(item.shape), "chunks": chunks}
 
 
+class _Names(dict[Any, str]):
+    def __missing__(self, key: tuple[type, Any]) -> str:
+        raise ValueError(f"it counts {len(self)} files, of which there is no number {reprlib.repr(key[1])}")
+
+
 def _item_from_json(key: str, item: Mapping[str, Any], names: Mapping[Any, str]) -> Item:
     if type(item["path"]) is not list:
         raise ValueError(f"'{key}' has the path {reprlib.repr(item['path'])}")
@@ -286,15 +291,11 @@ def _item_from_json(key: str, item: Mapping[str, Any], names: Mapping[Any, str])
     hash(path)  # of keys of dictionaries; otherwise a TypeError
     if "value" in item:
         return ValueItem(path, item["value"])
-    is_tensor = "blob" not in item
-    if is_tensor and item["dtype"] not in DTYPES:
-        raise ValueError(f"'{key}' has the dtype {item['dtype']!r}, which this torch does not know")
-    for number in [chunk[2] for chunk in item["chunks"]] if is_tensor else item["blob"][:1]:
-        if (type(number), number) not in names:
-            raise ValueError(f"it counts {len(names)} files, of which there is no number {reprlib.repr(number)}")
-    if not is_tensor:
+    if "blob" in item:
         number, offset, nbytes = item["blob"]
         return BlobItem(path, str(item["type"]), names[type(number), number], offset, nbytes)
+    if item["dtype"] not in DTYPES:
+        raise ValueError(f"'{key}' has the dtype {item['dtype']!r}, which this torch does not know")
     chunks = tuple(
         Chunk(start, numel, names[type(number), number], offset, crc)
         for start, numel, number, offset, crc in item["chunks"]

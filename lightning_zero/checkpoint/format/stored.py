@@ -134,8 +134,6 @@ class StoredTensor(Tensor):
             raise TypeError(f"{tuple(value.shape)} {value.dtype} cannot be the data of {self}.")
         self._memory = [value.load() if isinstance(value, StoredTensor) else value.detach()]
 
-    # What asks for an address gets that of the memory: torch would hand out one that leads nowhere.
-
     def data_ptr(self) -> int:
         return self.load().data_ptr()
 

@@ -394,9 +394,6 @@ class StagedFile(Staging):
         sweep(self.final.parent)  # the data of a directory that was published through a link
 
 
-# ------------------------------------------------------------------------------------------------------ all ranks
-
-
 class Destination:
     """One save of one directory, on one rank: on a file system that all ranks share. See [Note: Publishing]."""
 
