@@ -120,12 +120,13 @@ class RandomState:
         """Restore nothing of what was loaded."""
         self._loaded = {}
 
-    def restore(self, trainer: Trainer) -> None:
+    def restore(self, trainer: Trainer | None = None) -> None:
         """Restore what was loaded, if something was: when all is set up, just before training."""
         loaded, self._loaded = self._loaded, {}
         if loaded:
             _give(loaded, self._device)
-            _begin_epoch(trainer)
+            if trainer is not None:
+                _begin_epoch(trainer)
 
 
 class _Generator(NamedTuple):

@@ -150,7 +150,7 @@ class Checkpoints:
                 extension("random_state", "begin a run with its weights: CheckpointPolicy(initial_weights=...)")
             self._random.load(saved, checkpoint["global_step"], device)
 
-    def restore_random_state(self, trainer: Any) -> None:
+    def restore_random_state(self, trainer: Any = None) -> None:
         """Restore what ``load_random_state`` read: when all is set up, just before training."""
         if self._random is not None:
             self._random.restore(trainer)

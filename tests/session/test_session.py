@@ -114,7 +114,7 @@ def test_a_session_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         session.module_state().load(checkpoint["state_dict"], strict=True)
         session.optimizer_state(optimizer).load(checkpoint["optimizer_states"][0])
         session.checkpoints.load_random_state(checkpoint, session.device)
-        assert session.checkpoints._random.go_on(session.device)
+        session.checkpoints.restore_random_state()
         found = train(module, session, optimizer, rank, range(2, 4))
         session.rest()
         return found, expected
