@@ -229,7 +229,7 @@ def test_a_record_with_a_name_twice(own: Path) -> None:
 @pytest.mark.parametrize("number", [-1, True, 99, 0.0, None, "0"])
 def test_a_file_is_counted_from_the_beginning(own: Path, number: Any) -> None:
     changed(own, lambda content: content["items"]["state_dict.conv.weight"]["chunks"][0].__setitem__(2, number))
-    is_refused(own, f"zero.json' cannot be used: it counts 4 files, of which there is no number {number}")
+    is_refused(own, f"zero.json' cannot be used: it counts 4 files, of which there is no number {number!r}.")
 
 
 def test_two_values_at_one_path(own: Path) -> None:
