@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from lightning_zero.shards.slice import checksum
 __all__ = ["Agreement", "ExternalWrites"]
 
 _REMEMBERED = 4096
+_NOTHING = nullcontext()
 
 
 class Agreement:
@@ -46,7 +48,7 @@ class Agreement:
         """
         message = [zlib.crc32(place.encode()), self.notice, *values]
         message += [0] * (self.width + 2 - len(message))
-        with self._spans.of(Phase.AGREE, place):
+        with self._spans.of(Phase.AGREE, place) if self._spans.heard else _NOTHING:
             NOTES.here.append(Note(place))
             try:
                 rows = self.control.exchange(message)

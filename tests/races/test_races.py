@@ -126,8 +126,8 @@ SPARE = {
     ),
     _ARRIVES + "extensions/hops.py within": _HOPS,
     _ARRIVES + "extensions/hops.py between": _HOPS,
-    _ARRIVES + "comm/native.py _followed": _HOPS,
-    _ARRIVES + "comm/native.py _averaged_behind": _IN_ORDER,
+    _ARRIVES + "comm/native.py followed": _HOPS,
+    _ARRIVES + "comm/native.py average_across": _IN_ORDER,
     _ARRIVES + "comm/native.py reduce": _IN_ORDER,
     _ARRIVES + "comm/native.py gather": _IN_ORDER,
 }

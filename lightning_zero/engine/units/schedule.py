@@ -199,13 +199,13 @@ class UnitSchedule:
         rows, change, self.uniform = self._order.close(told)
         for unit in self.sharded if self._streams.beside else ():
             unit.wait()  # also if nobody used it: its gather reads the shard, which may be written from here on
-        if any(row[0] for row in rows):
+        if [row for row in rows if row[0]]:
             failure, self._failure = self._failure, None
             advice = "Resume from the last checkpoint, which is intact."
             self._agreement.control.raise_together(failure, "fetch its part of the weights", advice)
         self._writes.compare([row[1] for row in rows], self._agreement.control)
         self._take_over()
-        joined = any(row[2] for row in rows) and self._agree_who_stays()
+        joined = [row for row in rows if row[2]] and self._agree_who_stays()
         rows = [row[3:] for row in rows]
         if recorded or joined:
             # Poisoned memory makes what is resident a matter of each rank's own path, so all start afresh.
