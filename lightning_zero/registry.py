@@ -6,6 +6,7 @@ it calls :func:`extension` where the setting that needs it is read.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -33,9 +34,11 @@ EXTENSIONS = {
 }
 
 
+@cache
 def installed(name: str) -> bool:
-    """Whether an extension is there. For what has another way without it."""
-    _check(name)
+    """Whether an extension is there, for what has another way without it. Looked up once: waits ask again and again."""
+    if name not in EXTENSIONS:
+        raise KeyError(f"no extension is called '{name}': {', '.join(EXTENSIONS)}")
     return find_spec(f"{_FOLDER}.{name}") is not None
 
 
@@ -56,8 +59,3 @@ def extension(name: str, instead: str = "leave out the setting that asks for it"
             f"lightning_zero again, or {instead}.{why and ' ' + why}"
         )
     return import_module(f"{_FOLDER}.{name}")
-
-
-def _check(name: str) -> None:
-    if name not in EXTENSIONS:
-        raise KeyError(f"no extension is called '{name}': {', '.join(EXTENSIONS)}")
