@@ -217,17 +217,17 @@ users_of: Callable[[int], int] = torch._C._storage_Use_Count
 """The same of a ``storage_key``, of memory that is there, and one more."""
 
 
-def held_in_python(memory: Sequence[Tensor], own: Sequence[Tensor], holder: type) -> bool:
-    """Whether Python has other tensors than these in the memory of any of ``memory``, but for what a ``holder`` has.
+def held_in_python(memory: Tensor) -> list[Tensor]:
+    """The tensors in the memory of this one, other than itself, that something in Python has.
 
     Looks at all objects, which takes some 50 ms.
     """
-    keys, known = {storage_key(tensor) for tensor in memory}, {id(tensor) for tensor in (*memory, *own)}
+    key = storage_key(memory)
     with no_subclasses():
-        found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and id(thing) not in known]
+        found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and thing is not memory]
         found = [tensor for tensor in found if type(tensor).untyped_storage is Tensor.untyped_storage]  # it has memory
-        found = [tensor for tensor in found if storage_key(tensor) in keys]
-        return any(not isinstance(by, holder) for tensor in found for by in gc.get_referrers(tensor) if by is not found)
+        found = [tensor for tensor in found if storage_key(tensor) == key]
+        return [tensor for tensor in found if any(by is not found for by in gc.get_referrers(tensor))]
 
 
 class WeakStorage:

@@ -18,9 +18,9 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 29_059
-CORE_FILES = 113
-EXTENSION_LINES = 9_412
+CORE_LINES = 28_982
+CORE_FILES = 112
+EXTENSION_LINES = 9_411
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 4

@@ -334,19 +334,8 @@ class Collectives(ABC):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def lend(self, nbytes: int) -> Tensor | None:
-        """Bytes that others read where they are, on one rank alone. ``None`` where it makes no difference."""
+        """Bytes that others can read where they are. ``None`` where it makes no difference. Local."""
         return None
-
-    def vacate(self, memory: Tensor) -> None:
-        """Give the pages of a tensor back, which has its memory to itself. It keeps its shape, and nothing may be read
-        or written there before ``occupy``."""
-        if memory.untyped_storage().resizable():  # not where `numpy` has seen it
-            memory.untyped_storage().resize_(0)
-
-    def occupy(self, memory: Tensor) -> None:
-        """Have pages again for a tensor that was vacated. What is there is arbitrary."""
-        if memory.untyped_storage().resizable():
-            memory.untyped_storage().resize_(memory.nbytes)
 
     def freeze(self, memory: Sequence[Tensor]) -> None:  # noqa: B027
         """Have processes that are forked from now on see what memory of ``allocate`` holds now, whatever is written to

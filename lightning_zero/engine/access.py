@@ -14,8 +14,8 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import copy_slice
-from lightning_zero.engine.gradients.bucket import GradientBucket
 from lightning_zero.engine.gradients.shown import GradientPlace, UserGradients
+from lightning_zero.engine.reducer import GradientBucket
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError

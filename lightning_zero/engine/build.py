@@ -15,9 +15,9 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.engine.events import Spans
-from lightning_zero.engine.gradients.bucket import GradientBucket
-from lightning_zero.engine.gradients.reducer import GradientReducer
-from lightning_zero.engine.units.sharded import ShardedUnit, Slot
+from lightning_zero.engine.pool import BufferPool
+from lightning_zero.engine.reducer import GradientBucket, GradientReducer
+from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.meta import MetaValues
@@ -43,6 +43,7 @@ class UnitBuilder:
         self,
         module: nn.Module,
         plan: Plan,
+        pool: BufferPool,
         collectives: Collectives,
         control: ControlGroup,
         tiers: MemoryTiers,
@@ -57,6 +58,7 @@ class UnitBuilder:
         self._module = module
         self._parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         self._plan = plan
+        self._pool = pool
         self._collectives = collectives
         self._control = control
         self._device = tiers.device
@@ -82,17 +84,13 @@ class UnitBuilder:
         if not self._plan.placement.shards_parameters:
             units = [self._replicated(unit) for unit in self._plan.units]
         else:
-            slots = [self._slot(slot.nbytes) for slot in self._plan.slots]
             if self._collectives.rank == 0:
                 self._lent = self._collectives.lend(max(map(_values_nbytes, self._plan.units)))
-            units = [self._sharded(unit, slots) for unit in self._plan.units]
+            units = [self._sharded(unit) for unit in self._plan.units]
             self._lent = None
         if self._tiers.can_fail:
             self._control.raise_together(self._failure, "put the first weights where they rest")
         return units
-
-    def _slot(self, nbytes: int) -> Slot:
-        return Slot(self._collectives.allocate_gathered(nbytes, self._device))
 
     def _take_room(self) -> None:
         """Memory for all masters and weights that do not rest on the device, before the ranks depend on each other."""
@@ -148,9 +146,7 @@ class UnitBuilder:
             unit.bind()
         return unit
 
-    def _sharded(self, plan: UnitPlan, slots: Sequence[Slot]) -> Unit:
-        if plan.slot is None:
-            raise RuntimeError(f"The plan gives unit '{plan.name}' no slot. This is an error in lightning_zero itself.")
+    def _sharded(self, plan: UnitPlan) -> Unit:
         flats, room = [], self._lent
         for layout in plan.layouts:
             flat = self._flat(layout, *self._room(layout))
@@ -166,7 +162,7 @@ class UnitBuilder:
                 self._failure = self._failure or error
             flats.append(flat)
         self._until_read()
-        unit = ShardedUnit(plan, flats, slots[plan.slot])
+        unit = ShardedUnit(plan, flats, self._pool)
         for spec in plan.parameters:
             for name in (spec.name, *spec.aliases):
                 holder = self._module.get_submodule(name.rpartition(".")[0])
@@ -221,6 +217,7 @@ def _values_nbytes(plan: UnitPlan) -> int:
 def build_reducer(
     plan: Plan,
     units: Sequence[Unit],
+    pool: BufferPool,
     collectives: Collectives,
     control: ControlGroup,
     tiers: MemoryTiers,
@@ -229,13 +226,8 @@ def build_reducer(
     """Memory for gradients, as the plan says where they rest, and the reducer over it."""
     device = tiers.device
     tiers.transfers.reserve(STAGING_BUFFERS, *plan.staging_nbytes)
-    rings = [Slot(collectives.allocate(slot.nbytes, torch.uint8, device)) for slot in plan.gradient_slots]
-    if collectives.world_size == 1:  # it collects where gradients are to be; what it needs after all it occupies
-        for slot in rings:
-            slot.vacate(collectives)
     collecting_apart = plan.collecting_apart()
     buckets: list[GradientBucket] = []
-    slots: list[Slot | None] = []
     for unit in units:
         for flat in unit.flats:
             layout = flat.layout
@@ -254,9 +246,7 @@ def build_reducer(
             transfers = tiers.transfers if flat.rest.offloaded else None
             apart = unit.index in collecting_apart
             buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers, apart))
-            ring = unit.plan.gradient_slot
-            slots.append(rings[ring] if ring is not None and resident is None else None)
-    return GradientReducer(buckets, slots, collectives, control, spans, forwards=plan.placement.shards_parameters)
+    return GradientReducer(buckets, pool, control, spans, forwards=plan.placement.shards_parameters)
 
 
 def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:

@@ -19,9 +19,9 @@ from lightning_zero.comm.control import parent_rank
 from lightning_zero.config import Tier
 from lightning_zero.engine.build import build_reducer
 from lightning_zero.engine.events import Phase
-from lightning_zero.engine.gradients.parts import tied_layers
 from lightning_zero.engine.hooks import EngineHooks, keep_formats
 from lightning_zero.engine.passes import Passes, torn
+from lightning_zero.engine.reducer import tied_layers
 from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import OffloadError
 from lightning_zero.shards.binding import binding_of
@@ -90,7 +90,9 @@ class ZeroEngine(Passes):
     def prepare_training(self) -> None:
         """Allocate what gradients need and start to collect them. Once; evaluation needs neither."""
         if self._reducer is None:
-            self._reducer = build_reducer(self.plan, self.units, self.collectives, self.control, self.tiers, self.spans)
+            self._reducer = build_reducer(
+                self.plan, self.units, self.pool, self.collectives, self.control, self.tiers, self.spans
+            )
             self._hooks.watch_gradients(self._reducer.buckets)
             self.access.watch_gradients(self._reducer.buckets)
             named = {spec.name for spec in self.plan.parameters if spec.aliases and spec.trainable}
@@ -139,12 +141,11 @@ class ZeroEngine(Passes):
         self.take_over_shown(on_disk=False)  # those are stepped on from what is shown
         self._steps += 1
         place = f"step {self._steps} of {label}, after {self._trained} forwards and {self._backwards} backwards"
-        rows = self.agree(place, [self.access.writes.digest, *values])
+        rows = self.agreement.round(place, [self.access.writes.digest, *values])
         self.access.writes.compare([row[0] for row in rows], self.control)
         if differ is not None and any(row != rows[0] for row in rows):
             differ(self.control)
-        if self._schedule.vacate() and self._reducer is not None:
-            self._reducer.vacate()
+        self._schedule.vacate()
         self.updating, self.access.stepping = True, running
         self._running["step"] = self.spans.begin(Phase.STEP, label)
 

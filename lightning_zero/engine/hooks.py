@@ -30,8 +30,7 @@ from lightning_zero._torch import (
     watched,
 )
 from lightning_zero.engine.events import Span
-from lightning_zero.engine.gradients.bucket import GradientBucket
-from lightning_zero.engine.gradients.parts import TiedLayer
+from lightning_zero.engine.reducer import GradientBucket, TiedLayer
 from lightning_zero.engine.scripts import ScriptMethod, wrap_methods
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit

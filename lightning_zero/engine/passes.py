@@ -33,10 +33,9 @@ from lightning_zero.engine.access import ParameterAccess
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.events import Phase, Span, Spans
-from lightning_zero.engine.gradients.bucket import GradientBucket
-from lightning_zero.engine.gradients.parts import TiedLayer
-from lightning_zero.engine.gradients.reducer import GradientReducer, report_width
 from lightning_zero.engine.hooks import ForwardCall, hook_outputs, tied
+from lightning_zero.engine.pool import BufferPool
+from lightning_zero.engine.reducer import GradientBucket, GradientReducer, TiedLayer, report_width
 from lightning_zero.engine.units.guard import check_weights, explain_failure, refuse_graph_of_gradients
 from lightning_zero.engine.units.schedule import UnitSchedule
 from lightning_zero.engine.units.sharded import ShardedUnit
@@ -95,7 +94,8 @@ class Passes:
         self.tiers, self.device = tiers, tiers.device
         self.spans = Spans()
         self.placeholders = Placeholders()
-        builder = UnitBuilder(module, plan, collectives, control, tiers, self.placeholders, values)
+        self.pool = BufferPool(collectives, tiers.device, plan)
+        builder = UnitBuilder(module, plan, self.pool, collectives, control, tiers, self.placeholders, values)
         self.units: list[Unit] = builder.build()
         values.place_buffers(tiers.device)
         if initial is None:
@@ -111,17 +111,16 @@ class Passes:
         self._reducer: GradientReducer | None = None
         width = 6 + report_width(sum(flat.layout.trainable for flat in flats))
         self.agreement = agreement = Agreement(control, width, self.spans)
-        self.agree = agreement.round
-        """Meet the other ranks outside of a phase and exchange a few numbers."""
         self.access = ParameterAccess(self)
         tiers.fetcher.reserve(FETCH_UNITS, plan.fetch_nbytes)
         self._schedule = UnitSchedule(
             plan,
+            self.pool,
             self.units,
             collectives,
             tiers.streams,
             agreement,
-            self._memory_for_backward,
+            self._bring_for_backward,
             tiers.fetcher if plan.offload is not None else None,
             self.spans,
             self.access.writes,
@@ -143,6 +142,10 @@ class Passes:
         self._active: list[ShardedUnit] = []
         self._calls: list[ForwardCall] = []
         self._tied: list[TiedLayer] = []  # while training
+
+    def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
+        """Meet the other ranks outside of a phase and exchange a few numbers: see ``Agreement.round``."""
+        return self.agreement.round(place, values)
 
     def freeze_shown(self, frozen: bool) -> None:
         """Have processes that are forked see what parameters show now, whatever it becomes; or no more of them."""
@@ -304,7 +307,7 @@ class Passes:
         place = f"backward {self._backwards} (of {self._scope})"
         if self._reduces or self._sharded:
             # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
-            self.agree(f"begin of {place}")
+            self.agreement.round(f"begin of {place}")
             self.collectives.settle()  # what a backward before this one was doing when an error stopped it
         if not self._explicit and current_graph_task() != -1:
             queue_backward_callback(lambda: None if self._explicit else self.end_backward())
@@ -365,7 +368,7 @@ class Passes:
             if self.reduce_gradients and not self._depth:  # a step follows, and before it the last shard takes memory
                 self._schedule.vacate()
         elif self._reduces and self._reducer is not None:
-            rows = self.agree(f"backward {self._backwards} (of {self._scope})", report)
+            rows = self.agreement.round(f"backward {self._backwards} (of {self._scope})", report)
             rows = [row[: len(report)] for row in rows]
         if self._reducer is not None:
             self._reducer.close(rows) if self._reduces else self._reducer.keep_local()
@@ -501,6 +504,6 @@ class Passes:
         if self._reducer is not None and self._reduces and unit.outstanding == 0:
             self._reducer.finish_unit(unit.index)
 
-    def _memory_for_backward(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
+    def _bring_for_backward(self, unit: ShardedUnit) -> bool:
         self.begin_backward()
-        return self._schedule.memory_of(unit)
+        return self._schedule.bring(unit)

@@ -116,11 +116,8 @@ class HierarchicalCollectives(Collectives):
     def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
         return self._within.allocate_gathered(nbytes, device)
 
-    def vacate(self, memory: Tensor) -> None:
-        self._within.vacate(memory)
-
-    def occupy(self, memory: Tensor) -> None:
-        self._within.occupy(memory)
+    def lend(self, nbytes: int) -> Tensor | None:
+        return self._within.lend(nbytes)
 
     def freeze(self, memory: Sequence[Tensor]) -> None:
         self._within.freeze(memory)

@@ -32,7 +32,6 @@ from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
-from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import ReplicatedUnit
 from lightning_zero.offload import OffloadedTensor
 from lightning_zero.plan import Plan
@@ -623,9 +622,8 @@ def memory_stats(
     moved["gradients"] = claim(bucket.shard for bucket in buckets)
     device["gradients"] += claim(bucket.resident for bucket in buckets)
     moved["optimizer"] = claim(optimizers)
-    device["slots"] = claim(s.buffer for u in engine.units if isinstance(u, ShardedUnit) and not (s := u.home).vacant)
-    if reducer is not None:
-        device["gradient_slots"] = claim(s.buffer for s in reducer._slots if s is not None and not s.vacant)
+    device["slots"] = claim(buffer.memory for buffer in engine.pool if buffer.unit is not None)
+    device["gradient_slots"] = claim(buffer.memory for buffer in engine.pool if buffer.unit is None)
     device["transport"] = claim(engine.collectives.buffers)
     host["buffers"] = engine.tiers.host_buffer_nbytes
     device["slots"] += engine.tiers.device_buffer_nbytes
@@ -659,11 +657,7 @@ class Beside:
 
 
 def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:
-    for unit in engine.units:
-        if isinstance(unit, ShardedUnit):
-            for slot in (unit.storage, unit._scratch):
-                if slot is not None:
-                    yield slot.buffer
+    yield from (buffer.memory for buffer in engine.pool)
     if engine._reducer is not None:
         for bucket in engine._reducer.buckets:
             yield bucket.full

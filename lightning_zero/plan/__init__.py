@@ -23,13 +23,14 @@ from lightning_zero.plan.layout import (
     align_up,
     rest_of,
 )
-from lightning_zero.plan.plan import FETCH_UNITS, STAGING_BUFFERS, Plan, SlotPlan, UnitPlan, pack
+from lightning_zero.plan.plan import FETCH_UNITS, KEPT_NBYTES, STAGING_BUFFERS, Plan, SlotPlan, UnitPlan, pack
 from lightning_zero.plan.tree import refuse_shared_memory, sums_in_place, warn_of_views
 from lightning_zero.plan.units import find_recomputed
 
 __all__ = [
     "ALIGNMENT",
     "FETCH_UNITS",
+    "KEPT_NBYTES",
     "PAGE_NBYTES",
     "ROUND_NBYTES",
     "STAGING_BUFFERS",

@@ -54,7 +54,7 @@ from lightning_zero._torch import without_hooks
 from lightning_zero.config import HostOffload, NvmeOffload, Tier
 from lightning_zero.plan.buckets import ROUND_NBYTES, deal_out, make_pieces
 from lightning_zero.plan.layout import PAGE_NBYTES, FlatLayout, ParameterSpec, align_up
-from lightning_zero.plan.plan import FETCH_UNITS, STAGING_BUFFERS, Plan, UnitPlan
+from lightning_zero.plan.plan import FETCH_UNITS, KEPT_NBYTES, STAGING_BUFFERS, Plan, UnitPlan
 from lightning_zero.registry import extension
 
 __all__ = [
@@ -458,6 +458,7 @@ def expected_memory(
     # The owner of a whole parameter keeps a copy of it, with its state.
     whole = sum(nbytes for owner, nbytes in owners_of(plan, stepped) if owner == rank) if optimizer.whole else 0
     slots, gradient_slots = sum(slot.nbytes for slot in plan.slots), _gradient_slots(plan) * training
+    kept = sum(slot.nbytes for slot in plan.gradient_slots if slot.nbytes < KEPT_NBYTES) if gradient_slots else 0
     lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
     rest = Memory(
         parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in plan.layouts) if replicated else 0,
@@ -465,8 +466,8 @@ def expected_memory(
         masters=sum(map(_master_nbytes, masters)),
         gradients=sum(_gradient_nbytes(plan, layout) for layout in trained),
         optimizer=(1 + tensors) * whole if optimizer.whole else tensors * _owned_nbytes(stepped, rank),
-        slots=sum(slot.nbytes for slot in plan.slots if slot.index in lasting) + fetched,
-        gradient_slots=gradient_slots if accelerator else 0,
+        slots=sum(slot.nbytes for slot in plan.slots if slot.index in lasting or slot.nbytes < KEPT_NBYTES) + fetched,
+        gradient_slots=gradient_slots if accelerator else kept,
         transport=_transport_nbytes(plan, trained, receive_buffer),
     )
     if not (peak and training):

@@ -48,7 +48,7 @@ from lightning_zero.plan.layout import (
 from lightning_zero.plan.tree import ModuleTree, refuse_modules
 from lightning_zero.plan.units import UnitSpec, find_named, find_units, names_inside
 
-__all__ = ["FETCH_UNITS", "STAGING_BUFFERS", "Plan", "SlotPlan", "UnitPlan", "assign_slots", "pack"]
+__all__ = ["FETCH_UNITS", "KEPT_NBYTES", "STAGING_BUFFERS", "Plan", "SlotPlan", "UnitPlan", "assign_slots", "pack"]
 
 FETCH_UNITS = 2
 """Units whose shards may be on their way from host memory or files, or have arrived, ahead of their gather."""
@@ -56,6 +56,9 @@ FETCH_UNITS = 2
 STAGING_BUFFERS = 2
 """Host buffers for each direction, where the host computes for what travels to or from an accelerator: gradients that
 are added to others, and weights that are cast."""
+
+KEPT_NBYTES = 256 * 2**10
+"""A buffer of fewer bytes stays on a CPU from step to step: the views of it are worth more than its memory."""
 
 CAST_NBYTES = 16 * 2**20
 """Bytes of weights that are cast at a time on their way to an accelerator."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.engine.units.sharded import ShardedUnit, Slot
+from lightning_zero.engine.pool import BufferPool
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
@@ -67,9 +67,8 @@ class Addresses(pl.Callback):
         reducer = engine._reducer
         flats = [flat for unit in engine.units for flat in unit.flats]
         found = {
-            "slots": [unit.home.buffer for unit in engine.units if isinstance(unit, ShardedUnit)],
+            "buffers": sorted((buffer.memory for buffer in engine.pool), key=Tensor.data_ptr),
             "whole parameters": [buffer for unit in engine.units for buffer in getattr(unit, "buffers", ())],
-            "gradient slots": [slot.buffer for slot in reducer._slots if slot is not None],
             "gradient buffers": [bucket.resident for bucket in reducer.buckets if bucket.resident is not None],
             "masters": [flat.master for flat in flats],
             "16-bit shards": [flat.weights for flat in flats if flat.weights is not None],
@@ -82,7 +81,7 @@ class Addresses(pl.Callback):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nothing_moves_in_steps_validation_and_loading(stage: int, precision: str, tmp_path: Path) -> None:
     def run(rank: int) -> list[dict[str, list[int]]]:
-        Slot.vacate = lambda self, wire: None  # type: ignore[method-assign]  # as on a device, in this process alone
+        BufferPool.trim = lambda self: None  # type: ignore[method-assign]  # as on a device, in this process alone
         net, addresses = Net(), Addresses()
         options: dict[str, Any] = {"precision": precision, "callbacks": [addresses], "val_check_interval": 2}
 

@@ -16,6 +16,7 @@ from lightning_zero._torch import top_saved_tensor_hooks
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
+from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.units.guard import SavedTensorGuard
 from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.offload import MemoryTiers
@@ -36,25 +37,27 @@ class World:
         offload = HostOffload(optimizer=False, parameters=True)  # without it one rank would keep whole parameters
         plan = build_plan(self.module, stage=3, world_size=1, units=["Linear"], prefetch=0, offload=offload)
         self.wire = LocalCollectives()
+        pool = BufferPool(self.wire, CPU, plan)
         built = UnitBuilder(
-            self.module, plan, self.wire, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None
+            self.module, plan, pool, self.wire, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None
         ).build()
         self.units = [unit for unit in built if isinstance(unit, ShardedUnit) and unit.plan.module]
-        assert [unit.home for unit in self.units] == [self.units[0].home] * 2, "the test wants one slot for both"
+        assert self.units[0].place == self.units[1].place, "the test wants one buffer for both"
         self.restored: list[str] = []
         self.stays = True
-        self.guard = SavedTensorGuard(self.restore)
-        self.guard.watch(self.units[0].home)
+        self.guard = SavedTensorGuard(pool, self.restore)
 
     def gather(self, unit: ShardedUnit) -> None:
         if not unit.resident:
+            for other in self.units:
+                other.release()
             unit.launch(self.wire, Streams(CPU), None, None)
             unit.wait()
 
-    def restore(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
+    def restore(self, unit: ShardedUnit) -> bool:
         self.restored.append(unit.name)
         self.gather(unit)
-        return unit.storage.buffer, self.stays
+        return self.stays
 
     @contextmanager
     def forward(self, index: int) -> Iterator[nn.Linear]:
@@ -142,7 +145,6 @@ def test_hooks_of_the_user_get_what_is_not_a_slot(nested: bool) -> None:
         return tensor.clone()
 
     x = torch.randn(3, SIZE, requires_grad=True)
-    slot = world.units[0].home.buffer.untyped_storage().data_ptr()
     with saved_tensors_hooks(pack, lambda tensor: tensor * 1), world.forward(0) as linear:
         if nested:
             world.guard.push()
@@ -155,7 +157,6 @@ def test_hooks_of_the_user_get_what_is_not_a_slot(nested: bool) -> None:
     first = torch.exp(x.detach() @ world.values[0].t() + world.module[0].bias.new_zeros(()))
     assert x.grad is not None
     assert first.shape == x.grad.shape
-    assert slot == world.units[0].home.buffer.untyped_storage().data_ptr()
 
 
 def test_save_on_cpu_goes_on_working() -> None:

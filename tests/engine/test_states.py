@@ -13,6 +13,7 @@ from lightning_zero import HostOffload, build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
+from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.units.sharded import ShardedUnit, UnitState
 from lightning_zero.offload import MemoryTiers
 from lightning_zero.shards.slice import Placeholders
@@ -47,7 +48,9 @@ def unit_in(state: UnitState) -> ShardedUnit:
     module = nn.ModuleDict({"block": nn.Linear(4, 4)})
     offload = HostOffload(optimizer=False, parameters=True)  # without it one rank would keep whole parameters
     plan = build_plan(module, stage=3, world_size=1, units=["Linear"], offload=offload)
-    builder = UnitBuilder(module, plan, WIRE, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None)
+    builder = UnitBuilder(
+        module, plan, BufferPool(WIRE, CPU, plan), WIRE, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None
+    )
     unit = next(unit for unit in builder.build() if unit.name == "block")
     assert isinstance(unit, ShardedUnit)
     for verb in ROADS[state]:

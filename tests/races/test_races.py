@@ -117,13 +117,10 @@ SPARE = {
     "engine/engine.py before_optimizer_step": _HANDS_OVER,
     "result in offload/transfers.py settle: self._jobs.popleft().exception() < offload/transfers.py close": _HANDS_OVER,
     "result in offload/transfers.py forget: buffer.job.exception()": "what is read is in a file, not in memory",
-    "synchronize in offload/transfers.py wait: self._event.synchronize() < engine/gradients/bucket.py settle < "
-    "engine/gradients/reducer.py close": "of what the backward did not use; the stepper waits for all transfers again",
+    "synchronize in offload/transfers.py wait: self._event.synchronize() < engine/reducer.py settle < "
+    "engine/reducer.py close": "of what the backward did not use; the stepper waits for all transfers again",
     "synchronize in offload/host.py unlock: torch.cuda.synchronize(self._device)  # copies from and to it may be on "
     "their way": "who calls it in a run has waited for every copy itself",
-    _ARRIVES + "engine/units/sharded.py wait < engine/units/sharded.py release": (
-        "a later gather on the same stream is waited for; but memory that is none of the slots is given up here"
-    ),
     _ARRIVES + "extensions/hops.py within": _HOPS,
     _ARRIVES + "extensions/hops.py between": _HOPS,
     _ARRIVES + "comm/native.py followed": _HOPS,

@@ -31,7 +31,6 @@ from tests.strategy.test_memory import (
     on_host,
     precision,
     storages,
-    vacant,
 )
 
 pytestmark = pytest.mark.usefixtures("one_host")  # torch's profiler crashes beside the threads of gloo
@@ -79,6 +78,11 @@ def wide() -> Case:
     return case("wide", Wide, units=("Block", "Linear"), batch=features(WIDE, shape=(1,)))
 
 
+def _in_common(strategy: Any) -> int:
+    engine = strategy.engine
+    return sum(slot.nbytes for slot in engine.plan.gradient_slots) if engine.collectives.lend(1) is not None else 0
+
+
 class Peak(pl.Callback):
     """What is given out in the second step, beyond what was there at its beginning: up to the optimizer, and there."""
 
@@ -86,12 +90,12 @@ class Peak(pl.Callback):
         self.forward, self.backward, self.update = Allocations(), Allocations(), Allocations()
 
     def most(self, strategy: Any) -> int:
-        """At the worst moment, with slots that ranks have in common: of their pages the allocator does not know.
+        """At the worst moment, with buffers that other ranks read: of their pages the allocator does not know.
 
         They collect gradients, and are there from the backward on. Gradients of the step before are, in the forward.
         """
         left, most = 0, 0
-        parts = (self.forward, 0), (self.backward, sum(vacant(strategy).values())), (self.update, 0)
+        parts = (self.forward, 0), (self.backward, _in_common(strategy)), (self.update, 0)
         for part, in_common in parts:
             most = max(most, left + part.most + in_common)
             left += [0, *part.totals()][-1]

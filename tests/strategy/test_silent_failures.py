@@ -543,7 +543,7 @@ def test_weights_that_recurrent_layers_move_are_trained(
         module = Recurrent(computed)
         with monkeypatch.context() as patch:
             let_cudnn_move_weights(patch)
-            if not computed:  # else what is computed shares memory with a weight then, which is warned of
+            if not computed:  # else what is computed shares memory with then, which is warned of
                 before = [weight.data_ptr() for weight in module.model.parameters()]
                 module.model.flatten_parameters()
                 assert [weight.data_ptr() for weight in module.model.parameters()] != before

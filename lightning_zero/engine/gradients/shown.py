@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import no_subclasses, untracked
 from lightning_zero.engine.agreement import ExternalWrites
-from lightning_zero.engine.gradients.bucket import GradientBucket
+from lightning_zero.engine.reducer import GradientBucket
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import Binding, get_gradient, set_gradient
 from lightning_zero.shards.reductions import Combine

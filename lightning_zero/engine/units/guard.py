@@ -1,11 +1,12 @@
 """The saved-tensor guard: no backward ever reads another unit's weights.
 
 [Note: why the guard is always on]
-Autograd saves views of weights (``weight.t()`` of every linear layer). In a slot, such a view shows whatever unit was
-gathered last. Usually the hook on a unit's output makes the unit resident before its backward runs, but autograd drops
-tensor hooks of a view that is later changed in place, and no hook can be put on a tensor hidden in a user's object.
-Without the guard those cases give silently wrong gradients. So while a unit's forward runs, saved views of slots are
-replaced by (unit, version, offset, shape, stride); a backward that wants one back has its unit gathered.
+Autograd saves views of weights (``weight.t()`` of every linear layer). Such a view holds its whole buffer, so that all
+weights of a model would stay in memory from the forward to the backward. So while a unit's forward runs, saved views of
+buffers are replaced by (unit, version, offset, shape, stride), and a backward that wants one back finds it in whatever
+buffer the unit has then. Usually the hook on a unit's output makes the unit resident before its backward runs. But
+autograd drops tensor hooks of a view that is later changed in place, and no hook can be put on a tensor hidden in a
+user's object: there the guard has the unit gathered.
 
 Saved-tensor hooks switch autograd's own check for in-place changes off, so the guard makes that check itself; and only
 the innermost pair of hooks is applied, so it hands everything else to the pair that was active before (the user's
@@ -31,31 +32,36 @@ from lightning_zero._torch import (
     push_saved_tensor_hooks,
     storage_key,
     top_saved_tensor_hooks,
+    version_probe,
 )
-from lightning_zero.engine.units.sharded import ShardedUnit, Slot
+from lightning_zero.engine.pool import BufferPool
+from lightning_zero.engine.units.sharded import SavedPlace, ShardedUnit
 from lightning_zero.errors import ParameterAccessError
+from lightning_zero.shards.binding import original_kind, shown_kind
 
-__all__ = [
-    "SavedTensorGuard",
-    "SlotView",
-    "check_version",
-    "check_weights",
-    "explain_failure",
-    "refuse_graph_of_gradients",
-]
+__all__ = ["SavedTensorGuard", "check_version", "check_weights", "explain_failure", "refuse_graph_of_gradients"]
 
 _new = tuple.__new__
 _makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with create_graph
 
 
-class SlotView(NamedTuple):
-    """A saved view of a unit's weights."""
+class _Saved(NamedTuple):
+    """A view of a unit's weights, as autograd keeps it: what ``_SavedView`` it is, and when."""
 
-    unit: ShardedUnit
-    version: int  # the weights it showed
-    view: Tensor  # of ``slot``, without a graph. Its values are the unit's whenever that is there
-    slot: Slot  # the unit's home
-    writes: int  # how often user code had written to the parameter; -1 where the view cannot tell
+    view: _SavedView
+    version: int  # of the weights
+    writes: int  # how often user code had written to the parameter
+
+
+class _SavedView:
+    """A view of a unit's weights that autograd saves, wherever they are: one object for all steps."""
+
+    __slots__ = ("place", "probe", "unit")
+
+    def __init__(self, unit: ShardedUnit, place: SavedPlace, tensor: Tensor) -> None:
+        self.unit = unit
+        self.place = place
+        self.probe = version_probe(tensor)  # counts the writes to the parameter
 
 
 class _Handed(NamedTuple):
@@ -111,22 +117,25 @@ def explain_failure(error: BaseException, replaced: str, stayed: str) -> None:
 
 
 class SavedTensorGuard:
-    """Keeps what autograd saves during a unit's forward free of slot memory.
+    """Keeps what autograd saves during a unit's forward free of the pool's memory.
 
     Args:
-        restore: makes a unit's full weights available during backward; returns the byte buffer they lie in and whether
-            that buffer will stay untouched until the unit's backward is over.
+        pool: of the units' buffers.
+        restore: makes a unit's full weights available during backward; returns whether they stay until its backward is
+            over.
         was_read: told when a buffer that will not stay has been copied from.
     """
 
     def __init__(
         self,
-        restore: Callable[[ShardedUnit], tuple[Tensor, bool]],
+        pool: BufferPool,
+        restore: Callable[[ShardedUnit], bool],
         was_read: Callable[[ShardedUnit], None] | None = None,
     ) -> None:
         self._restore = restore
         self._was_read = was_read
-        self._slots: dict[int, Slot] = {}
+        self._pool = pool
+        self._views: dict[tuple[int, SavedPlace], _SavedView] = {}
         self._outer: list[tuple[Pack, Unpack] | None] = []
         self._kinds: set[type[Tensor]] = {Tensor}  # classes of which nobody looks at what is done
         # Permanent objects that Dynamo does not trace: a fresh closure per forward would be recompiled every time.
@@ -140,24 +149,9 @@ class SavedTensorGuard:
         """How many units' forwards are running."""
         return len(self._outer)
 
-    def watch(self, slot: Slot) -> None:
-        """Watch views of a slot's memory."""
-        self._slots[slot.key] = slot
-
     def know(self, unit: ShardedUnit) -> None:
-        """Watch a unit's slot, and expect leaves of the classes of its parameters where they show their values."""
-        self.watch(unit.home)
-        self._kinds.update(kind for _, _, kind in unit.home_views)
-
-    def forget_empty(self, permanent: set[int]) -> None:
-        """Stop watching memory that was only borrowed and has been given up."""
-        gone = [key for key, slot in self._slots.items() if slot.owner is None and key not in permanent]
-        for key in gone:
-            del self._slots[key]
-
-    def forget(self, slot: Slot) -> None:
-        """Stop watching memory that is nobody's any more."""
-        self._slots.pop(slot.key, None)
+        """Expect leaves of the classes of a unit's parameters where they show their values."""
+        self._kinds.update(shown_kind(original_kind(parameter)) for parameter in unit.parameters)
 
     def push(self) -> None:
         """Guard what is saved from here on, on this thread."""
@@ -177,33 +171,36 @@ class SavedTensorGuard:
 
     def _hooks(self) -> tuple[Pack, Unpack]:
         """Both hooks, with the way that is nearly always taken: some ten times for every unit, so that calls count."""
-        slots, outer, kinds = self._slots, self._outer, self._kinds
+        buffers, views, outer, kinds = self._pool.used, self._views, self._outer, self._kinds
         pack_otherwise, unpack_otherwise = disable_dynamo(self._pack), disable_dynamo(self._unpack)
 
         def pack(tensor: Tensor) -> Any:
             if compiler_of_frames() is not None or type(tensor) not in kinds:
                 return pack_otherwise(tensor)
             try:
-                slot = slots.get(tensor.untyped_storage()._cdata)
+                buffer = buffers.get(tensor.untyped_storage()._cdata)
             except NotImplementedError:  # it has no memory of its own: see ``storage_key``
                 return pack_otherwise(tensor)
-            if slot is None and outer and outer[-1] is None:
-                version = tensor._version
-                return (tensor, version) if version else tensor  # no tuple: less for the collector
-            if slot is not None and type(unit := slot.owner) is ShardedUnit and slot is unit.home:
-                key = unit.index, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-                view = slot.views.get(key)
-                view = slot.save(key, tensor) if view is None else view
-                return _new(SlotView, (unit, unit.version, view, slot, tensor._version))
+            if buffer is None:
+                if outer and outer[-1] is None:
+                    version = tensor._version
+                    return (tensor, version) if version else tensor  # no tuple: less for the collector
+            elif (unit := buffer.unit) is not None:
+                place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+                view, writes = views.get((unit.index, place)), tensor._version
+                if view is not None and view.probe._version == writes:
+                    return _new(_Saved, (view, unit.version, writes))
             return pack_otherwise(tensor)
 
         def unpack(packed: Any) -> Tensor:
             if compiler_of_frames() is None:
-                if type(packed) is SlotView:
-                    unit, version, view, slot, writes = packed
-                    current = unit.version == version and (writes < 0 or view._version == writes)
-                    if current and unit.in_backward and unit.storage is slot and not _makes_graph():
-                        return view  # its backward is running, as nearly always
+                if type(packed) is _Saved:
+                    view, version, writes = packed
+                    unit = view.unit
+                    current = unit.version == version and view.probe._version == writes
+                    if current and unit.in_backward and not _makes_graph():  # its backward is running, as nearly always
+                        found: Tensor | None = unit.storage.made.get(view.place)  # type: ignore[union-attr]
+                        return unit.view_at(view.place) if found is None else found
                 elif type(packed) is Tensor and not packed._version:
                     return packed
             tensor: Tensor = unpack_otherwise(packed)
@@ -212,19 +209,14 @@ class SavedTensorGuard:
         return opaque_to_dynamo(pack, self._pack), opaque_to_dynamo(unpack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        slot = self._slots.get(storage_key(tensor))
-        if slot is not None and isinstance(slot.owner, ShardedUnit):
-            unit = slot.owner
-            if slot is unit.home:
-                key = unit.index, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-                view = slot.views[key] if key in slot.views else slot.save(key, tensor)
-                return _new(SlotView, (unit, unit.version, view, slot, tensor._version))
-            # Memory that is borrowed for once is not kept alive: the same view of the home slot says where to look.
-            with torch.no_grad():
-                view = unit.home.buffer.view(tensor.dtype).as_strided(
-                    tensor.shape, tensor.stride(), tensor.storage_offset()
-                )
-            return SlotView(unit, unit.version, view, unit.home, -1)
+        buffer = self._pool.used.get(storage_key(tensor))
+        if buffer is not None and (unit := buffer.unit) is not None:
+            place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+            view = self._views.get((unit.index, place))
+            if view is None or view.probe._version != tensor._version:  # an alias with a count of its own
+                view = _SavedView(unit, place, tensor)
+                self._views.setdefault((unit.index, place), view)
+            return _new(_Saved, (view, unit.version, tensor._version))
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
             return _Handed(outer[0](tensor), outer[1])
@@ -234,7 +226,7 @@ class SavedTensorGuard:
     def _unpack(self, packed: Any) -> Tensor:
         kind = type(packed)
         tensor: Tensor
-        if kind is SlotView:
+        if kind is _Saved:
             return self._unpack_view(packed)
         if kind is _Handed:
             tensor = packed.unpack(packed.packed)
@@ -244,21 +236,17 @@ class SavedTensorGuard:
             check_version(tensor, version, tensor.dtype, tensor.shape)
         return tensor
 
-    def _unpack_view(self, packed: SlotView) -> Tensor:
-        unit, version, view, slot, writes = packed
+    def _unpack_view(self, packed: _Saved) -> Tensor:
+        view, version, writes = packed
+        unit, place = view.unit, view.place
         check_weights(unit, version)
-        if writes >= 0 and view._version != writes:
-            check_version(view, writes, view.dtype, view.shape)
-        if unit.in_backward and unit.storage is slot and not _makes_graph():
-            return view
-        buffer, stays = self._restore(unit)
-        kept = _makes_graph()  # by the graph of a gradient, which no hook of a unit's forward sees: it gets a copy
-        if stays and buffer is slot.buffer and not kept:
-            return view
-        with torch.no_grad():
-            weights = buffer.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
-            if stays and not kept:
-                return weights
+        if view.probe._version != writes:
+            check_version(view.probe, writes, place[-1], place[1])
+        stays = self._restore(unit)
+        weights = unit.view_at(place)
+        if stays and not _makes_graph():
+            return weights
+        with torch.no_grad():  # a graph of a gradient keeps it, which no hook of a unit's forward sees
             copy = weights.clone()
         if not stays and self._was_read is not None:
             self._was_read(unit)

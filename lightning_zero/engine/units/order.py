@@ -5,19 +5,18 @@ Gathers pair up by order. If rank 0 skipped unit 2 and rank 1 skipped unit 3, eq
 other's weights, and unequal sizes would hang. So a rank never issues a gather of its own accord:
 
 * *Replay.* Once an order of uses is recorded, every rank issues exactly the gathers of that order. A rank that skips a
-  unit issues its gather all the same when it needs a later one, or at the end. The ledger of what each slot holds
-  follows from the gathers alone, so all ranks agree without a word on what is still resident.
+  unit issues its gather all the same when it needs a later one, or at the end. What is still resident follows from
+  the gathers alone, so all ranks agree on it without a word.
 * *Service.* A rank that needs a unit the order does not (any longer) offer first issues the rest of the order, then
   asks. The others, at the end of their phase, answer: in rounds, every rank says which unit it wants, and all gather
   those, in rank order, until nobody wants any. An unknown order (the first step) is this and nothing else.
 
 A phase ends with one small agreement on the host. A phase is a stretch of forward or one backward.
 
-[Note: a unit beside its slot]
-A unit that is needed while another one computes in its slot is gathered into memory of its own, for that once: with one
-slot (``prefetch=0``) and activation checkpointing around blocks, the block that is recomputed and the one behind it.
-Afterwards the slot still holds the other one, and the unit is nowhere. That is recorded with the order, or the ledger
-would promise the unit at its next use. So is a use of the unit while it lies there, for which nothing is gathered.
+[Note: what is still there]
+A unit's place in the plan says which units it shares a buffer with: the last one gathered there is resident, on every
+rank. A rank that still computes with the one before keeps that in its own buffer until it has finished, and the order
+does not count on it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class OrderChange:
 
 class _Order(NamedTuple):
     uses: tuple[int, ...] = ()
-    beside: frozenset[int] = frozenset()  # which of the uses do not get the slot
-    held: frozenset[int] = frozenset()  # which find their unit beside its slot already, in use
     prefetch: int = 0
 
 
@@ -57,9 +54,6 @@ class _Phase:
     cursor: int = 0  # next expected use
     issued: int = 0  # uses[:issued] have been gathered or were resident
     seen: list[int] = field(default_factory=list)
-    aside: set[int] = field(default_factory=set)  # while recording: which of those seen did not get the slot,
-    apart: set[int] = field(default_factory=set)  # units for which that was so at last,
-    again: set[int] = field(default_factory=set)  # and which of those seen found their unit beside it
     served: list[int] = field(default_factory=list)
     change: OrderChange | None = None
 
@@ -121,13 +115,7 @@ class UnitOrder:
         phase.seen.append(unit)
         if phase.recording:
             if not self._resident(unit):
-                phase.apart.discard(unit)
-                if not self._may_take(unit):
-                    phase.aside.add(len(phase.seen) - 1)
-                    phase.apart.add(unit)
                 self._ask(phase, unit, None)
-            elif unit in phase.apart:
-                phase.again.add(len(phase.seen) - 1)
             return
         uses, cursor = phase.order.uses, phase.cursor
         if cursor < len(uses) and uses[cursor] == unit:
@@ -162,7 +150,7 @@ class UnitOrder:
         phase = self._phase or self._require_phase()
         if self._agreement.control.world_size > 1:
             self._issue_rest(phase)
-        signature = zlib.crc32(f"{phase.seen}{sorted(phase.aside)}{sorted(phase.again)}".encode())
+        signature = zlib.crc32(f"{phase.seen}".encode())
         while True:
             rows = self._agreement.round(phase.place, [0, 0, signature, *values])
             if not self._serve(phase, rows):
@@ -201,15 +189,11 @@ class UnitOrder:
         )
 
     def _issue_next(self, phase: _Phase) -> None:
-        position = phase.issued
-        unit = phase.order.uses[position]
+        unit = phase.order.uses[phase.issued]
         phase.issued += 1
-        if position in phase.order.held:
-            return
         slot = self._slots[unit]
         if self._ledger.get(slot) != unit:
-            if position not in phase.order.beside:
-                self._ledger[slot] = unit
+            self._ledger[slot] = unit
             self._issue_gather(unit)
 
     def _issue_rest(self, phase: _Phase) -> None:
@@ -219,16 +203,12 @@ class UnitOrder:
     def _look_ahead(self, phase: _Phase) -> None:
         uses = phase.order.uses
         while phase.issued < len(uses) and phase.issued - phase.cursor < phase.order.prefetch:
-            if phase.issued in phase.order.beside:  # ahead of its use it might find the slot free, and take it
-                return
             unit = uses[phase.issued]
             slot = self._slots[unit]
             holder = self._ledger.get(slot)
-            # Not what is needed now (uses[cursor - 1], not pinned yet) or before this one. What is needed now may be in
-            # the slot although the ledger has another unit there: it was to lie beside it, and found it free.
-            needed = slot == self._slots[uses[phase.cursor - 1]]
-            before = holder in uses[phase.cursor - 1 : phase.issued]
-            if holder != unit and (needed or before or not self._may_take(unit)):
+            # Not what is needed now (uses[cursor - 1], not pinned yet) or before this one.
+            needed = holder in uses[phase.cursor - 1 : phase.issued]
+            if holder != unit and (needed or not self._may_take(unit)):
                 return
             self._issue_next(phase)
 
@@ -260,7 +240,7 @@ class UnitOrder:
         if phase.recording:
             # Ranks that took different units agree on what was gathered, in which order; looking ahead in it would
             # throw out units that a rank still needs.
-            own = _Order(tuple(phase.seen), frozenset(phase.aside), frozenset(phase.again), self._prefetch)
+            own = _Order(tuple(phase.seen), self._prefetch)
             self._recorded[phase.name] = own if agreed else _Order(tuple(phase.served))
         elif phase.change is not None:
             self._changes[phase.name] = self._changes.get(phase.name, 0) + 1

@@ -1,23 +1,11 @@
 """Which sharded units are whole right now: gathered in order, pinned while they compute, given up afterwards.
 
-[Note: recording step]
-While the order of a phase is still being recorded nothing is gathered ahead, and a unit's memory is filled with NaN as
-soon as the unit is let go. Whoever kept a stale view of a weight (``self.w = layer.weight.t()``) computes NaN in the
-very first step, instead of quietly reading another unit's weights in a later one.
-
-[Note: memory that user code shares]
-A view of a weight, or its ``detach()``, may leave the forward of its unit: as a part of the output, in an attribute, in
-a list. Under plain data parallelism it goes on showing the weight; in a slot it would show whatever is gathered there
-next. The system counts who holds a slot's memory, and what the engine and autograd hold of it is known. So before other
-weights come there, memory that somebody else holds too is left to them, and the slot gets fresh memory. Once the
-weights have changed, what is left of the old ones is filled with NaN: nobody can make it show the new ones.
-
 [Note: a unit that stays]
 User code may compute with a parameter while nothing of its unit runs (``F.linear(x, self.blocks[0].weight)``, or a
-penalty on it). Then the unit is gathered there and then, into a slot of its own, and stays until the phase ends. The
-ranks tell each other at that end, and from the next phase on it is what the root is: whole from the beginning to the
-end of every phase. So what autograd saved of it is valid in the backward without a guard, because its slot is nobody
-else's, and because the parameter shows it in the backward too.
+penalty on it). Then the unit is gathered there and then, and stays until the phase ends. The ranks tell each other at
+that end, and from the next phase on it is what the root is: whole from the beginning to the end of every phase. So what
+autograd saved of it is valid in the backward without a guard, because its buffer is nobody else's, and because the
+parameter shows it in the backward too.
 """
 
 from __future__ import annotations
@@ -26,30 +14,26 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from lightning_zero._torch import (
-    WeakStorage,
-    bytes_of,
     compiler_of_frames,
     current_graph_task,
     held_in_python,
     in_function_transform,
     is_tracing,
-    untracked,
-    users_of,
 )
 from lightning_zero.comm import Collectives, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import Agreement, ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
-from lightning_zero.engine.units.guard import SavedTensorGuard, SlotView
+from lightning_zero.engine.pool import BufferPool
+from lightning_zero.engine.units.guard import SavedTensorGuard
 from lightning_zero.engine.units.order import OrderChange, UnitOrder
-from lightning_zero.engine.units.sharded import ShardedUnit, Slot
+from lightning_zero.engine.units.sharded import ShardedUnit
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import OffloadError, some
 from lightning_zero.offload.transfers import Fetcher
@@ -62,18 +46,14 @@ _log = logging.getLogger(__name__)
 _NOTHING = nullcontext()
 _MOMENT_SECONDS = 0.02
 _LOOKS = 3  # at who has old weights, to warn of it: each takes a while
-_SPOILED = (
-    "A tensor that shares memory with a weight (a view of it, its `detach()` or `data`) was still there when the "
-    "weight got new values. Under DDP such a tensor shows them; here it holds NaN from now on. Clone it where it is "
-    "made, or read the weight anew, in a step or inside of `full_parameters`."
-)
 
 
 class UnitSchedule:
     """The full parameters of all sharded units of an engine.
 
     Args:
-        plan: slots, root and prefetch.
+        plan: places, root and prefetch.
+        pool: where units take their buffers.
         units: all units, by index; those that are not sharded do not concern it.
         collectives: the wire.
         streams: where device work is ordered.
@@ -88,17 +68,19 @@ class UnitSchedule:
     def __init__(
         self,
         plan: Plan,
+        pool: BufferPool,
         units: Sequence[Unit],
         collectives: Collectives,
         streams: Streams,
         agreement: Agreement,
-        restore: Callable[[ShardedUnit], tuple[Tensor, bool]],
+        restore: Callable[[ShardedUnit], bool],
         fetcher: Fetcher | None,
         spans: Spans,
         writes: ExternalWrites,
         wrote: Callable[[], None],
     ) -> None:
         self._units = units
+        self._pool = pool
         self._writes = writes
         self._wrote = wrote
         self._spans = spans
@@ -119,13 +101,12 @@ class UnitSchedule:
         self._amid = False
         self._version = 0  # of the masters; see ``_changed``
         self.uniform = True  # whether all ranks used the same units, in the same order, in the last phase
-        self.guard = SavedTensorGuard(restore, self.was_read)
+        self.guard = SavedTensorGuard(pool, restore, self.was_read)
         self._root_is_guarded = False
         for unit in self.sharded:
             self.guard.know(unit)
         self._at = {unit.index: unit for unit in self.sharded}
-        self._permanent = {unit.home.key for unit in self.sharded}
-        self._left: list[tuple[WeakStorage, ShardedUnit]] = []  # the user's memory now, and whose weights it has
+        self._holders: dict[Hashable, ShardedUnit] = {}  # what was gathered last for each place
         self._looks = _LOOKS
         self._thread = 0  # which runs the phase
         self._order = UnitOrder(
@@ -170,7 +151,6 @@ class UnitSchedule:
             return
         if unit not in self._staying and unit not in self._joined:
             self._joined[unit] = parameter
-            self._set_apart(unit)
             self.stayed()
         self.unshard(unit)
 
@@ -194,26 +174,18 @@ class UnitSchedule:
         for unit in (*self._staying, *self._joined):
             if unit.pins:
                 self.reshard(unit)
-        recorded = self._order.recording
         told = [int(self._failure is not None), self._writes.digest, int(bool(self._joined)), *values]
         rows, change, self.uniform = self._order.close(told)
         for unit in self.sharded if self._streams.beside else ():
             unit.wait()  # also if nobody used it: its gather reads the shard, which may be written from here on
-        if [row for row in rows if row[0]]:
+        if 1 in [row[0] for row in rows]:
             failure, self._failure = self._failure, None
             advice = "Resume from the last checkpoint, which is intact."
             self._agreement.control.raise_together(failure, "fetch its part of the weights", advice)
         self._writes.compare([row[1] for row in rows], self._agreement.control)
         self._take_over()
-        joined = [row for row in rows if row[2]] and self._agree_who_stays()
+        joined = 1 in [row[2] for row in rows] and self._agree_who_stays()
         rows = [row[3:] for row in rows]
-        if recorded or joined:
-            # Poisoned memory makes what is resident a matter of each rank's own path, so all start afresh.
-            loose = [unit for unit in self.sharded if not unit.pins]
-            for unit in loose:
-                unit.release()
-            self._order.forget([unit.index for unit in loose])
-        self.guard.forget_empty(self._permanent)
         if change is not None and self._order.first_change(change) and not joined:
             self._note(change)
         return rows
@@ -228,31 +200,16 @@ class UnitSchedule:
 
     def reshard(self, unit: ShardedUnit) -> None:
         """Take back one ``unshard``; the last one lets the memory be used by another unit."""
-        if not unit.unbind(self._streams, self._writes):
-            return
-        if self._order.recording:
-            if unit.storage is unit.home and unit.home.shared:
-                if unit in self._staying:  # nobody else is gathered there
-                    unit.release()
-                    return
-                self._part(unit.home)
-            unit.poison(self._streams)
-        elif unit.storage is not None and unit.storage is not unit.home:
-            if unit.storage.key not in self._permanent:  # the home of others by now, if it is
-                self._left.append((WeakStorage(unit.storage.buffer), unit))
-            unit.release()
+        if unit.unbind(self._streams, self._writes) and self._holders.get(unit.place) is not unit:
+            unit.release()  # another unit was gathered for its place meanwhile
 
-    def memory_of(self, unit: ShardedUnit) -> tuple[Tensor, bool]:
-        """The bytes a unit's full parameters lie in, gathered if need be, and whether they stay until it is let go."""
+    def bring(self, unit: ShardedUnit) -> bool:
+        """Have a unit's full parameters in memory. Returns whether they stay until it is let go."""
         if not unit.resident:
             self._order.need(unit.index)
         with self._spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes) if unit.pending else _NOTHING:
             unit.wait()
-        if unit.storage is None:
-            raise RuntimeError(
-                f"Unit '{unit.name}' did not become resident. This is an error in lightning_zero itself."
-            )
-        return unit.storage.buffer, unit.pins > 0
+        return unit.pins > 0
 
     def was_read(self, unit: ShardedUnit) -> None:
         """Note that a unit's memory was read up to here, so that nothing overwrites it before that on a device."""
@@ -270,13 +227,14 @@ class UnitSchedule:
         changed = {self._at[index] for index in units if index in self._at}
         for unit in changed or self.sharded:
             unit.content += 1
-        self._spoil_old(changed)
+        if changed and self._looks:
+            self._warn_of_kept(changed)
         if self._fetcher is not None:
             self._fetcher.forget()
         self._order.forget(units)
 
     def vacate(self) -> bool:
-        """Give the memory of slots back until they are needed again, where there is no device with memory of its own.
+        """Give the memory of buffers back until they are needed again, where no device has memory of its own.
 
         Units that are frozen stay where they are. The same call on every rank, between phases. Returns whether memory
         is given back now.
@@ -284,11 +242,10 @@ class UnitSchedule:
         if self._streams.beside or self._collectives.abandoned:
             return False
         for unit in self._trained:
-            if unit.storage is unit.home and not unit.pins:
+            if unit.storage is not None and not unit.pins:
                 unit.release()
         self._order.forget([unit.index for unit in self._trained])
-        for slot in {id(unit.home): unit.home for unit in self.sharded}.values():
-            slot.vacate(self._collectives)
+        self._pool.trim()
         return True
 
     def abandon(self) -> None:
@@ -318,13 +275,6 @@ class UnitSchedule:
         self.masters_changed([unit.index for unit in kept])
         self._wrote()
 
-    def _set_apart(self, unit: ShardedUnit) -> None:
-        """Give a unit a slot of its own."""
-        slot = Slot.allocate(unit.home.buffer.numel(), unit.home.buffer.device)
-        unit.rehouse(slot)
-        self.guard.watch(slot)
-        self._permanent.add(slot.key)
-
     def _agree_who_stays(self) -> bool:
         """Let units stay from now on that any rank needs so, and that no rank computes with. Collective."""
         mine = {unit.index: name for unit, name in self._joined.items()}, [u.index for u in self.sharded if u.pins]
@@ -333,8 +283,9 @@ class UnitSchedule:
         names = {index: name for wanted, _ in told for index, name in wanted.items() if index not in busy}
         joining = tuple(unit for unit in self.sharded if unit.index in names and unit not in self._staying)
         for unit in joining:
-            if unit not in self._joined:
-                self._set_apart(unit)
+            unit.release()
+            unit.place = ("parameters", unit.index, "apart")
+            self._pool.add_place(unit.place, unit.plan.slot_nbytes)
         self._staying += joining
         self._joined = {unit: name for unit, name in self._joined.items() if unit not in self._staying}
         if joining:
@@ -350,43 +301,31 @@ class UnitSchedule:
             )
         return bool(joining)
 
-    def _part(self, slot: Slot) -> None:
-        """Leave a slot's memory to tensors of the user's. See [Note: memory that user code shares]."""
-        fresh = Slot.allocate(slot.buffer.numel(), slot.buffer.device)
-        self._left.append((WeakStorage(slot.buffer), slot.last))
-        self.guard.forget(slot)
-        self._permanent.discard(slot.key)
-        for unit in self.sharded:
-            if unit.home is slot:
-                unit.rehouse(fresh)
-        self.guard.watch(fresh)
-        self._permanent.add(fresh.key)
-
-    def _spoil_old(self, units: Collection[ShardedUnit]) -> None:
-        """Fill memory with NaN in which tensors of the user's would show what weights of these units were."""
-        homes = [u.home for u in units if u.home.last is u and not u.home.pins and u.home.shared]
-        kept = [(memory, unit, storage) for memory, unit in self._left if (storage := memory.lock()) is not None]
-        self._left = [(memory, unit) for memory, unit, _ in kept if unit not in units]
-        old = [slot.buffer for slot in homes] + [bytes_of(storage) for _, unit, storage in kept if unit in units]
-        for buffer in old:
-            with untracked():
-                buffer.fill_(255)  # NaN, in any floating dtype
-        for slot in homes:
-            slot.free = self._streams.mark()
-        if old and self._looks:
-            self._looks -= 1
-            time.sleep(_MOMENT_SECONDS)  # another thread may hold a frame of ours for a moment, with what stands there
-            own = [view for slot in homes for view in slot.views.values()]
-            own += [tensor for unit in self.sharded if unit.home in homes for tensor in unit.home_tensors()]
-            if held_in_python(old, own, SlotView):  # a graph alone says itself that its weights have changed
+    def _warn_of_kept(self, changed: Collection[ShardedUnit]) -> None:
+        """Warn of tensors of the user's that show weights of these units, which have just got other values."""
+        kept = self._pool.kept_of(changed)
+        if not kept:
+            return
+        self._looks -= 1
+        time.sleep(_MOMENT_SECONDS)  # another thread may hold a frame of ours for a moment, with what stands there
+        for unit, memory in kept:
+            names = {unit.name_at(alias.storage_offset() * alias.element_size()) for alias in held_in_python(memory)}
+            if names:  # a graph alone says itself that its weights have changed
                 self._looks = 0
-                warnings.warn(_SPOILED, stacklevel=2)
+                warnings.warn(
+                    f"A tensor that shares memory with {some(map(repr, sorted(names)))} (a view, `detach()` or `data`) "
+                    "was kept while the weight got new values. Under DDP such a tensor follows its weight; here it "
+                    "goes on showing the old values. Clone it where it is made, or read the weight anew, in a step or "
+                    "inside of `full_parameters`.",
+                    stacklevel=2,
+                )
 
     def _issue(self, index: int) -> None:
         unit = self._at[index]
-        home = unit.home
-        if home.last is not unit and not (unit.pins or home.pins) and users_of(home.key) > home.users:
-            self._part(home)
+        before = self._holders.get(unit.place)
+        if before is not None and before is not unit and not before.pins:
+            before.release()
+        self._holders[unit.place] = unit
         stays = unit in self._staying
         if not stays and not self.gathered:  # what was written since the phase began counts
             self.gathered = True
@@ -395,8 +334,6 @@ class UnitSchedule:
         with self._spans.of(Phase.GATHER, unit.name, unit.nbytes) if self._spans.heard else _NOTHING:
             failure = unit.launch(*where, None if self._amid and stays else self._version)
         self._failure = self._failure or failure
-        if unit.storage is not None and unit.storage is not unit.home:
-            self.guard.watch(unit.storage)
 
     def _resident(self, index: int) -> bool:
         return self._at[index].resident
@@ -410,7 +347,9 @@ class UnitSchedule:
         self._version = (self._version | 1) + 1
 
     def _may_take(self, index: int) -> bool:
-        return self._at[index].pins == 0 and self._at[index].home.pins == 0
+        unit = self._at[index]
+        before = self._holders.get(unit.place)
+        return not unit.pins and (before is None or not before.pins)
 
     def _note(self, change: OrderChange) -> None:
         """Not a warning: an order that changes at random (layer dropout) is as good as any, and nothing is wrong."""

@@ -1,123 +1,60 @@
-"""A unit whose full parameters exist only while it computes: its slot, its states, and parameters bound to views."""
+"""A unit whose full parameters exist only while it computes: its buffer, states, and parameters bound to views."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import called_functionally, storage_key, untracked, users_of, version_of
+from lightning_zero._torch import called_functionally, untracked, version_of
 from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.events import Span
+from lightning_zero.engine.pool import Buffer, BufferPool, carve
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import OffloadError, ParameterAccessError
 from lightning_zero.offload.transfers import Fetcher
-from lightning_zero.plan import FlatLayout, UnitPlan, pack
+from lightning_zero.plan import UnitPlan, pack
 from lightning_zero.shards.binding import Bound, hide, show
 from lightning_zero.shards.slice import FlatParameters
 
-__all__ = ["ShardedUnit", "Slot", "UnitState", "carve"]
+__all__ = ["SavedPlace", "ShardedUnit", "UnitState"]
+
+SavedPlace = tuple[Any, torch.Size, tuple[int, ...], torch.dtype]
+"""What of a buffer a tensor shows: first element, shape, strides, and dtype."""
 
 _NOTHING = nullcontext()
-_detach = Tensor.detach  # of any class
 
 
 class UnitState(Enum):
     """What of a unit's full parameters is in memory. The verbs of ``ShardedUnit`` go through them in this order."""
 
     SHARDED = "nothing but this rank's shard"
-    GATHERING = "its slot, being filled by a gather"
-    UNSHARDED = "its slot, full and valid, parameters show placeholders"
-    BOUND = "its slot, full and valid, parameters are views of it"
-
-
-def carve(buffer: Tensor, layouts: Sequence[FlatLayout], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Flat buffers of several layouts, each of its dtype, one after the other in a 1-D byte buffer."""
-    parts = [(layout.numel, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-    starts, _ = pack(parts)
-    with untracked():
-        return [
-            buffer.narrow(0, start, numel * dtype.itemsize).view(dtype)
-            for start, (numel, dtype) in zip(starts, parts, strict=True)
-        ]
-
-
-@dataclass(eq=False)
-class Slot:
-    """A byte buffer that holds one unit at a time, and is kept for the life of the engine.
-
-    Args:
-        buffer: 1-D uint8.
-        owner: what is in it now (a unit, or the index of one), or ``None``.
-        pins: how many users forbid that another unit takes it.
-        free: device-side event after which the memory may be overwritten.
-        vacant: whether its pages were given back, between steps.
-    """
-
-    buffer: Tensor
-    owner: Any = None
-    pins: int = 0
-    free: Event = None
-    vacant: bool = False
-    last: Any = None  # the unit that was gathered here last
-    views: dict[Any, Tensor] = field(default_factory=dict)  # what autograd has saved of it, each kind once
-    key: int = field(init=False)
-    users: int = field(init=False)  # tensors that are the engine's own
-    alone: int = field(init=False)  # those of them that were there first
-
-    def __post_init__(self) -> None:
-        self.key = storage_key(self.buffer)
-        self.users = self.alone = users_of(self.key)
-
-    @property
-    def shared(self) -> bool:
-        """Whether tensors of the user's lie in this memory. Only while no parameter shows it."""
-        return users_of(self.key) > self.users
-
-    def save(self, key: Any, tensor: Tensor) -> Tensor:
-        """The view to keep for autograd of a tensor of this ``key`` in this memory."""
-        view = self.views[key] = _detach(tensor)
-        self.users += 1
-        return view
-
-    def vacate(self, wire: Collectives) -> None:
-        """Give the pages back, if nobody needs what is there."""
-        if not (self.vacant or self.pins or self.owner is not None or self.shared):
-            wire.vacate(self.buffer)
-            self.vacant = True
-
-    def occupy(self, wire: Collectives) -> None:
-        """Have pages again, before anything is written there."""
-        if self.vacant:
-            wire.occupy(self.buffer)
-            self.vacant = False
-
-    @classmethod
-    def allocate(cls, nbytes: int, device: torch.device) -> Slot:
-        """A slot with fresh memory."""
-        with untracked():
-            return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
+    GATHERING = "a buffer that a gather fills"
+    UNSHARDED = "a buffer, full and valid, parameters show placeholders"
+    BOUND = "a buffer, full and valid, parameters are views of it"
 
 
 class ShardedUnit(Unit):
-    """A unit whose full parameters exist only while it computes, always in the same ``slot`` if that is free."""
+    """A unit whose full parameters exist only while it computes, in a buffer of ``pool``."""
 
-    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], slot: Slot) -> None:
+    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], pool: BufferPool) -> None:
         super().__init__(plan, flats)
+        self._pool = pool
+        self.place: Hashable = ("parameters", plan.slot)
+        """What it takes a buffer for."""
         self.nbytes = sum(flat.layout.numel * flat.layout.compute_dtype.itemsize for flat in flats)
         self.in_backward = False  # acquired for its running backward
         self.span: Span | None = None  # of that, if somebody listens
         self.holders: list[tuple[dict[str, Any], str, str, nn.Parameter]] = []
         """Where each parameter is an attribute: the module's ``vars``, the name there, and the full one."""
         self.state = UnitState.SHARDED
-        self.storage: Slot | None = None  # where the full parameters are: home, or memory for this once
+        self.storage: Buffer | None = None  # where the full parameters are
         self.pins = 0
         self.kept = False
         """Whether it holds on to its storage until the phase ends, because user code wrote there."""
@@ -130,40 +67,17 @@ class ShardedUnit(Unit):
         self.sources = [flat.master if flat.weights is None else flat.weights for flat in flats]
         """What the full parameters are gathered from, of each layout: 1-D, wherever it rests."""
         self._what = f"parameters of unit '{self.name}'"
-        self._settle(slot)
-        self._views = self.home_views
+        self._views: list[Bound] = []
         self.filled_at = -1  # version of the weights in storage
-        self._scratch: Slot | None = None
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        return () if self.storage is None else (self.storage.buffer,)
+        return () if self.storage is None else (self.storage.memory,)
 
     def held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         if self.resident:
             self.wait()
             yield from ((parameter, view) for parameter, view, _ in self._views)
-
-    def rehouse(self, slot: Slot) -> None:
-        """Be gathered into another slot from now on. Gives up what is in the one before."""
-        if self.storage is self.home:
-            self.release()
-        self.home.users -= self._home_users
-        self._settle(slot)
-        if self.storage is None:
-            self._views = self.home_views
-
-    def home_tensors(self) -> list[Tensor]:
-        """What this unit itself has in its slot."""
-        return [*self._home_buffers, *(view for _, view, _ in self.home_views)]
-
-    def _settle(self, slot: Slot) -> None:
-        before = users_of(slot.key)
-        self.home = slot
-        self._home_buffers = self._carve(slot)
-        self.home_views = self._bindings(self._home_buffers)
-        self._home_users = users_of(slot.key) - before
-        slot.users += self._home_users
 
     @property
     def resident(self) -> bool:
@@ -178,7 +92,7 @@ class ShardedUnit(Unit):
         fetcher: Fetcher | None,
         version: int | None = None,
     ) -> OffloadError | None:
-        """Start gathering the full parameters, into the slot unless somebody still computes there.
+        """Start gathering the full parameters.
 
         Args:
             collectives: the wire.
@@ -191,20 +105,13 @@ class ShardedUnit(Unit):
         Collective: every rank, in the agreed order of units.
         """
         failure: OffloadError | None = None
-        home, pending = self.home, []
+        pending: list[Pending] = []
         if not self.pins and self.state is not UnitState.SHARDED:
             self.release()
         self.altered = collectives.alters
-        if not self.pins and not home.pins:
-            if home.owner is not None:
-                home.owner.release()
-            home.occupy(collectives)
-            target, buffers = home, self._home_buffers
-        else:
-            target = Slot.allocate(home.buffer.numel(), home.buffer.device)
-            buffers = self._carve(target)
-            if self.pins:
-                self._scratch = target
+        target = self._pool.take(self.place)
+        target.unit = self
+        buffers, views = target.made.get(self.index) or target.keep(self.index, self._bound_in)
         with untracked(), streams.gathering(target.free) if streams.beside else _NOTHING:
             if streams.beside:
                 streams.wait(masters)
@@ -215,12 +122,13 @@ class ShardedUnit(Unit):
                 else:  # this rank's part of the gather must come, whatever happens
                     failure = _fetch(fetcher, source, collectives.own_range(buffer)) or failure
                     pending.append(collectives.all_gather(buffer, self._what, content=content))
-        if target is self._scratch:  # this rank only takes part: it has the weights in use already, or never needs them
+        if self.pins:  # this rank only takes part: it has the weights in use already
             for handle in pending:
                 handle.wait()
-            self._scratch = None
+            self._pool.drop(target)
         else:
-            self._fill(target, self.home_views if target is home else self._bindings(buffers), pending)
+            self.storage, self._views, self.filled_at, self.pending = target, views, self.version, pending
+            self.state = UnitState.GATHERING
         return failure
 
     def wait(self) -> None:
@@ -238,7 +146,6 @@ class ShardedUnit(Unit):
         if self.state is UnitState.SHARDED or self.storage is None:
             self._refuse("be bound")
         self.pins += 1
-        self.storage.pins += 1
         if self.state is not UnitState.BOUND:
             self.state = UnitState.BOUND
             if not self.held:
@@ -259,7 +166,7 @@ class ShardedUnit(Unit):
                 )
 
     def unbind(self, streams: Streams, writes: ExternalWrites) -> bool:
-        """Take back one ``bind``. After the last one parameters show placeholders, and the slot keeps the values.
+        """Take back one ``bind``. After the last one parameters show placeholders, and the buffer keeps the values.
 
         If user code wrote to them, ``writes`` is told, and the unit holds on to its storage until ``write_back``.
 
@@ -267,16 +174,12 @@ class ShardedUnit(Unit):
         taken over.
         """
         self.pins -= 1
-        if self.storage is not None:
-            self.storage.pins -= 1
         if self.pins > self.kept:
             return False
         written = self._handed or list(map(version_of, self.parameters)) != self._versions
         if written and not self.held and self.note_written(writes) and not self.kept:
             self.kept = True
             self.pins += 1
-            if self.storage is not None:
-                self.storage.pins += 1
         if self.state is UnitState.BOUND:
             self.state = UnitState.UNSHARDED
             if not self.held:
@@ -294,62 +197,68 @@ class ShardedUnit(Unit):
         self.pins -= 1
         if self.storage is None:
             return
-        self.storage.pins -= 1
+        buffers, _ = self.storage.keep(self.index, self._bound_in)
         with untracked():
-            for flat, buffer in zip(self.flats, self._carve(self.storage), strict=True):
+            for flat, buffer in zip(self.flats, buffers, strict=True):
                 if flat.layout.compute_dtype == flat.layout.dtype:
                     flat.master.copy_(collectives.own_range(buffer))
                     flat.refresh()
-        if self.storage is not self.home and not self.pins:
-            self.release()
 
     def release(self) -> None:
-        """Give the slot up: only this rank's shard stays. Raises ``RuntimeError`` if somebody computes with it."""
+        """Give the buffer back: only this rank's shard stays. Raises ``RuntimeError`` if somebody computes with it."""
         if self.state is UnitState.SHARDED:
             return
         if self.pins or self.state is UnitState.BOUND:
-            self._refuse(f"give its slot up ({self.pins} pins)")
+            self._refuse(f"give its buffer back ({self.pins} pins)")
         if self.state is UnitState.GATHERING:
             self.wait()
-        if self.storage is not None and self.storage.owner is self:
-            self.storage.owner = None
-        self.storage = None
-        self._views = self.home_views
-        self.state = UnitState.SHARDED
-
-    def poison(self, streams: Streams) -> None:
-        """Fill the memory with NaN and give it up, so that whoever kept a stale view computes NaN, not nonsense."""
-        if self.state is not UnitState.UNSHARDED or self.pins or self.storage is None:
-            return
-        with untracked():
-            for flat, buffer in zip(self.flats, self._carve(self.storage), strict=True):
-                if flat.layout.compute_dtype.is_floating_point:
-                    buffer.fill_(float("nan"))
-        self.storage.free = streams.mark()
-        self.release()
+        if self.storage is not None:
+            self._pool.give(self.storage)
+        self.storage, self._views, self.state = None, [], UnitState.SHARDED
 
     def abandon(self) -> None:
         """Forget every claim after an error in the middle of a step; values are gathered anew when next needed."""
         if not self.held:
             self.show_placeholders()
         if self.storage is not None:
-            self.storage.pins = 0
-            self.storage.owner = None
-        self.storage, self.pending, self._views, self.state = None, [], self.home_views, UnitState.SHARDED
+            self._pool.drop(self.storage)
+        self.storage, self.pending, self._views, self.state = None, [], [], UnitState.SHARDED
         self.pins, self.outstanding, self.in_backward, self.kept = 0, 0, False, False
         self.content += 1  # ranks have come to different places
 
-    def _carve(self, slot: Slot) -> list[Tensor]:
-        layouts = [flat.layout for flat in self.flats]
-        return carve(slot.buffer, layouts, [layout.compute_dtype for layout in layouts])
+    def view_at(self, place: SavedPlace) -> Tensor:
+        """What autograd has saved as ``place``, where the full parameters are now."""
+        if self.storage is None:
+            self._refuse("be read")
+        found: Tensor | None = self.storage.made.get(place)
+        if found is not None:
+            return found
+        offset, shape, stride, dtype = place
 
-    def _fill(self, storage: Slot, views: list[Bound], pending: list[Pending]) -> None:
-        """Note where the current weights are, or will be when what is ``pending`` has come."""
-        if self.state is not UnitState.SHARDED:
-            self._refuse("be gathered")
-        self.storage, self._views, self.filled_at, self.pending = storage, views, self.version, pending
-        storage.owner = storage.last = self
-        self.state = UnitState.GATHERING
+        def make(memory: Tensor) -> tuple[Tensor, int]:
+            with untracked():  # not ``as_strided``, whose result holds what it is a view of
+                view = torch.empty(0, dtype=dtype, device=memory.device)
+                return view.set_(memory.untyped_storage(), offset, shape, stride), 1
+
+        return self.storage.keep(place, make)
+
+    def name_at(self, offset: int) -> str:
+        """The name of the parameter at a byte of its buffer."""
+        layouts = [flat.layout for flat in self.flats]
+        starts, _ = pack((layout.numel, layout.compute_dtype) for layout in layouts)
+        found = self.name
+        for start, layout in zip(starts, layouts, strict=True):
+            for spec, first in zip(layout.parameters, layout.offsets, strict=True):
+                if spec.numel and start + first * layout.compute_dtype.itemsize <= offset:
+                    found = spec.name
+        return found
+
+    def _bound_in(self, memory: Tensor) -> tuple[tuple[list[Tensor], list[Bound]], int]:
+        """The flat buffers of all layouts in a buffer's memory, and what parameters show then."""
+        layouts = [flat.layout for flat in self.flats]
+        buffers = carve(memory, layouts, [layout.compute_dtype for layout in layouts])
+        bound = self._bindings(buffers)
+        return (buffers, bound), len(buffers) + len(bound)
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(

@@ -70,14 +70,6 @@ class SharedMemoryCollectives(Collectives):
         except MemoryError:  # of addresses: what lies elsewhere is copied before it is read
             return None
 
-    def vacate(self, memory: Tensor) -> None:
-        if not self.transport.heap.discard(memory):
-            super().vacate(memory)
-
-    def occupy(self, memory: Tensor) -> None:
-        if not self.transport.heap.occupy(memory):
-            super().occupy(memory)
-
     def freeze(self, memory: Sequence[Tensor]) -> None:
         self.transport.heap.freeze(self, memory)
 

@@ -99,22 +99,6 @@ class Heap:
         offset = tensor.data_ptr() - self._memory.start
         return offset if 0 < offset < self.nbytes else 0
 
-    def discard(self, tensor: Tensor) -> bool:
-        """Give the pages of a tensor back: it shows zeros, to all ranks. False if it lies in other memory."""
-        offset = self.offset(tensor)
-        if offset and not (self._closed or self._forked):
-            nbytes = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            with contextlib.suppress(OSError, ValueError):  # locked, or a system that can not: then they stay
-                self._memory.madvise(mmap.MADV_REMOVE, offset, nbytes)
-        return bool(offset)
-
-    def occupy(self, tensor: Tensor) -> bool:
-        """Have pages for a tensor that was discarded, before it is written to. False if it lies in other memory."""
-        offset = self.offset(tensor)
-        if offset and not (self._closed or self._forked):
-            self._collapse(offset, tensor.nbytes)
-        return bool(offset)
-
     def freeze(self, owner: object, memory: Iterable[Tensor]) -> None:
         """Have processes that are forked from now on see what an owner's tensors hold now, of those that lie here.
 

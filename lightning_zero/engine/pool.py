@@ -1,0 +1,167 @@
+"""Memory for what is gathered and for gradients: buffers that are taken, given back, and used again.
+
+[Note: who holds a buffer]
+User code may keep a tensor that lies in a buffer: a view of a weight, its ``detach()``, the ``.grad`` that a hook has
+seen. The system counts the tensors of each storage, and how many of them are the engine's own is known. So a buffer
+in which there is any other tensor is never used again: whoever has it keeps the values of that moment, and nobody ever
+reads another unit's weights. What autograd saves of weights is a note, not a tensor (``engine.units.guard``), so that a
+graph holds no buffer.
+
+[Note: places]
+The plan says how many buffers there are, of which sizes, and which units share one: its slots. Each is a *place* here,
+and the pool keeps one buffer for each place. If that one is in use, or somebody else holds it, the pool makes another,
+which replaces it or goes when it is given back. On an accelerator buffers stay, so that no step after the first ones
+allocates anything. On a CPU they go between steps (``trim``), because there the memory is everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_zero._torch import WeakStorage, bytes_of, storage_key, untracked, users_of
+from lightning_zero.comm import Collectives
+from lightning_zero.comm.streams import Event
+from lightning_zero.plan import KEPT_NBYTES, FlatLayout, Plan, pack
+from lightning_zero.shards.slice import views_of
+
+__all__ = ["Buffer", "BufferPool", "FlatBuffer", "carve"]
+
+T = TypeVar("T")
+
+
+class FlatBuffer(NamedTuple):
+    """A layout's full, flat buffer, with views of its parameters and of the gaps between them."""
+
+    flat: Tensor
+    views: list[Tensor]
+    gaps: list[Tensor]
+
+    @classmethod
+    def of(cls, flat: Tensor, layout: FlatLayout) -> FlatBuffer:
+        """That of a layout in ``flat``: 1-D, all its elements."""
+        with untracked():
+            gaps = [flat.narrow(0, start, end - start) for start, end in layout.gaps()]
+        return cls(flat, views_of(flat, layout), gaps)
+
+
+def carve(memory: Tensor, layouts: Sequence[FlatLayout], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Flat buffers of several layouts, each of its dtype, one after the other in 1-D bytes."""
+    parts = [(layout.numel, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+    starts, _ = pack(parts)
+    with untracked():
+        return [
+            memory.narrow(0, start, numel * dtype.itemsize).view(dtype)
+            for start, (numel, dtype) in zip(starts, parts, strict=True)
+        ]
+
+
+class Buffer:
+    """Bytes for one unit at a time.
+
+    Args:
+        memory: 1-D uint8, with a storage of its own.
+        place: what it was taken for.
+    """
+
+    __slots__ = ("free", "key", "made", "memory", "own", "place", "unit")
+
+    def __init__(self, memory: Tensor, place: Hashable) -> None:
+        self.memory = memory
+        self.place = place
+        self.key = storage_key(memory)
+        self.unit: Any = None  # whose weights are, or were, in it
+        self.free: Event = None  # behind this, the memory may be overwritten; ``None``: behind all work so far
+        self.made: dict[Any, Any] = {}  # tensors in it that are kept, by what they are
+        self.own = users_of(self.key)  # tensors in it that are the engine's
+
+    @property
+    def shared(self) -> bool:
+        """Whether anybody else has a tensor in this memory. Only while no parameter shows it."""
+        return users_of(self.key) > self.own
+
+    def keep(self, key: Any, make: Callable[[Tensor], tuple[T, int]]) -> T:
+        """What ``make`` makes of the memory, once for each ``key``; it says how many tensors in it are kept."""
+        if key not in self.made:
+            self.made[key], count = make(self.memory)
+            self.own += count
+        made: T = self.made[key]
+        return made
+
+
+class BufferPool:
+    """The buffers of one engine.
+
+    Args:
+        wire: what they travel by.
+        device: where they are.
+        plan: which places there are.
+    """
+
+    def __init__(self, wire: Collectives, device: torch.device, plan: Plan) -> None:
+        self._wire = wire
+        self._device = device
+        self._sizes: dict[Hashable, int] = {("parameters", slot.index): slot.nbytes for slot in plan.slots}
+        self._sizes |= {("gradients", slot.index): slot.nbytes for slot in plan.gradient_slots}
+        self._idle: dict[Hashable, Buffer] = {}
+        self._left: list[tuple[Any, WeakStorage]] = []  # whose weights are where others have tensors
+        self.used: dict[int, Buffer] = {}
+        """Buffers that were taken, by the key of their storage."""
+
+    def take(self, place: Hashable, lent: bool = False) -> Buffer:
+        """A buffer for a place. ``lent``: the other ranks read what is in it before it is reduced."""
+        buffer = self._idle.pop(place, None)
+        if buffer is not None and users_of(buffer.key) > buffer.own:
+            self._leave(buffer)
+            buffer = None
+        if buffer is None:
+            with untracked():
+                nbytes = self._sizes[place]
+                memory = self._wire.lend(nbytes) if lent else self._wire.allocate_gathered(nbytes, self._device)
+                if memory is None:
+                    memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            buffer = Buffer(memory, place)
+        self.used[buffer.key] = buffer
+        return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        """Let others take a buffer, if the pool has none for its place."""
+        if self.used.pop(buffer.key, None) is not None and self._idle.setdefault(buffer.place, buffer) is not buffer:
+            self._leave(buffer)
+
+    def drop(self, buffer: Buffer) -> None:
+        """Let go of a buffer for good: no other unit has it next, or an error may have left a transfer to it."""
+        self.used.pop(buffer.key, None)
+
+    def trim(self) -> None:
+        """Let go of the buffers that nobody uses, but for small ones."""
+        for buffer in [buffer for buffer in self._idle.values() if buffer.memory.numel() >= KEPT_NBYTES]:
+            self._leave(self._idle.pop(buffer.place))
+
+    def kept_of(self, units: Container[Any]) -> list[tuple[Any, Tensor]]:
+        """Memory in which others have tensors, and where the weights of one of these ``units`` are, with the unit.
+
+        The pool lets go of it, so that nobody but them has tensors there, and asks once only.
+        """
+        for buffer in [buffer for buffer in self._idle.values() if buffer.unit in units and buffer.shared]:
+            self._leave(self._idle.pop(buffer.place))
+        kept = [(unit, storage) for unit, weak in self._left if unit in units and (storage := weak.lock()) is not None]
+        self._left = [(unit, weak) for unit, weak in self._left if unit not in units and weak.lock() is not None]
+        return [(unit, bytes_of(storage)) for unit, storage in kept]
+
+    def add_place(self, place: Hashable, nbytes: int) -> None:
+        """Have another buffer."""
+        self._sizes[place] = nbytes
+
+    def _leave(self, buffer: Buffer) -> None:
+        """Leave a buffer to whoever has a tensor there."""
+        if buffer.unit is not None and buffer.shared:
+            self._left.append((buffer.unit, WeakStorage(buffer.memory)))
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """Every buffer that there is."""
+        yield from self.used.values()
+        yield from self._idle.values()
