@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 28_982
+CORE_LINES = 28_981
 CORE_FILES = 112
 EXTENSION_LINES = 9_411
 CIRCLES_OF_PACKAGES = 0

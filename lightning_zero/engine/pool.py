@@ -137,9 +137,10 @@ class BufferPool:
         self.used.pop(buffer.key, None)
 
     def trim(self) -> None:
-        """Let go of the buffers that nobody uses, but for small ones."""
-        for buffer in [buffer for buffer in self._idle.values() if buffer.memory.numel() >= KEPT_NBYTES]:
-            self._leave(self._idle.pop(buffer.place))
+        """Let go of idle buffers, but for small ones. One rank alone rarely needs those of gradients."""
+        for buffer in list(self._idle.values()):
+            if buffer.memory.numel() >= KEPT_NBYTES or (buffer.unit is None and self._wire.world_size == 1):
+                self._leave(self._idle.pop(buffer.place))
 
     def kept_of(self, units: Container[Any]) -> list[tuple[Any, Tensor]]:
         """Memory in which others have tensors, and where the weights of one of these ``units`` are, with the unit.

@@ -925,9 +925,7 @@ class GradientReducer:
         return False
 
     def _give_back(self) -> None:
-        for _, buffer in self._taken.values():
-            self._pool.give(buffer)
-        for buffer in self._further:
+        for buffer in (*(buffer for _, buffer in self._taken.values()), *self._further):
             self._pool.give(buffer)
         self._taken.clear()
         self._further.clear()

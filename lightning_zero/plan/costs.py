@@ -458,7 +458,7 @@ def expected_memory(
     # The owner of a whole parameter keeps a copy of it, with its state.
     whole = sum(nbytes for owner, nbytes in owners_of(plan, stepped) if owner == rank) if optimizer.whole else 0
     slots, gradient_slots = sum(slot.nbytes for slot in plan.slots), _gradient_slots(plan) * training
-    kept = sum(slot.nbytes for slot in plan.gradient_slots if slot.nbytes < KEPT_NBYTES) if gradient_slots else 0
+    kept = sum(s.nbytes for s in plan.gradient_slots if s.nbytes < KEPT_NBYTES) * training * (plan.group_size > 1)
     lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
     rest = Memory(
         parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in plan.layouts) if replicated else 0,
