@@ -39,6 +39,7 @@ from lightning_zero.debug import (
     full_optimizer_state,
     full_parameters,
     grad_norm,
+    local_slices,
 )
 from lightning_zero.errors import ZeroError
 from lightning_zero.loading import (
@@ -119,6 +120,7 @@ __all__ = [
     "grad_norm",
     "load_from_checkpoint",
     "load_full_state_dict",
+    "local_slices",
     "measure_activations",
     "register_strategies",
     "verify_checkpoint",

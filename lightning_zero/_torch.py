@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -160,35 +159,9 @@ def asks_for_default_device(frame: FrameType) -> FrameType | None:
     return frame.f_back.f_back if frame.f_back.f_code is torch.get_default_device.__code__ else None
 
 
-def describes_tensors(frame: FrameType) -> bool:
-    """Whether ``frame`` is where ``torch.compile`` and ``torch.export`` look at a tensor to make a fake one of it.
-
-    They describe its gradient, too, which is no part of what is compiled.
-    """
-    return frame.f_globals.get("__name__") == "torch._subclasses.meta_utils"
-
-
-ZERO_GRADS = tuple(id(inspect.unwrap(f).__code__) for f in (Optimizer.zero_grad, torch.nn.Module.zero_grad))
-"""Ids of the code of torch's ``zero_grad``, which have a local variable ``set_to_none``."""
-
-
-SAVE_TO_STATE_DICT: Any = torch.nn.Module._save_to_state_dict
-"""Where a module's parameters go into ``state_dict()``."""
-
-
-_FLATTEN = torch.nn.RNNBase.flatten_parameters.__code__
-
-
-def weights_to_move(frame: FrameType | None) -> list[Any] | None:
-    """The weights of a recurrent layer that asks in ``frame`` if it can move them into one block of memory, for cuDNN.
-
-    Before Python 3.12 a comprehension, in which it does so, has a frame of its own; Dynamo's code is a copy of torch's.
-    """
-    for asking in (frame, None if frame is None else frame.f_back):
-        code = None if asking is None else asking.f_code
-        if code and "flatten_parameters" in code.co_name and code.co_filename == _FLATTEN.co_filename:
-            return list(getattr(asking.f_locals.get("self"), "_flat_weights", ()))  # type: ignore[union-attr]
-    return None
+def is_being_compiled() -> bool:
+    """Whether ``torch.compile`` or ``torch.export`` looks at code of this thread now."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def device_of_mode(mode: Any) -> torch.device | None:

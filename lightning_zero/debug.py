@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -13,23 +11,25 @@ import torch
 from lightning.fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 
-from lightning_zero._torch import untracked, use_count
+from lightning_zero._torch import untracked, version_of
 from lightning_zero.engine import ZeroEngine, engine_of
-from lightning_zero.engine.full import average_into, gather_layout, gathered, gathered_gradients
-from lightning_zero.errors import OffloadError
+from lightning_zero.engine.full import average_into, check_between_steps, gather_layout, gathered, gathered_gradients
+from lightning_zero.errors import OffloadError, ParameterAccessError, UnsupportedOptimizerError
+from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.optim.gradients import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
-from lightning_zero.shards.binding import is_absent
-from lightning_zero.shards.slice import FlatParameters
+from lightning_zero.shards.slice import FlatParameters, Slice, fingerprint
 
 __all__ = [
+    "LocalSlice",
     "ema_update",
     "full_gradient",
     "full_gradients",
     "full_optimizer_state",
     "full_parameters",
     "grad_norm",
+    "local_slices",
     "note_optimizers",
 ]
 
@@ -48,13 +48,10 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
 
     Values are the masters (fp32 under mixed precision). What rank 0 has written when the block ends is what every rank
     keeps. An exception inside the block leaves everything as it was before. A program of ``torch.jit`` that is made
-    inside shares the parameters and lives there, too: save it inside; a loaded one needs nothing of this package.
+    inside shares the parameters: save it inside and load the file. Called after the block it computes NaN.
 
     Args:
         module: the LightningModule or any module below it. A module that is not sharded is left as it is.
-
-    Warns:
-        UserWarning: if such a program outlives the block, on the rank that keeps it: values would be NaN there.
 
     Collective: every rank.
 
@@ -69,21 +66,8 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     if engine is None:
         yield
         return
-    parameters = list(nn.Module.parameters(module))  # all, whatever a method of the user's shows
-    before = {parameter: use_count(parameter) for parameter in parameters}
-    with gathered(engine, parameters):
+    with gathered(engine, nn.Module.parameters(module)):  # all, whatever a method of the user's shows
         yield
-    risen = [p for p, count in before.items() if is_absent(p) and use_count(p) > count]  # also by graphs of autograd
-    programs = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.jit.ScriptModule)] if risen else []
-    kept = {parameter for program in programs for parameter in program.parameters()}.intersection(risen)
-    if kept:
-        name = next(engine.names[parameter] for parameter in risen if parameter in kept)
-        warnings.warn(
-            f"A program of torch.jit that was made inside of full_parameters keeps {len(kept)} parameters, such as "
-            f"'{name}', whose values are not in memory any more: it would compute with NaN. Save it inside of "
-            "full_parameters and load the file, or call it there.",
-            stacklevel=3,
-        )
 
 
 def ema_update(
@@ -282,18 +266,123 @@ def _without_fabric(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, _FabricModule) else module
 
 
+class LocalSlice:
+    """This rank's part of one parameter, of its averaged gradient and of its optimizer state: 1-D tensors.
+
+    Attributes:
+        name: the parameter's, within the module.
+        parameter: the user's, whose shape and dtype are those of the whole.
+        start: the first element of the flattened parameter that is here. There may be none.
+        value: the master's elements (fp32 under mixed precision), the memory itself unless they are on disk.
+    """
+
+    def __init__(self, engine: ZeroEngine, name: str, parameter: nn.Parameter) -> None:
+        self.name, self.parameter = name, parameter
+        self._engine = engine
+        self._slice: Slice = engine.shards[engine.names[parameter]]
+        self.start = self._slice.start
+        self.value = self._slice.read().detach()
+        self._version = version_of(self.value)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """To read and to edit; what is written there is what the optimizer uses. ``None`` if there is none."""
+        if self._engine.accumulates or self._engine.in_backward:
+            raise ParameterAccessError(f"The gradient of '{self.name}' is not averaged yet: this rank has its own sum.")
+        return None if self._slice.parameter is None else self._slice.parameter.grad
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """By key: 1-D tensors, to read and to edit, and numbers such as ``step``. Empty before the first step."""
+        for optimizer in filter(None, [weak() for weak in _OPTIMIZERS.get(self._engine, [])]):
+            for entry in optimizer.entries:
+                if entry.shard is self._slice:
+                    if optimizer.rule == "whole":
+                        raise UnsupportedOptimizerError(
+                            f"{optimizer.label} needs whole parameters, so the state of '{self.name}' is at one "
+                            "process only: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
+                        )
+                    return dict(optimizer.state.get(entry.target, {}))
+        return {}
+
+    def keep(self) -> bool:
+        """Bring what was written to ``value`` where it belongs. Returns whether anything was."""
+        if version_of(self.value) == self._version:
+            return False
+        if isinstance(self._slice.data, OffloadedTensor):
+            self._slice.write(self.value)
+        return True
+
+
+def local_slices(module: nn.Module, *, write: bool = False) -> Iterator[LocalSlice]:
+    """Yield this rank's slices of all parameters below ``module``, in their order. Sends nothing.
+
+    Elementwise code works on them as on whole tensors: averages, pruning by a threshold, noise, statistics that are
+    summed over the ranks afterwards. Whatever is done has to be done on every rank.
+
+    Args:
+        module: the LightningModule or any module below it.
+        write: whether ``value`` may be written to. What was written is brought to all ranks when the loop ends:
+            collective then, every rank.
+
+    Raises:
+        ValueError: if the module is not part of a sharded run.
+        ParameterAccessError: in a step method, a backward or a step of the optimizer; if values were written to without
+            ``write``; and, at the next step, if a loop that writes was left before its end.
+
+    Example::
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            for part in lightning_zero.local_slices(self, write=True):
+                part.value.clamp_(-1.0, 1.0)
+    """
+    module = _without_fabric(module)
+    engine = engine_of(module)
+    if engine is None:
+        raise ValueError(f"{type(module).__name__} is not part of a sharded run.")
+    check_between_steps(engine, "local_slices")
+    return _slices(engine, module, write)
+
+
+def _slices(engine: ZeroEngine, module: nn.Module, write: bool) -> Iterator[LocalSlice]:
+    changed: dict[nn.Parameter, str] = {}
+    units = {parameter: unit.index for unit in engine.units for parameter in unit.parameters}
+    ended = False
+    try:
+        for name, parameter in nn.Module.named_parameters(module):
+            if parameter not in engine.names:
+                continue
+            part = LocalSlice(engine, name, parameter)
+            yield part
+            if part.keep():
+                changed[parameter] = engine.names[parameter]
+                if not write:
+                    raise ParameterAccessError(
+                        f"The value of '{name}' was written to in local_slices: pass `write=True`, on every rank."
+                    )
+        ended = True
+    finally:
+        if changed and not ended:
+            engine.access.torn = f"A loop over local_slices that wrote to '{next(iter(changed.values()))}'"
+    if write:
+        engine.access.writes.note("values in local_slices", fingerprint([*changed.values()]))
+        wrote = engine.control.any_of(torch.tensor([units[p] in {units[c] for c in changed} for p in units]))
+        every = sorted({index for index, had in zip(units.values(), wrote.tolist(), strict=True) if had})
+        if every:
+            engine.masters_changed(every)
+
+
 def _locate(module: nn.Module, name: str) -> tuple[ZeroEngine, FlatParameters, int]:
     module = _without_fabric(module)
     engine = engine_of(module)
     if engine is None:
         raise ValueError(f"{type(module).__name__} is not part of a sharded run.")
     parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)
-    for unit in engine.units:
-        for flat in unit.flats:
-            for position, candidate in enumerate(flat.parameters):
-                if candidate is parameter:
-                    return engine, flat, position
-    raise ValueError(f"{type(module).__name__} has no sharded parameter '{name}'.")
+    if parameter is None or parameter not in engine.names:
+        raise ValueError(f"{type(module).__name__} has no sharded parameter '{name}'.")
+    one = engine.shards[engine.names[parameter]]
+    flat = next(flat for unit in engine.units for flat in unit.flats if flat.layout is one.layout)
+    return engine, flat, one.position
 
 
 def _assemble(engine: ZeroEngine, flat: FlatParameters, position: int, piece: Tensor | None, what: str) -> Tensor:

@@ -1,90 +1,142 @@
-"""The engine's side of what user code does to parameters and gradients: ``shards/binding.py`` sees it and asks here."""
+"""The engine's side of what user code does to parameters and gradients: ``shards/binding.py`` sees it and asks here.
+
+[Note: three gradients]
+* While a backward runs, and until the engine takes it over at the end of its accumulation, a gradient is autograd's:
+  this rank's own, whole. Tensor hooks and post-accumulate hooks see that one.
+* After micro-steps that do not reduce, where full gradients stay (``zero1``): the sum so far, whole and of this rank.
+* After a backward that reduces: the average, of which this rank has a slice. A ``ShardedTensor`` stands there.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect, insort
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 from weakref import proxy, ref
 
-import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import untracked
-from lightning_zero.comm import ControlGroup
+from lightning_zero._torch import no_subclasses, storage_key, untracked
 from lightning_zero.engine.agreement import ExternalWrites
-from lightning_zero.engine.build import copy_slice
-from lightning_zero.engine.gradients.shown import GradientPlace, UserGradients
 from lightning_zero.engine.reducer import GradientBucket
 from lightning_zero.engine.units.sharded import ShardedUnit
-from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
+from lightning_zero.engine.units.unit import ReplicatedUnit
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.offload.transfers import MemoryTiers
-from lightning_zero.plan import FlatLayout, Plan
-from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data, set_gradient
-from lightning_zero.shards.functions import refusal
-from lightning_zero.shards.reductions import Combine
-from lightning_zero.shards.slice import ParameterShard
-from lightning_zero.shards.sliced_tensor import SlicedTensor
-from lightning_zero.shards.sliced_values import values_of
-from lightning_zero.shards.workers import WORKER, for_worker
+from lightning_zero.shards.binding import WORKER, Binding, Owner, get_data, is_absent, set_data, set_gradient
+from lightning_zero.shards.sharded import ShardedTensor, Source
 
-__all__ = ["ParameterAccess"]
+__all__ = ["GradientPlace", "ParameterAccess"]
+
+_SLICES = "To go through this rank's slices: `lightning_zero.local_slices(module)`."
+_OF_GRADIENTS = (
+    "Norms, sums and finite checks (`grad.norm()`, `clip_grad_norm_`, `grad.isfinite().all()`), scaling and clamping "
+    "in place by numbers (`grad.mul_(0.5)`, `clip_grad_value_`), `zero_()` and None work as they are. To see and edit "
+    "gradients whole, as under DDP: `with lightning_zero.full_gradients(module):`, on every rank; to read one: "
+    f"`lightning_zero.full_gradient(module, name)`. {_SLICES}"
+)
+_OF_VALUES = (
+    "Norms, sums and finite checks work as they are. For anything else write `with "
+    "lightning_zero.full_parameters(module):` around it, on every rank; for a momentum teacher, "
+    f"`lightning_zero.ema_update(teacher, student, momentum)`. {_SLICES}"
+)
 
 
-class RunsUnits(Protocol):
-    """What the access to parameters asks of its engine: see ``Passes``."""
+class GradientPlace(NamedTuple):
+    """Where a parameter's gradient is collected."""
 
-    units: list[Unit]
-    shards: dict[str, ParameterShard]
-    plan: Plan
-    tiers: MemoryTiers
-    control: ControlGroup
-    device: torch.device
-    weights: PublishedWeights
-    in_backward: bool
-    updating: bool
+    bucket: GradientBucket
+    position: int
+    shard: nn.Parameter | None  # what the optimizer updates
+    cleared: int  # a number for its being cleared: the sum tells which ones were, whatever the order
+
+    @classmethod
+    def of(cls, bucket: GradientBucket, position: int) -> GradientPlace:
+        """That of a bucket's parameter."""
+        shard = bucket.flat.shards[position].parameter
+        return cls(bucket, position, shard, (bucket.index * 1000003 + position + 1) ** 3)
 
     @property
-    def computes(self) -> bool: ...
+    def whole(self) -> Tensor | None:
+        """The sum of this rank's gradients over micro-steps, where that stays whole."""
+        bucket, position = self.bucket, self.position
+        if bucket.resident is None or bucket.views is None or not bucket.still_local(position):
+            return None
+        return bucket.views[position]
+
+
+class _Gradient(Source):
+    """The averaged gradient that a parameter has now, until it is cleared or another one comes."""
+
+    def __init__(self, binding: Binding, engine: Any, writes: ExternalWrites) -> None:
+        super().__init__(f"averaged gradient of '{binding.name}'", _OF_GRADIENTS, engine.put_together)
+        self._name, self._engine, self._writes = binding.name, engine, writes
+        self._place: GradientPlace = binding.place
+        self._number = self._place.bucket.numbers[self._place.position]
+
     @property
-    def gathered(self) -> bool: ...
-    def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]: ...
-    def put_together(self, what: str, history: int, numbers: Tensor, combine: Combine) -> Tensor: ...
-    def stay(self, unit: ShardedUnit, parameter: str) -> None: ...
-    def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None: ...
+    def current(self) -> bool:
+        """Whether it is the parameter's gradient still."""
+        bucket, position, shard, _ = self._place
+        return shard is not None and shard.grad is not None and bucket.numbers[position] == self._number
+
+    def check(self, called: str, linear: bool) -> None:
+        if not self.current:
+            raise ParameterAccessError(
+                f"{called} uses the {self.what} that was cleared or replaced since it was read, and its memory is used "
+                "again. Read `.grad` anew, or keep a copy of it: clone it while it is there."
+            )
+        if self._engine.between_micro_steps and not linear:
+            raise ParameterAccessError(
+                f"{called} of the {self.what} was called between micro-steps. It is averaged over the ranks already, "
+                "where under DDP each rank still has a sum of its own, so that the result would be another. Call it "
+                "after the last micro-step, for example in `on_before_optimizer_step`, or use stage 1."
+            )
+
+    def edited(self, called: str, number: int) -> None:
+        self._writes.note(f"the gradient of '{self._name}'", number)
 
 
-class ParameterAccess:
-    """All of an engine's parameters as user code sees them."""
+class _Values(Source):
+    """A parameter's values between phases, to be read."""
 
-    def __init__(self, engine: RunsUnits) -> None:
-        self._engine: RunsUnits = proxy(engine)
+    def __init__(self, name: str, engine: Any) -> None:
+        super().__init__(f"parameter '{name}'", _OF_VALUES, engine.put_together)
+        self._engine = engine
+
+    def check(self, called: str, linear: bool) -> None:
+        if self._engine.updating:
+            self.refuse(f"{called} was called in an optimizer step, which changes it")
+
+
+class ParameterAccess(Owner):
+    """All of an engine's parameters, and their gradients, as user code sees them.
+
+    ``engine`` is the ``ZeroEngine``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine: Any = proxy(engine)
         self.writes = ExternalWrites()
         self.stepping: Callable[[], bool] | None = None
         """Tells whether an optimizer step is what called; ``None`` while there is none."""
         self.check_trainer: Callable[[nn.Module], object] = lambda module: None
         """Raises if somebody else trains the module now."""
-        self.gradients = UserGradients(self.writes, self._engine)
-        self._edited: dict[Unit, str] = {}  # absent, and written to in slices: of which parameter, at last
-        self._assigned: dict[Binding, None] = {}  # in the order of their first assignment
-        self._taken: list[tuple[int, int, str]] = []  # memory of these, sorted: first address, the one behind it, name
+        self.whole: dict[nn.Parameter, Tensor | None] = {}
+        """Averaged gradients in the user's hands (``full_gradients``), by parameter."""
+        self.torn = ""
+        """What has left values that not all ranks have: nothing may go on from there."""
         self._units = {parameter: unit for unit in engine.units for parameter in unit.parameters}
         self.bindings: dict[nn.Parameter, Binding] = {}
-        self._cuts: dict[nn.Parameter, tuple[FlatLayout, int]] = {}
         for flat in (flat for unit in engine.units for flat in unit.flats):
-            every = zip(flat.parameters, flat.placeholders, flat.shards, strict=True)
-            for position, (parameter, placeholder, shard) in enumerate(every):
+            for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
                 self.bindings[parameter] = Binding(parameter, shard.spec.name, placeholder, self)
-                self._cuts[parameter] = flat.layout, position
+        self._assigned: list[tuple[nn.Parameter, Tensor]] = []  # since the last step
         self._plain = [u for u in engine.units if isinstance(u, ReplicatedUnit) and u.always_bound]
 
     def watch_gradients(self, buckets: Iterable[GradientBucket]) -> None:
         """Show what is collected and averaged in these from now on."""
         for bucket in buckets:
             for position, parameter in enumerate(bucket.flat.parameters):
-                binding = self.bindings[parameter]
-                binding.place, binding.let_go = GradientPlace.of(bucket, position), self.gradients.let_go
+                self.bindings[parameter].place = GradientPlace.of(bucket, position)
 
     def release(self) -> None:
         """Make the parameters ordinary ones again."""
@@ -94,8 +146,8 @@ class ParameterAccess:
     def hand_over(self) -> None:
         """Let aliases of whole parameters show what these show now: they have other memory since ``release``."""
         for parameter, binding in self.bindings.items():
-            for alias in [found for weak in binding.handed.known if (found := weak()) is not None]:
-                if not isinstance(alias, SlicedTensor) and alias.shape == parameter.shape:
+            for alias in [found for weak in binding.aliases if (found := weak()) is not None]:
+                if alias.shape == parameter.shape:
                     set_data(alias, get_data(parameter))
 
     # ------------------------------------------------------------ what a binding asks
@@ -109,148 +161,120 @@ class ParameterAccess:
             self._engine.stay(unit, binding.name)
         return not is_absent(binding.parameter)
 
-    def assigned(self, binding: Binding, value: Tensor | None) -> bool:
-        """Note that a parameter is about to be ``value``. Returns whether the values have to be copied instead."""
-        unit, parameter = self._units[binding.parameter], binding.parameter
+    def readable(self, binding: Binding) -> Tensor | None:
+        """This rank's slice of an absent parameter's master; ``None`` in a step or a backward."""
         self._check_not_stepping(binding)
-        if value is not None:
-            self._check_kind(binding, value)
-            self._check_apart(binding, value)
-        if unit in self._plain:
-            self._keep_for_later(binding, value)
-            return False
-        if self.bring(binding, together=True):  # its unit computes, in memory that has to stay
-            unit.note_assigned(parameter)
-            return True
-        if self._engine.computes:
-            raise ParameterAccessError(
-                f"'{binding.name}' was written to during a forward or backward, outside of the module that owns it, "
-                "where its values are not in memory. Write to it in a hook between steps, in the forward of its "
-                "module, or inside `with lightning_zero.full_parameters(module):`, on every rank."
-            )
-        self._keep_for_later(binding, value)
-        return False
+        engine = self._engine
+        if engine.in_backward or engine.updating:
+            return None
+        if engine.plan.offload is not None:
+            engine.tiers.settle()
+        parameter, own = binding.parameter, engine.shards[binding.name].data
+        return ShardedTensor(own, parameter.shape, _Values(binding.name, engine), engine.device)
 
-    def handed_out(self, binding: Binding) -> None:
-        """Note that an alias of a parameter's memory left, through which it may be written to unseen."""
+    def data_of(self, binding: Binding) -> Tensor:
+        """What ``.data`` of a parameter is that shows its values.
+
+        It shares the parameter's version where what is written has to be seen: at once where that is refused, and
+        between phases where ranks compare it. Before a backward torch would take it for a change that spoils that.
+        """
+        parameter = binding.parameter
+        if self._units[parameter] not in self._plain:
+            return Tensor.detach(parameter)
+        unseen = self._engine.computes or self._engine.awaits_backward
+        return binding.alias(get_data(parameter) if unseen else Tensor.detach(parameter))
+
+    def assign(self, binding: Binding, value: Tensor) -> None:
+        """``parameter.data = value``: what always shows its values is that tensor, until the next step."""
         unit = self._units[binding.parameter]
-        if not (binding.external or unit.held):
-            unit.note_handed_out(binding.parameter)
+        self._check_not_stepping(binding)
+        self._check_kind(binding, value)
+        if not isinstance(unit, ReplicatedUnit) or unit not in self._plain:
+            raise self.refusal([binding.name], "an assignment to its .data")
+        self._check_apart(binding, value)
+        unit.note_assigned(binding.parameter)
+        binding.show(value)
+
+    def shows_for_good(self, binding: Binding) -> bool:
+        unit = self._units[binding.parameter]
+        return unit.held or unit in self._plain
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
         self._check_not_stepping(binding)
-        return self.gradients.read(binding, local)
-
-    def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
-        """``parameter.data = ...``, if this rank has a slice of the value, which the parameter's own is made."""
-        if not isinstance(value, SlicedTensor):
-            return False
-        target = self.sliced(binding) if is_absent(binding.parameter) and not binding.held else None
-        if target is None:
-            value.refuse(f"assigning it to '{binding.name}', which is not in slices now,")
-        if value.lent is None:
-            binding.handed.part()
-            target.copy_(value)
-            value.be(target)  # the tensor that was assigned is the parameter's memory
-            binding.handed.note(value)
-        elif value.lent != target.lent:  # it is not what ``parameter.data *= x`` assigns, and is there already
-            raise ParameterAccessError(
-                f"'{binding.name}' was assigned memory of the {value.lent}, so that one would follow the other. Copy "
-                "the values (`.clone()`), or tie parameters before `trainer.fit`."
-            )
-        return True
-
-    def sliced(self, binding: Binding) -> SlicedTensor | None:
-        """This rank's slice of an absent parameter, to be edited between steps; ``None`` where that cannot be."""
-        unit, engine, parameter = self._units[binding.parameter], self._engine, binding.parameter
-        self._check_not_stepping(binding)
-        shard = engine.shards[binding.name]
-        if not isinstance(unit, ShardedUnit) or shard.data.dtype != parameter.dtype:
-            return None
-        sharded = unit
-
-        def editable() -> bool:
-            """Whether nobody gathers the values, or has saved any, or shows them."""
-            if engine.computes and (engine.in_backward or engine.gathered or sharded.resident):
-                return False
-            return not (binding.held or sharded.outstanding or engine.updating)
-
-        if not editable():
-            return None
-        if engine.plan.offload is not None:
-            engine.tiers.settle()  # what is about to be written may still be read
-
-        def edited(digest: int) -> None:
-            self.writes.note(f"'{binding.name}'", digest)
-            sharded.void(parameter)
-            self._edited[sharded] = f"'{binding.name}'"
-            if engine.computes:
-                self._bring_edits_home()
-
-        return self._slice_of(binding, editable, edited)
-
-    def read_slice(self, binding: Binding) -> SlicedTensor | None:
-        """This rank's slice of an absent parameter, of its master, to be read; ``None`` in a step or a backward."""
-        self._check_not_stepping(binding)
-        engine = self._engine
-        if (sliced := self.sliced(binding)) is not None or engine.in_backward or engine.updating:
-            return sliced
-        if engine.plan.offload is not None:
-            engine.tiers.settle()
-
-        def alive() -> bool:
-            return not engine.updating
-
-        return self._slice_of(binding, alive, read_only=True)
-
-    def master(self, parameter: nn.Parameter) -> SlicedTensor:
-        """This rank's slice of a parameter's master, to be read between steps, or written by who says so
-        (``masters_changed``) on every rank."""
-        if self._engine.plan.offload is not None:
-            self._engine.tiers.settle()
-        return self._slice_of(self.bindings[parameter])
-
-    def _slice_of(
-        self,
-        binding: Binding,
-        alive: Callable[[], bool] | None = None,
-        edited: Callable[[int], None] | None = None,
-        read_only: bool = False,
-    ) -> SlicedTensor:
-        shard, parameter = self._engine.shards[binding.name], binding.parameter
-        layout, position = self._cuts[parameter]
-        cut = layout.cut_of(position)
-        start = shard.start if shard.data.numel() else 0
-        name, device = binding.name, self._engine.device
-        together, meaning = self._engine.put_together, values_of(name)
-        return SlicedTensor(
-            shard.data, start, parameter.shape, name, alive, edited, device, meaning, cut, together, read_only
-        )
+        parameter = binding.parameter
+        if parameter in self.whole:
+            return self.whole[parameter]
+        place: GradientPlace | None = binding.place
+        if place is None:
+            return local
+        if local is not None:
+            self._check_alone(binding, place)
+            return local
+        whole, shard = place.whole, place.shard
+        if whole is not None or shard is None or shard.grad is None:
+            return whole
+        source = _Gradient(binding, self._engine, self.writes)
+        return ShardedTensor(shard.grad, binding.placeholder.shape, source, binding.placeholder.device)
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
-        """``.grad = value``."""
-        self.gradients.write(binding, value)
+        """``.grad = value``: ``None``, or what stands there already, as after ``p.grad *= x``. Not a tensor of the
+        user's, unless the gradient is whole here."""
+        parameter = binding.parameter
+        if parameter in self.whole:
+            self.whole[parameter] = value
+            return
+        place: GradientPlace | None = binding.place
+        if place is None or place.shard is None or self._engine.in_backward:
+            set_gradient(parameter, value)
+            return
+        if value is None:
+            with no_subclasses():
+                set_gradient(parameter, None)  # of a backward that this engine has not seen
+            if place.shard.grad is not None:
+                if not place.bucket.local[place.position]:
+                    self.writes.cleared += place.cleared
+                place.shard.grad = None
+            return
+        whole = place.whole
+        if isinstance(value, ShardedTensor) and value.own is place.shard.grad and whole is None:
+            return
+        self._assign_gradient(binding, value, whole)
 
-    def shows_for_good(self, binding: Binding) -> bool:
-        """Whether what a parameter shows is its own until it is changed, and not only while a module runs."""
-        unit = self._units[binding.parameter]
-        return binding.external or unit.held or unit in self._plain
+    def _assign_gradient(self, binding: Binding, value: Tensor, whole: Tensor | None) -> None:
+        parameter, what = binding.parameter, f"the gradient of '{binding.name}'"
+        if value is whole:
+            return
+        if value.shape != parameter.shape or value.dtype != parameter.dtype:
+            raise ParameterAccessError(
+                f"A tensor of shape {list(value.shape)} and {value.dtype} was assigned to {what}, which has shape "
+                f"{list(parameter.shape)} and {parameter.dtype}."
+            )
+        if whole is None:
+            raise ParameterAccessError(f"A tensor was assigned to {what}: each rank holds a slice. {_OF_GRADIENTS}")
+        with untracked():
+            whole.copy_(value)
 
-    def for_worker(self, binding: Binding) -> tuple[Any, ...]:
-        """What a parameter without values is pickled as for a process that is being spawned."""
-        return for_worker(binding)
+    def has_gradient(self, binding: Binding) -> bool:
+        """Whether ``.grad`` shows what is collected here, or would be collected here."""
+        place: GradientPlace | None = binding.place
+        if place is None:
+            return False
+        reduced = place.shard is not None and place.shard.grad is not None
+        return reduced or place.whole is not None or binding.parameter.grad is not None
 
-    def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
-        """What is raised where ``use`` needs the values of absent parameters."""
-        return refusal(names, use)
+    def keep_gradient(self, binding: Binding, whole: Tensor) -> None:
+        """Let a trainable parameter's average be ``whole``, full shape, of which this rank keeps its slice."""
+        place: GradientPlace = binding.place
+        with untracked():
+            place.bucket.replace(place.position, place.bucket.flat.shards[place.position].of(whole))
 
     # ---------------------------------------------------------- what the engine asks
 
     @property
     def plain_memory(self) -> list[Tensor]:
         """What parameters that show their values all the time lie in."""
-        return [memory for unit in self._plain for memory in unit.memory]
+        return [memory for unit in self._plain for memory in unit.buffers]
 
     def leave_to_worker(self) -> None:
         """In a process that this rank has forked: no parameter is the engine's any more. Those that show values for a
@@ -258,13 +282,16 @@ class ParameterAccess:
         for binding in self.bindings.values():
             if not self.shows_for_good(binding):
                 binding.hide()
-            if self.gradients.is_there(binding):
+            if self.has_gradient(binding):
                 WORKER.behind.add(binding)
                 set_gradient(binding.parameter, None)
-            binding.owner, binding.let_go = ref(WORKER), WORKER.clear_gradient
+            binding.owner = ref(WORKER)
 
     def note_written(self) -> None:
-        """Look for writes to parameters that show their values all the time. Local."""
+        """Look for writes to parameters that show their values all the time. Local: ranks compare them later."""
+        self._assigned.clear()
+        if self.torn:
+            raise ParameterAccessError(f"{self.torn} was left before its end, so the ranks have different values.")
         for unit in self._plain:
             if unit.written and not unit.held:
                 unit.bring_home()
@@ -279,110 +306,65 @@ class ParameterAccess:
         for unit in self._plain if stepped else ():
             if unit.written and not unit.held:
                 writes = ExternalWrites()
-                if unit.note_written(writes):
-                    raise _in_step(writes.first)
-
-    def _check_not_stepping(self, binding: Binding) -> None:
-        if self.stepping is not None and self.stepping():
-            raise _in_step(f"'{binding.name}'")
-
-    def take_over(self, plain: bool = True) -> None:
-        """Take values over that were assigned since the last time. Local: the ranks compare at their next agreement.
-
-        Every rank has assigned the whole value, so what other ranks would have to send is here already. ``plain``: also
-        to parameters that show their values all the time. Not between a forward and its backward, which still needs the
-        old ones. Raises ``OffloadError`` if a disk failed.
-        """
-        engine = self._engine
-        self._bring_edits_home()
-        if not self._assigned:
-            return
-        mine = [b for b in self._assigned if b.external and (plain or self._units[b.parameter] not in self._plain)]
-        for binding in mine:
-            del self._assigned[binding]
-        if not self._assigned:
-            self._taken.clear()
-        for binding in mine:
-            value = get_data(binding.parameter)
-            self._check_kind(binding, value)
-            self.writes.note(f"'{binding.name}'", value)
-        replaced = ""
-        for binding in mine:
-            binding.external = False
-            unit = self._units[binding.parameter]
-            if isinstance(unit, ReplicatedUnit):
-                if unit.always_bound:
-                    unit.bring_home()
-                    continue
-                engine.weights.settle([unit])
-            binding.handed.part()
-            value, shard = get_data(binding.parameter), engine.shards[binding.name]
-            copy_slice(value, shard.start, shard.data)
-            binding.hide()
-            replaced = f"'{binding.name}'"
-            unit.overwrite(binding.parameter, value)
-        if mine:
-            engine.masters_were_written(replaced)
+                unit.note_written(writes)
+                raise _in_step(writes.first)
 
     def compare(self, place: str) -> None:
         """Meet the other ranks, outside of a phase, and see that all have written the same since they last did.
 
         Collective. Raises ``DivergenceError`` on every rank if not, or if the others are at another place.
         """
-        self.take_over()
         self.note_written()
         rows = self._engine.agree(place, [self.writes.digest])
         if len(self._plain) < len(self._engine.units):  # else each rank shows what it wrote itself
             self.writes.compare([row[0] for row in rows], self._engine.control)
 
-    def _bring_edits_home(self) -> None:
-        if self._edited:
-            edited, self._edited = self._edited, {}
-            for unit in edited:
-                for flat in unit.flats:
-                    flat.refresh()
-            self._engine.masters_were_written([*edited.values()][-1], [unit.index for unit in edited])
+    def _check_not_stepping(self, binding: Binding) -> None:
+        if self.stepping is not None and self.stepping():
+            raise _in_step(f"'{binding.name}'")
+
+    def _check_alone(self, binding: Binding, place: GradientPlace) -> None:
+        """Raise if a gradient on its way through the user's hooks is a part of what DDP would show."""
+        bucket, position = place.bucket, place.position
+        if not self._engine.in_backward:
+            return
+        before = bucket.arrived[position] or bucket.used[position] or bucket.still_local(position)
+        if before or (place.shard is not None and place.shard.grad is not None):
+            raise ParameterAccessError(
+                f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody clears "
+                "gradients (of a parameter in no optimizer, say). What came before is elsewhere, so that its sum with "
+                "this gradient is not there. Use a hook on the tensor (`parameter.register_hook`), which gets this "
+                "gradient, or edit the sum in `on_before_optimizer_step`."
+            )
 
     def _check_kind(self, binding: Binding, value: Tensor) -> None:
         parameter = binding.placeholder
-        wrong = next(
-            (
-                f"{what} {getattr(value, what)}, the parameter has {getattr(parameter, what)}"
-                for what in ("shape", "dtype", "device")
-                if getattr(value, what) != getattr(parameter, what)
-            ),
-            None,
-        )
-        if wrong is not None:
-            raise ParameterAccessError(
-                f"'{binding.name}' cannot be changed to a tensor of {wrong}: memory for parameters, gradients and the "
-                "optimizer is laid out at set-up. Convert the module before `trainer.fit` (or in `configure_model`), "
-                "or choose `Trainer(precision=...)`."
-            )
-
-    def _check_apart(self, binding: Binding, value: Tensor) -> None:
-        """Raise if memory is assigned that another parameter lies in: the engine's, or what was assigned before."""
-        start, end = _range(value)
-        others = [
-            (self.bindings[parameter].name, *_range(view))
-            for unit in self._engine.units
-            if any(first < end and start < stop for first, stop in map(_range, unit.memory))
-            for parameter, view in unit.held_views()
-            if parameter is not binding.parameter
-        ]
-        place = bisect(self._taken, (start, end))
-        others += [(name, first, stop) for first, stop, name in self._taken[max(0, place - 1) : place + 1]]
-        for name, first, stop in others:
-            if first < end and start < stop:
+        for what in ("shape", "dtype", "device"):
+            found, expected = getattr(value, what), getattr(parameter, what)
+            if found != expected:
                 raise ParameterAccessError(
-                    f"'{binding.name}' was assigned memory of '{name}', so that one would follow the other. Copy the "
-                    "values (`.clone()`), or tie the parameters before `trainer.fit`."
+                    f"'{binding.name}' cannot be changed to a tensor of {what} {found}, the parameter has {what} "
+                    f"{expected}: memory for parameters, gradients and the optimizer is laid out at set-up. Convert "
+                    "the module before `trainer.fit` (or in `configure_model`), or choose `Trainer(precision=...)`."
                 )
 
-    def _keep_for_later(self, binding: Binding, value: Tensor | None) -> None:
-        self._assigned[binding] = None
-        if value is not None and value.numel():
-            insort(self._taken, (*_range(value), binding.name))
+    def _check_apart(self, binding: Binding, value: Tensor) -> None:
+        """Raise if memory is assigned that another parameter lies in, or was assigned before."""
+        if not value.numel():
+            return
+        key, (start, end) = storage_key(value), _range(value)
+        homes = [unit for unit in self._plain if any(storage_key(buffer) == key for buffer in unit.buffers)]
+        others = [(parameter, view) for unit in homes for parameter, view in unit.views()]
+        self._assigned = [(p, data) for p, data in self._assigned if storage_key(get_data(p)) == storage_key(data)]
+        for parameter, data in [*others, *self._assigned]:
+            if parameter is not binding.parameter and data.numel() and storage_key(data) == key:
+                first, stop = _range(data)
+                if first < end and start < stop:
+                    raise ParameterAccessError(
+                        f"'{binding.name}' was assigned memory of '{self.bindings[parameter].name}', so that one would "
+                        "follow the other. Copy the values (`.clone()`), or tie the parameters before `trainer.fit`."
+                    )
+        self._assigned.append((binding.parameter, value))
 
 
 def _in_step(what: str) -> ParameterAccessError:
@@ -394,9 +376,7 @@ def _in_step(what: str) -> ParameterAccessError:
 
 
 def _range(value: Tensor) -> tuple[int, int]:
-    """First address of a tensor, and the one behind it."""
-    if not value.numel():
-        return 0, 0
+    """First address of a tensor that has elements, and the one behind it."""
     with untracked():
         steps = ((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
         return value.data_ptr(), value.data_ptr() + (1 + sum(steps)) * value.element_size()

@@ -15,13 +15,10 @@ import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from torch import Tensor
-
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.waiting import NOTES, Note
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.errors import DivergenceError
-from lightning_zero.shards.slice import checksum
 
 __all__ = ["Agreement", "ExternalWrites"]
 
@@ -85,9 +82,8 @@ class ExternalWrites:
         """A number for all of it; 0 if nothing was written."""
         return zlib.crc32(f"{self._digest} {self.cleared}".encode()) or 1 if self._digest or self.cleared else 0
 
-    def note(self, what: str, value: Tensor | int) -> None:
-        """Note one write, of ``value`` or of what a number stands for, to what is called ``what`` on every rank."""
-        number = checksum(value) if isinstance(value, Tensor) else value
+    def note(self, what: str, number: int) -> None:
+        """Note one write to what is called ``what`` on every rank, by a number for what was written."""
         self._digest = zlib.crc32(f"{self._digest} {what} {number}".encode()) or 1
         if len(self._notes) < _REMEMBERED:  # enough for a message
             self._notes.append((what, number))

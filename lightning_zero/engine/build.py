@@ -25,7 +25,7 @@ from lightning_zero.offload.transfers import MemoryTiers
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
 from lightning_zero.plan.layout import align_up
 from lightning_zero.shards.binding import set_data
-from lightning_zero.shards.slice import FlatParameters, ParameterShard, Placeholders, flat_range, views_of
+from lightning_zero.shards.slice import FlatParameters, Placeholders, Slice, flat_range, views_of
 
 __all__ = ["UnitBuilder", "as_bytes", "build_reducer", "copy_slice"]
 
@@ -112,7 +112,7 @@ class UnitBuilder:
             return self._offloaded[layout]
         return self._collectives.allocate(layout.shard_numel, layout.dtype, self._device), None
 
-    def _put(self, value: Tensor, shard: ParameterShard) -> None:
+    def _put(self, value: Tensor, shard: Slice) -> None:
         """Keep this rank's part of a parameter. A disk that fails is reported when all ranks are through."""
         try:
             copy_slice(value, shard.start, shard.data)

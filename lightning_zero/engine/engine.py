@@ -200,7 +200,6 @@ class ZeroEngine(Passes):
 
         ``on_disk``: also to masters on disk, which raises ``OffloadError`` if a disk failed.
         """
-        self.access.take_over()
         self.access.note_written()
         for unit in self.units if self.plan.offload is not None else ():
             for flat in unit.flats:

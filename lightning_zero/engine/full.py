@@ -16,11 +16,11 @@ from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import DivergenceError, OffloadError, ParameterAccessError
 from lightning_zero.offload.host import OffloadedTensor, in_memory
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
-from lightning_zero.shards.slice import FlatParameters, checksum, cut, fingerprint, flat_range, views_of
-from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.shards.slice import FlatParameters, Slice, checksum, cut, fingerprint, views_of
 
 __all__ = [
     "average_into",
+    "check_between_steps",
     "gather_layout",
     "gathered",
     "gathered_gradients",
@@ -48,6 +48,9 @@ def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what:
     if isinstance(shard, OffloadedTensor):  # on all ranks or on none
         engine.control.raise_together(failure, f"read its part of {what}")
     return full
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
 
 
 @contextmanager
@@ -84,118 +87,29 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
             except Exception as error:
                 failure = error
             failure = failure or _wrong_shape(bindings)
-            rows = engine.agree(f"the end of {what}", [int(failure is not None)])
-            failed = [rank for rank, row in enumerate(rows) if row[0]]
-            if failed:
-                _undo(engine, shown)
-            else:
+            failed = _who_failed(engine, failure, what)
+            if failed is None:
                 changed = _keep(engine, shown)
+            else:
+                _undo(engine, shown)
         finally:
             _let_go(units, before)
         if changed:
             engine.masters_changed(changed)
+    _raise_failure(failure, failed, what)
+
+
+def _who_failed(engine: ZeroEngine, failure: Exception | None, what: str) -> int | None:
+    """The first rank whose block raised. Collective."""
+    rows = engine.agree(f"the end of {what}", [int(failure is not None)])
+    return next((rank for rank, row in enumerate(rows) if row[0]), None)
+
+
+def _raise_failure(failure: Exception | None, failed: int | None, what: str) -> None:
     if failure is not None:
         raise failure
-    if failed:
-        raise left_with_error(failed[0], what)
-
-
-def whole_gradients(engine: ZeroEngine) -> dict[nn.Parameter, Tensor]:
-    """A copy of all averaged gradients that there are, by parameter, full shapes. Collective: every rank."""
-    places = _places(engine, set(engine.names))
-    found = _whole_gradients(engine, places, "gradients of the whole module") if places else {}
-    return {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
-
-
-def whole_slices(engine: ZeroEngine, slices: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """Full shapes of what is cut as the masters are: 1-D slices by parameter, of one dtype in each unit. On the host.
-
-    Collective: every rank, with the same parameters.
-    """
-    found: dict[nn.Parameter, Tensor] = {}
-    for flat in (flat for unit in engine.units for flat in unit.flats if not slices.keys().isdisjoint(flat.parameters)):
-        with untracked():
-            dtype = next(slices[parameter].dtype for parameter in flat.parameters if parameter in slices)
-            shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=engine.device)
-            for parameter, part in zip(flat.parameters, cut(shard, flat.slices), strict=True):
-                if parameter in slices:
-                    part.copy_(slices[parameter])
-            views = views_of(gather_layout(engine, flat, shard, "slices of the whole module"), flat.layout)
-        found.update((p, view.cpu()) for p, view in zip(flat.parameters, views, strict=True) if p in slices)
-    return found
-
-
-def average_into(
-    engines: Sequence[ZeroEngine], pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], momentum: float
-) -> None:
-    """Make each first parameter ``momentum`` times itself plus ``1 - momentum`` times the second. Between steps.
-
-    Where both have their values here that is all. Where they are cut at the same places, each rank averages its slices.
-    Where they are not, the units of the second are gathered, one after the other.
-
-    Args:
-        engines: those of the parameters, which may have none.
-        pairs: of one shape each. The same on every rank.
-        momentum: the same on every rank, which compare it at their next agreement.
-
-    Raises:
-        ParameterAccessError: in a forward or backward.
-
-    Collective: every rank.
-    """
-    what = "ema_update"
-    for engine in engines:
-        if engine.computes:
-            raise ParameterAccessError(
-                f"{what} was called in a forward or backward, where weights are in use. Call it in a hook between "
-                "steps: `on_train_batch_start` in place of the beginning of `training_step`, or `on_train_batch_end`."
-            )
-        engine.take_over_shown()
-        engine.tiers.settle()
-    owner = {parameter: engine for engine in engines for parameter in engine.access.bindings}
-    absent = [pair for pair in pairs if is_absent(pair[0]) or is_absent(pair[1])]
-    with torch.no_grad():
-        for target, source in pairs:
-            if not (is_absent(target) or is_absent(source)):
-                _mix(target, source, momentum)
-    with untracked():
-        masters = {p: owner[p].access.master(p) for pair in absent for p in pair if is_absent(p)}
-        apart: dict[nn.Parameter, list[nn.Parameter]] = {}  # by the second of them: what is made of its whole values
-        for target, source in absent:
-            if is_absent(target) and is_absent(source) and masters[target].is_cut_as(masters[source]):
-                _mix(masters[target].own, masters[source].own, momentum)
-            elif is_absent(source):
-                apart.setdefault(source, []).append(target)
-            else:
-                _mix_whole(masters[target], source, momentum)
-        for engine in engines if apart else ():
-            engine.access.compare(f"the beginning of {what}")
-            for flat in (flat for unit in engine.units for flat in unit.flats):
-                if apart.keys().isdisjoint(flat.parameters):
-                    continue
-                views = views_of(gather_layout(engine, flat, flat.master, what), flat.layout)
-                for source, view in zip(flat.parameters, views, strict=True):
-                    for target in apart.get(source, ()):
-                        _mix_whole(masters.get(target, target), view, momentum)
-    changed = [target for target, _ in absent if is_absent(target)]
-    for engine in engines:
-        own = {target: None for target in changed if owner[target] is engine}  # in an order that all ranks have
-        if own:
-            engine.access.writes.note(f"the average of {what}", fingerprint(momentum, [engine.names[p] for p in own]))
-            engine.masters_changed(
-                [unit.index for unit in engine.units if not own.keys().isdisjoint(unit.parameters)], own
-            )
-
-
-def _mix(target: Tensor, source: Tensor, momentum: float) -> None:
-    target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
-
-
-def _mix_whole(target: Tensor, source: Tensor, momentum: float) -> None:
-    if isinstance(target, SlicedTensor):
-        source = flat_range(get_data(source), target.start, target.own.numel())
-        target = target.own
-    _mix(target, source, momentum)
+    if failed is not None:
+        raise left_with_error(failed, what)
 
 
 def left_with_error(rank: int, what: str) -> RuntimeError:
@@ -271,7 +185,7 @@ def _let_go(units: Sequence[Unit], before: Sequence[tuple[Binding, Tensor, bool]
             binding.show(data)
     for unit in units:
         unit.held = False
-        unit.note_written()
+        unit.forget_written()
 
 
 def _wrong_shape(bindings: Sequence[Binding]) -> ValueError | None:
@@ -323,6 +237,105 @@ def _undo(engine: ZeroEngine, shown: Sequence[_Shown]) -> None:
                 engine.collectives.all_gather(part.full, part.what).wait()
 
 
+# -------------------------------------------------------------------------------------------------------------- slices
+
+
+def check_between_steps(engine: ZeroEngine, what: str) -> None:
+    """Raise ParameterAccessError in a forward or backward; else have masters be what user code wrote. Local."""
+    if engine.computes or engine.updating:
+        raise ParameterAccessError(
+            f"{what} was called in a forward, a backward or an optimizer step, where weights are in use. Call it in a "
+            "hook between steps: `on_train_batch_start` in place of the beginning of `training_step`, or "
+            "`on_train_batch_end`."
+        )
+    engine.take_over_shown()
+    engine.tiers.settle()
+
+
+def whole_slices(engine: ZeroEngine, slices: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Full shapes of what is cut as the masters are: 1-D slices by parameter, of one dtype in each unit. On the host.
+
+    Collective: every rank, with the same parameters.
+    """
+    found: dict[nn.Parameter, Tensor] = {}
+    for flat in (flat for unit in engine.units for flat in unit.flats if not slices.keys().isdisjoint(flat.parameters)):
+        with untracked():
+            dtype = next(slices[parameter].dtype for parameter in flat.parameters if parameter in slices)
+            shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=engine.device)
+            for parameter, part in zip(flat.parameters, cut(shard, flat.slices), strict=True):
+                if parameter in slices:
+                    part.copy_(slices[parameter])
+            views = views_of(gather_layout(engine, flat, shard, "slices of the whole module"), flat.layout)
+        found.update((p, view.cpu()) for p, view in zip(flat.parameters, views, strict=True) if p in slices)
+    return found
+
+
+def average_into(
+    engines: Sequence[ZeroEngine], pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], momentum: float
+) -> None:
+    """Make each first parameter ``momentum`` times itself plus ``1 - momentum`` times the second. Between steps.
+
+    Where both have their values here that is all. Where they are cut at the same places, each rank averages its slices.
+    Where they are not, the units of the second are gathered, one after the other.
+
+    Args:
+        engines: those of the parameters, which may have none.
+        pairs: of one shape each. The same on every rank.
+        momentum: the same on every rank, which compare it at their next agreement.
+
+    Raises:
+        ParameterAccessError: in a forward or backward.
+
+    Collective: every rank.
+    """
+    what = "ema_update"
+    for engine in engines:
+        check_between_steps(engine, what)
+    owner = {parameter: engine for engine in engines for parameter in engine.access.bindings}
+    absent = [pair for pair in pairs if is_absent(pair[0]) or is_absent(pair[1])]
+    with torch.no_grad():
+        for target, source in pairs:
+            if not (is_absent(target) or is_absent(source)):
+                _mix(target, source, momentum)
+    with untracked():
+        masters = {p: owner[p].shards[owner[p].names[p]] for pair in absent for p in pair if is_absent(p)}
+        apart: dict[nn.Parameter, list[nn.Parameter]] = {}  # by the second of them: what is made of its whole values
+        for target, source in absent:
+            if is_absent(target) and is_absent(source) and masters[target].cut == masters[source].cut:
+                _mix(masters[target].data, masters[source].data, momentum)
+            elif is_absent(source):
+                apart.setdefault(source, []).append(target)
+            else:
+                _mix(masters[target].data, masters[target].of(get_data(source)), momentum)
+        for engine in engines if apart else ():
+            engine.access.compare(f"the beginning of {what}")
+            for flat in (flat for unit in engine.units for flat in unit.flats):
+                if apart.keys().isdisjoint(flat.parameters):
+                    continue
+                views = views_of(gather_layout(engine, flat, flat.master, what), flat.layout)
+                for source, view in zip(flat.parameters, views, strict=True):
+                    for target in apart.get(source, ()):
+                        if target in masters:
+                            _mix(masters[target].data, masters[target].of(view), momentum)
+                        else:
+                            _mix(target, view, momentum)
+    changed = [target for target, _ in absent if is_absent(target)]
+    for engine in engines:
+        own = {target: None for target in changed if owner[target] is engine}  # in an order that all ranks have
+        if own:
+            engine.access.writes.note(f"the average of {what}", fingerprint(momentum, [engine.names[p] for p in own]))
+            engine.masters_changed(
+                [unit.index for unit in engine.units if not own.keys().isdisjoint(unit.parameters)], own
+            )
+
+
+def _mix(target: Tensor, source: Tensor, momentum: float) -> None:
+    target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
 @contextmanager
 def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """While active, ``.grad`` of ``parameters`` is the whole average; what is there at the end is what all ranks keep.
@@ -341,34 +354,33 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
             "full_gradients was called in a backward, whose gradients are this rank's own. Call it after the backward, "
             "for example in on_after_backward."
         )
-    whole = engine.access.gradients.whole
-    places = _places(engine, set(parameters) - set(whole))  # what an enclosing block shows is left to that one
-    if not places:
+    whole = engine.access.whole
+    slices = _trained(engine, set(parameters) - set(whole))
+    if not slices:
         yield
         return
-    what = f"full_gradients('{places[0].name}'{f' and {len(places) - 1} more' if places[1:] else ''})"
+    what = f"full_gradients('{slices[0].spec.name}'{f' and {len(slices) - 1} more' if slices[1:] else ''})"
     with engine.paused():
-        local = engine.accumulates
-        rows = engine.agree(f"the beginning of {what}", [int(local)])
+        rows = engine.agree(f"the beginning of {what}", [int(engine.accumulates)])
         if any(row[0] for row in rows):
-            hidden = any(place.shard.grad is not None and place.parameter.grad is None for place in places)
+            hidden = any(_gradient(one) is not None and one.user.grad is None for one in slices)
             if engine.control.agree_any(hidden):
                 raise RuntimeError(f"{what}: the last backward did not reduce gradients, so there are no averages yet.")
             yield
             return
         failure: Exception | None = None
         try:
-            whole.update(_whole_gradients(engine, places, what))
+            whole.update(_whole_gradients(engine, slices, what))
             try:
                 yield
             except Exception as error:
                 failure = error
-            left = [whole[place.parameter] for place in places]
-            failure = failure or _unfit(engine, places, left)
-            _finish(engine, places, left, failure, what)
+            left = [whole[one.user] for one in slices]
+            failure = failure or _unfit(engine, slices, left)
+            _finish(engine, slices, left, failure, what)
         finally:
-            for place in places:
-                whole.pop(place.parameter, None)
+            for one in slices:
+                whole.pop(one.user, None)
 
 
 @contextmanager
@@ -379,115 +391,96 @@ def gathered_whole(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> It
         yield
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where the gradient of one of the user's trainable parameters lies."""
-
-    name: str
-    parameter: nn.Parameter
-    flat: FlatParameters
-    position: int
-    shard: nn.Parameter
+def whole_gradients(engine: ZeroEngine) -> dict[nn.Parameter, Tensor]:
+    """A copy of all averaged gradients that there are, by parameter, full shapes. Collective: every rank."""
+    slices = _trained(engine, set(engine.names))
+    found = _whole_gradients(engine, slices, "gradients of the whole module") if slices else {}
+    return {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
 
 
-def _places(engine: ZeroEngine, wanted: set[nn.Parameter]) -> list[_Place]:
-    return [
-        _Place(name=shard.spec.name, parameter=parameter, flat=flat, position=position, shard=shard.parameter)
-        for unit in engine.units
-        for flat in unit.flats
-        for position, (shard, parameter) in enumerate(zip(flat.shards, flat.parameters, strict=True))
-        if parameter in wanted and shard.parameter is not None
-    ]
+def _trained(engine: ZeroEngine, wanted: set[nn.Parameter]) -> list[Slice]:
+    return [one for one in engine.shards.values() if one.user in wanted and one.parameter is not None]
 
 
-def _whole_gradients(engine: ZeroEngine, places: Sequence[_Place], what: str) -> dict[nn.Parameter, Tensor | None]:
+def _gradient(one: Slice) -> Tensor | None:
+    return None if one.parameter is None else one.parameter.grad
+
+
+def _whole_gradients(engine: ZeroEngine, slices: Sequence[Slice], what: str) -> dict[nn.Parameter, Tensor | None]:
     """Whole gradients, layout by layout; ``None`` where no rank has one."""
-    flags = torch.tensor([place.shard.grad is not None for place in places], dtype=torch.uint8, device="cpu")
-    there = engine.control.any_of(flags).tolist()
-    by_flat: dict[int, list[_Place]] = {}
-    for place, had in zip(places, there, strict=True):
+    flags = torch.tensor([_gradient(one) is not None for one in slices], dtype=torch.uint8, device="cpu")
+    layouts: dict[int, list[Slice]] = {}
+    for one, had in zip(slices, engine.control.any_of(flags).tolist(), strict=True):
         if had:
-            by_flat.setdefault(id(place.flat), []).append(place)
-    shown: dict[nn.Parameter, Tensor | None] = {place.parameter: None for place in places}
-    for together in by_flat.values():
-        shown.update(zip((p.parameter for p in together), _assemble(engine, together, what), strict=True))
+            layouts.setdefault(id(one.layout), []).append(one)
+    shown: dict[nn.Parameter, Tensor | None] = {one.user: None for one in slices}
+    for together in layouts.values():
+        shown.update(zip((one.user for one in together), _assemble(engine, together, what), strict=True))
     return shown
 
 
-def _assemble(engine: ZeroEngine, places: Sequence[_Place], what: str) -> list[Tensor]:
+def _assemble(engine: ZeroEngine, slices: Sequence[Slice], what: str) -> list[Tensor]:
     """The whole gradients of parameters of one layout. Only their parts are sent, all of a rank's in one piece."""
-    collectives, layout = engine.collectives, places[0].flat.layout
-    slices = [layout.slices(rank) for rank in range(collectives.world_size)]
-    numels = [[row[place.position].numel for place in places] for row in slices]
+    collectives, layout = engine.collectives, slices[0].layout
+    every = [layout.slices(rank) for rank in range(collectives.world_size)]
+    numels = [[row[one.position].numel for one in slices] for row in every]
     width = max(map(sum, numels))
     sizes = [[*row, width - sum(row)] for row in numels]
     with untracked():
         buffer = torch.zeros(len(sizes) * width, dtype=layout.dtype, device=engine.device)
         if width:
             own = collectives.own_range(buffer).split(sizes[collectives.rank])
-            for target, place in zip(own[:-1], places, strict=True):
-                if place.shard.grad is not None:
-                    target.copy_(place.shard.grad)
+            for target, gradient in zip(own[:-1], map(_gradient, slices), strict=True):
+                if gradient is not None:
+                    target.copy_(gradient)
             collectives.all_gather(buffer, what).wait()
         rows = [row.split(size) for row, size in zip(buffer.view(len(sizes), width), sizes, strict=True)]
-        return [
-            torch.cat([row[index] for row in rows]).view(layout.parameters[place.position].shape)
-            for index, place in enumerate(places)
-        ]
+        return [torch.cat([row[index] for row in rows]).view(one.spec.shape) for index, one in enumerate(slices)]
 
 
-def _unfit(engine: ZeroEngine, places: Sequence[_Place], left: Sequence[Tensor | None]) -> Exception | None:
+def _unfit(engine: ZeroEngine, slices: Sequence[Slice], left: Sequence[Tensor | None]) -> Exception | None:
     """Why what the user left is no gradient."""
-    for place, gradient in zip(places, left, strict=True):
+    for one, gradient in zip(slices, left, strict=True):
         if gradient is None:
             continue
-        layout = place.flat.layout
-        shape, dtype = torch.Size(layout.parameters[place.position].shape), layout.dtype
+        name, shape, dtype = one.spec.name, torch.Size(one.spec.shape), one.layout.dtype
         if not isinstance(gradient, Tensor) or gradient.layout is not torch.strided:
-            return TypeError(f"full_gradients: .grad of '{place.name}' must be a dense tensor or None at the end.")
+            return TypeError(f"full_gradients: .grad of '{name}' must be a dense tensor or None at the end.")
         if gradient.shape != shape or gradient.dtype != dtype:
             return ValueError(
-                f"full_gradients: .grad of '{place.name}' has shape {list(gradient.shape)} and {gradient.dtype} at the "
-                f"end, expected {list(shape)} and {dtype}."
+                f"full_gradients: .grad of '{name}' has shape {list(gradient.shape)} and {gradient.dtype} at the end, "
+                f"expected {list(shape)} and {dtype}."
             )
-        if engine._reducer is None:
-            return RuntimeError(f"full_gradients: '{place.name}' was given a gradient where nothing is trained.")
+        if engine.access.bindings[one.user].place is None:
+            return RuntimeError(f"full_gradients: '{name}' was given a gradient where nothing is trained.")
     return None
 
 
 def _finish(
-    engine: ZeroEngine,
-    places: Sequence[_Place],
-    left: Sequence[Tensor | None],
-    failure: Exception | None,
-    what: str,
+    engine: ZeroEngine, slices: Sequence[Slice], left: Sequence[Tensor | None], failure: Exception | None, what: str
 ) -> None:
     """Agree on what is left, and keep it; or raise, on every rank."""
     sums = [] if failure is not None else [None if gradient is None else checksum(gradient) for gradient in left]
     rows = engine.agree(f"the end of {what}", [int(failure is not None), fingerprint(sums)])
-    if failure is not None:
-        raise failure
-    failed = [rank for rank, row in enumerate(rows) if row[0]]
-    if failed:
-        raise left_with_error(failed[0], what)
+    _raise_failure(failure, next((rank for rank, row in enumerate(rows) if row[0]), None), what)
     if any(row[1] != rows[0][1] for row in rows):
-        _name_difference(engine, places, sums)
-    for place, gradient in zip(places, left, strict=True):
-        if gradient is None:
-            place.shard.grad = None
-        else:
-            engine.access.gradients.keep(engine.access.bindings[place.parameter], gradient)
+        _name_difference(engine, slices, sums)
+    for one, gradient in zip(slices, left, strict=True):
+        if gradient is not None:
+            engine.access.keep_gradient(engine.access.bindings[one.user], gradient)
+        elif one.parameter is not None:
+            one.parameter.grad = None
 
 
-def _name_difference(engine: ZeroEngine, places: Sequence[_Place], sums: Sequence[int | None]) -> None:
+def _name_difference(engine: ZeroEngine, slices: Sequence[Slice], sums: Sequence[int | None]) -> None:
     every = engine.control.gather_objects(list(sums))
-    for index, place in enumerate(places):
+    for index, one in enumerate(slices):
         for rank, other in enumerate(every):
             if other[index] != every[0][index]:
                 kinds = ["None" if row[index] is None else "a tensor" for row in (every[0], other)]
                 values = f" ({kinds[0]} and {kinds[1]})" if kinds[0] != kinds[1] else ""
                 raise DivergenceError(
-                    f"Ranks 0 and {rank} left different gradients for '{place.name}'{values} in full_gradients, so no "
-                    "rank keeps what was written there. Every rank has the same averages there and must do the same "
+                    f"Ranks 0 and {rank} left different gradients for '{one.spec.name}'{values} in full_gradients, so "
+                    "no rank keeps what was written there. Every rank has the same averages there and must do the same "
                     "to them; look for code that depends on the rank, its data or its random numbers."
                 )

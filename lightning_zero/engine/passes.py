@@ -44,8 +44,8 @@ from lightning_zero.errors import DivergenceError, ParameterAccessError
 from lightning_zero.meta import MetaValues
 from lightning_zero.offload.transfers import MemoryTiers
 from lightning_zero.plan import FETCH_UNITS, Plan
-from lightning_zero.shards.reductions import Combine
-from lightning_zero.shards.slice import ParameterShard, Placeholders
+from lightning_zero.shards.sharded import Combine
+from lightning_zero.shards.slice import Placeholders, Slice
 
 __all__ = ["Passes", "torn"]
 
@@ -103,7 +103,7 @@ class Passes:
         flats = [flat for unit in self.units for flat in unit.flats]
         pairs = [pair for flat in flats for pair in zip(flat.parameters, flat.shards, strict=True)]
         self.names: dict[nn.Parameter, str] = {parameter: shard.spec.name for parameter, shard in pairs}
-        self.shards: dict[str, ParameterShard] = {shard.spec.name: shard for _, shard in pairs}
+        self.shards: dict[str, Slice] = {shard.spec.name: shard for _, shard in pairs}
         self._frozen = [parameter for parameter, shard in pairs if shard.parameter is None]
         self.reduce_gradients = True
         self._reduces = True  # whether the running backward does
@@ -124,7 +124,6 @@ class Passes:
             tiers.fetcher if plan.offload is not None else None,
             self.spans,
             self.access.writes,
-            self.masters_were_written,
         )
         self._sharded = self._schedule.sharded
         self._replicated = [u for u in self.units if isinstance(u, ReplicatedUnit) and not u.always_bound]
@@ -181,8 +180,6 @@ class Passes:
     def enter(self, name: str, called: bool = False) -> None:
         """Begin a scope in which units may be needed; scopes nest. ``called``: by the call of a module."""
         self._recover()
-        if self._depth == 0 and not self.in_backward:
-            self.access.take_over()
         self._depth += 1
         if self._depth > 1 or self.in_backward:
             return
@@ -296,7 +293,6 @@ class Passes:
         if self._depth > 0:
             self._close_forward()
         else:
-            self.access.take_over(plain=False)
             self._segment = 0
         self.spans.listen()
         self.weights.bind()
@@ -403,6 +399,11 @@ class Passes:
         return self._depth > 0 or self.in_backward
 
     @property
+    def awaits_backward(self) -> bool:
+        """Whether the backward of a training step is still to come."""
+        return self._trained > self._backwards
+
+    @property
     def totals(self) -> Totals:
         """Who puts numbers about gradients together, where these rest."""
         on_host = self.device.type == "cpu" or (self.plan.offload is not None and self.plan.offload.optimizer)
@@ -461,7 +462,7 @@ class Passes:
             self.collectives.abandon(self._reducer.abandon())
         self.weights.abandon()
         for unit in self.units:
-            unit.forget_written()
+            unit.forget_step()
         self.access.writes.forget()
         self._depth, self.in_backward, self._segment = 0, False, 0
         self.weights.unbind()

@@ -312,7 +312,6 @@ class GradientBucket:
         count = len(flat.parameters)
         self.numbers = [0] * count
         """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
-        self.merged: set[int] = set()  # what arrives next is the sum already
         self.grouped = False
         """Whether the averages in the shard are those of one shard group of several."""
         self.apart = apart
@@ -424,11 +423,10 @@ class GradientBucket:
                 held = self._held.pop(position)()
                 if held is not None and held.data_ptr() != gradient.data_ptr():  # a backward's around this one
                     set_data(held, held.clone())
-            if again and position not in self.merged:
+            if again:
                 view.add_(gradient)
             else:
                 put_gradient(gradient, view)
-        self.merged.discard(position)
         self.local[position] = self.local[position] and again
         self.arrived[position], self.dirty = True, True
         self.plain = not self._held and self._carry is None and True not in self.local and not torch.is_grad_enabled()
@@ -590,7 +588,6 @@ class GradientBucket:
         self.arrived, self.local, self.used = [False] * count, [False] * count, [False] * count
         self.launched, self.dirty, self.plain, self._further = False, False, False, False
         self.missing = count
-        self.merged.clear()
         self._held.clear()
         self.pending, self.averaging, self._carry, self._leaving, self._sum = None, None, None, None, None
         if self.resident is not self.full and self.resident is not None:

@@ -9,12 +9,12 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.plan import FlatLayout, ShardSlice
-from lightning_zero.shards.slice import FlatParameters, ParameterShard, shard_parameter
+from lightning_zero.shards.slice import FlatParameters, Slice, shard_parameter
 
 __all__ = ["BeforeStep", "Note", "OwnedParameter", "ParamGroups", "restore_options"]
 
@@ -27,9 +27,9 @@ are not, to find out and raise if it matters; and what tells whether the step is
 """
 
 
-Note = Callable[[str, Tensor | int], None]
+Note = Callable[[str, int], None]
 """Called with what user code writes, so that the ranks find out whether all did: to what, in words that mean the same
-on every rank, and all of what is there now, or a number that tells it from others."""
+on every rank, and a number that tells what is there now from others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class OwnedParameter:
     """One of the user's parameters (``user``): this rank's ``shard`` of it, the index of its ``unit``, the ``flat``
     buffer that all ranks' parts are in, and its ``position`` in the layout of that."""
 
-    shard: ParameterShard
+    shard: Slice
     unit: int
     flat: FlatParameters
     position: int

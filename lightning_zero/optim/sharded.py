@@ -155,7 +155,6 @@ class ShardedOptimizer:
             )
         self._leave()  # of a step that raised
         self._take_over()
-        self._view.note_numbers()
         options = [self._fingerprint.take(self._members.names())]
         self._before_step(self.label, options, self._fingerprint.compare, self._hooks.running)
         self.adopt_new_groups()

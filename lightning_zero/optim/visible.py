@@ -2,12 +2,12 @@
 
 [Note: the user's view of an optimizer]
 Between steps an optimizer's param groups hold the user's own parameters, and its state goes by them, as under plain
-torch. What a state has an element of for each element of the parameter is a sliced tensor: it has the parameter's
-shape, can be edited element by element, and raises where elements of other ranks are needed. Right before a step the
-shards, with the slices as they are, take their place, and right after it the user's view is there again.
+torch. What a state has an element of for each element of the parameter is a sharded tensor there: shape and dtype are
+the parameter's, and using its values raises by name. Right before a step the shards, with their state, take the
+place of the parameters, and right after it the user's view is there again.
 
-What user code puts into the state counts: a whole tensor is cut, also those of ``optimizer.load_state_dict``, and of a
-new dictionary in place of the state. What is put there is a copy.
+A state may be taken out, cleared, or replaced as a whole: whole tensors of ``optimizer.load_state_dict``, and of a new
+dictionary in place of the state, are cut. What is put there is a copy.
 """
 
 from __future__ import annotations
@@ -15,25 +15,38 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from copy import deepcopy
-from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError
 from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.optim.groups import Note, OwnedParameter
 from lightning_zero.optim.state import StateHomes, copied, covers
+from lightning_zero.shards.sharded import ShardedTensor, Source
 from lightning_zero.shards.slice import fingerprint
-from lightning_zero.shards.sliced_tensor import SlicedTensor
-from lightning_zero.shards.sliced_values import state_of
 
 __all__ = ["OptimizerView", "ParameterState", "VisibleState"]
 
 Put = Callable[[OwnedParameter, dict[str, Any]], None]
+_ADVICE = (
+    "To read it whole: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank. To read or change this "
+    "rank's slice: `lightning_zero.local_slices(module)`. To save it: `trainer.save_checkpoint`. `optimizer.state[p]` "
+    "may be deleted, and `optimizer.load_state_dict` takes whole tensors."
+)
+
+
+class _State(Source):
+    """One tensor of an optimizer's state for a parameter, as long as it is the state."""
+
+    def __init__(self, entry: OwnedParameter, key: str, current: Callable[[], bool]) -> None:
+        super().__init__(f"optimizer state '{key}' of '{entry.name}'", _ADVICE, like=entry.shard)
+        self._current = current
+
+    def check(self, called: str, linear: bool) -> None:
+        if not self._current():
+            self.refuse(f"{called} uses one that was replaced since it was read")
 
 
 class VisibleState(MutableMapping[Any, Any]):
@@ -43,20 +56,6 @@ class VisibleState(MutableMapping[Any, Any]):
     def __init__(self, view: OptimizerView, inner: MutableMapping[Any, dict[str, Any]]) -> None:
         self.view = view
         self.inner = inner
-        # What is in the user's hands stays the same object, as long as anybody holds it.
-        self._handed: WeakValueDictionary[nn.Parameter, ParameterState] = WeakValueDictionary()
-        self._recent: list[ParameterState] = []  # since the last step
-
-    def refresh(self) -> None:
-        """Show what a step, or a checkpoint, has put into the state, also in what was handed out before."""
-        self._recent.clear()
-        for state in list(self._handed.values()):
-            state.refresh()
-
-    def note_numbers(self) -> None:
-        """Note step counters and the like that user code has changed in place."""
-        for state in {id(state): state for state in [*self._recent, *self._handed.values()]}.values():
-            state.note_numbers()
 
     def __getitem__(self, key: Any) -> Any:
         entry = self.view.entry(key)
@@ -64,24 +63,17 @@ class VisibleState(MutableMapping[Any, Any]):
             return self.inner[key]
         self.view.check_shown()
         inner = self.inner[entry.target]
-        found = self._handed.get(key)
-        if found is None or found.inner is not inner:
-            self.view.users[entry.target] = key
-            found = self._handed[key] = ParameterState(entry, inner, self.view)
-            self._recent.append(found)
-        return found
+        self.view.users[entry.target] = key
+        return ParameterState(entry, inner)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         entry = self.view.entry(key)
         if entry is None:
             self.inner[key] = value
             return
-        self.view.check_shown()
-        for name, part in value.items():
-            self.view.note(entry, name, part)
-        self.view.users[entry.target] = key
-        self.inner[entry.target] = self.view.cut(entry, dict(value))
-        self._let_go(key)
+        if value:
+            _refuse(entry, "all of it cannot be set")
+        self.pop(key, None)
 
     def __delitem__(self, key: Any) -> None:
         entry = self.view.entry(key)
@@ -91,12 +83,6 @@ class VisibleState(MutableMapping[Any, Any]):
         self.view.check_shown()
         del self.inner[entry.target]
         self.view.note(entry, "all")
-        self._let_go(key)
-
-    def _let_go(self, key: nn.Parameter) -> None:
-        """Look no more at what was shown: it may be another optimizer's state now, whose steps change it."""
-        found = self._handed.pop(key, None)
-        self._recent = [state for state in self._recent if state is not found]
 
     def __contains__(self, key: object) -> bool:
         entry = self.view.entry(key)
@@ -117,8 +103,8 @@ class VisibleState(MutableMapping[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of every dictionary: nothing is made."""
-        found = key in self
-        return self[key] if found else default
+        there = key in self
+        return self[key] if there else default
 
     def copy(self) -> dict[Any, Any]:
         return dict(self.items())
@@ -137,72 +123,26 @@ class VisibleState(MutableMapping[Any, Any]):
 
 
 class ParameterState(dict[str, Any]):
-    """What the user has of ``inner``, the optimizer's state for one parameter: what is set in it counts. Made of
-    another dictionary, it is an ordinary one."""
+    """What the user reads of the optimizer's state ``inner`` for one parameter. Made of another dictionary, it is an
+    ordinary one."""
 
     def __new__(cls, *args: Any) -> Any:
-        return super().__new__(cls) if len(args) == 3 else dict(*args)
+        return super().__new__(cls) if len(args) == 2 and isinstance(args[0], OwnedParameter) else dict(*args)
 
-    def __init__(self, entry: OwnedParameter, inner: dict[str, Any], view: OptimizerView) -> None:
-        super().__init__()
-        self.inner = inner
+    def __init__(self, entry: OwnedParameter, inner: dict[str, Any]) -> None:
+        def shown(key: str, value: Any) -> Any:
+            if not covers(value, entry.slice.numel):
+                return value
+            source = _State(entry, key, lambda: inner.get(key) is value)
+            return ShardedTensor(value, entry.user.shape, source, entry.user.device)
+
+        super().__init__({key: shown(key, value) for key, value in inner.items()})
         self._entry = entry
-        self._view = view
-        self._numbers: dict[str, Tensor] = {}  # as they were when they were shown
-        self.refresh()
 
-    def refresh(self) -> None:
-        """Be what ``inner`` is now."""
-        super().clear()
-        super().update({key: self._shown(key) for key in self.inner})
-        numbers = {k: v for k, v in self.items() if type(v) is Tensor and not v.dim() and v.device.type == "cpu"}
-        self._numbers = {key: copied(value) for key, value in numbers.items()}
+    def _refuse_writes(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self._entry, f"{args[0]!r} cannot be set or removed" if args else "it cannot be written to")
 
-    def note_numbers(self) -> None:
-        """Note those that have changed in place."""
-        for key, before in self._numbers.items():
-            value = self.get(key)
-            if isinstance(value, Tensor) and not torch.equal(value, before):
-                self._view.note(self._entry, key, value)
-                self._numbers[key] = copied(value)
-
-    def _shown(self, key: str) -> Any:
-        value, inner = self.inner[key], self.inner
-        if not covers(value, self._entry.slice.numel):
-            return value
-        # What a step has put elsewhere is not the state any more.
-        return self._view.sliced(self._entry, key, value, lambda: inner.get(key) is value)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self and self[key] is value:
-            return  # what ``state[key] *= x`` assigns
-        self._view.note(self._entry, key, value)
-        put = self._view.cut(self._entry, {key: value})[key]
-        self._free(key)
-        self.inner[key] = put
-        super().__setitem__(key, self._shown(key))
-
-    def __delitem__(self, key: str) -> None:
-        self._free(key)
-        super().__delitem__(key)
-        del self.inner[key]
-        self._view.note(self._entry, key)
-
-    def _free(self, key: str) -> None:
-        """What user code takes out stays as it is: nobody's state any more, but the user's own."""
-        if isinstance(shown := self.get(key), SlicedTensor):
-            shown.live_on()
-
-    # What a dictionary does without calling the two above.
-    pop = MutableMapping.pop
-    popitem = MutableMapping.popitem
-    clear = MutableMapping.clear
-    update = MutableMapping.update
-    setdefault = MutableMapping.setdefault
-
-    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override,misc]
-        self.update(other)
-        return self
+    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = __ior__ = _refuse_writes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {key: deepcopy(value, memo) for key, value in self.items()}
@@ -211,8 +151,8 @@ class ParameterState(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def _name(entry: OwnedParameter, key: str) -> str:
-    return f"the optimizer state '{key}' of '{entry.name}'"
+def _refuse(entry: OwnedParameter, problem: str) -> NoReturn:
+    raise ParameterAccessError(f"The optimizer state of '{entry.name}' shows slices: {problem}. {_ADVICE}")
 
 
 class OptimizerView:
@@ -277,23 +217,10 @@ class OptimizerView:
                 "anywhere: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
             )
 
-    def sliced(self, entry: OwnedParameter, key: str, own: Tensor, alive: Callable[[], bool]) -> Tensor:
-        """A tensor of the parameter's shape for this rank's elements ``own``, 1-D, as long as they are ``alive``."""
-        start, shape = entry.shard.start if own.numel() else 0, entry.shard.spec.shape
-        edited, meaning = partial(self._note, _name(entry, key)), state_of(entry.name, key)
-        cut = entry.layout.cut_of(entry.position)
-        return SlicedTensor(own, start, shape, entry.name, alive, edited, entry.user.device, meaning, cut)
-
     def note(self, entry: OwnedParameter, key: str, value: Any = None) -> None:
-        """Note that user code took a value out, or changed it."""
-        if isinstance(value, SlicedTensor):
-            value = value.history
-        self._note(_name(entry, key), value if isinstance(value, Tensor) else fingerprint(value))
-
-    def note_numbers(self) -> None:
-        """Note what user code has changed in place that is no slice, before the ranks compare."""
-        if not self._whole:
-            self._visible.note_numbers()
+        """Note that user code took a value out, or put one there."""
+        value = value.history if isinstance(value, ShardedTensor) else value
+        self._note(f"the optimizer state '{key}' of '{entry.name}'", fingerprint(value))
 
     def step_on(self, members: list[list[OwnedParameter]], lists: list[list[nn.Parameter]]) -> None:
         """Say what groups hold in a step from now on: their parameters, and what the optimizer steps on for these."""
@@ -325,7 +252,6 @@ class OptimizerView:
     def show(self) -> None:
         """Let the user see the state as it is now."""
         self._set_state(self._visible)
-        self._visible.refresh()
 
     def let_go(self) -> None:
         """Give the optimizer back, without state."""
@@ -380,9 +306,11 @@ class OptimizerView:
         keys, sliced = list(state), {}
         for key in keys:
             value = state[key]
-            if isinstance(value, SlicedTensor):
-                own = value.elements(entry.layout.cut_of(entry.position))
-                sliced[key] = own if isinstance(own, OffloadedTensor) else self._homes.put(entry, key, own.clone())
+            if isinstance(value, ShardedTensor):
+                if value.source.slice is not entry.shard:
+                    value.source.refuse(f"it was put where the state '{key}' of '{entry.name}' belongs")
+                own = value.own if isinstance(value.own, OffloadedTensor) else value.own.clone()
+                sliced[key] = self._homes.put(entry, key, own)
                 del state[key]
         sliced |= self._homes.adopt(entry, state)
         return {key: sliced[key] for key in keys}

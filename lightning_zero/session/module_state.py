@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.format.flat_shard import memory_identity
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import collect
-from lightning_zero.engine import ParameterShard, ZeroEngine
+from lightning_zero.engine import Slice, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
 from lightning_zero.session.names import adapters_in, under_names_of, unwrapped
 
@@ -126,7 +126,7 @@ class ModuleState:
 
     def _noted_copies(
         self, state: Mapping[str, Any], strict: bool, expendable: Collection[str]
-    ) -> list[tuple[ParameterShard, Any]]:
+    ) -> list[tuple[Slice, Any]]:
         """Run the module's ``load_state_dict``, to which ``expendable`` keys may be missing.
 
         Returns what is to be read into shards after it. A parameter that is another object afterwards, which the
@@ -137,7 +137,7 @@ class ModuleState:
             keys.missing_keys[:] = [key for key in map(unwrapped, keys.missing_keys) if key not in expendable]
 
         before = dict(self.module.named_parameters(remove_duplicate=False))
-        copies: list[tuple[ParameterShard, Any]] = []
+        copies: list[tuple[Slice, Any]] = []
         hook = self.module.register_load_state_dict_post_hook(forgive)
         try:
             with _receiving(self._engine, copies), without_swaps():
@@ -154,7 +154,7 @@ class ModuleState:
 
 
 @contextmanager
-def _receiving(engine: ZeroEngine, copies: list[tuple[ParameterShard, Any]]) -> Iterator[None]:
+def _receiving(engine: ZeroEngine, copies: list[tuple[Slice, Any]]) -> Iterator[None]:
     """While active, a copy into a sharded parameter, or into its ``.data``, goes to ``copies``: only a placeholder may
     stand there. ``copies`` gets the slice to fill and a value of full shape. A copy into a part is not noted.
     """

@@ -261,7 +261,7 @@ class ZeroSession:
             for parameter, gradient in gradients.items():
                 binding = engine.access.bindings[parameter]
                 if binding.place is not None:  # else it was frozen at the same time, and its gradient goes
-                    engine.access.gradients.keep(binding, gradient)
+                    engine.access.keep_gradient(binding, gradient)
 
     def shard_optimizers(
         self, optimizers: Sequence[Optimizer], schedulers: Sequence[Mapping[str, Any]] = (), writable: bool = True

@@ -5,64 +5,47 @@ A parameter of the engine stays the user's object: same ``id``, name, shape, dty
 becomes a subclass of what it was (as torch itself turns an ``UninitializedParameter`` into a ``Parameter``), of the
 same name, so that three things that torch never tells anybody about are seen:
 
-* ``.grad``: between a backward and the step gradients are slices; what stands there is the owner's to say.
-* ``.data``: a tensor that is assigned, and an alias that is handed out and may be written to unseen.
+* ``.grad``: after a reduction gradients are slices; what stands there is the owner's to say.
+* ``.data``: what is written to it has to count, or to raise.
 * any torch function on a parameter whose values are *absent*. Then it shows a placeholder and has a second subclass
-  with a ``__torch_function__``: questions about shape, dtype and the like are answered, what needs values has them
-  brought if that is possible without the other ranks, and raises otherwise. Where values are present torch finds its
-  own disabled ``__torch_function__``, so that computing costs what it does on any parameter.
-
-[Note: values that are assigned]
-``parameter.data = tensor``, or a function that overwrites all of an absent parameter (``copy_``, ``nn.init``), lets the
-parameter be an ordinary tensor, as under plain torch, until the engine next computes, steps or saves. Then the values
-are taken over, and the tensor that was assigned is let go.
-
-[Note: weights that are put aside by reference]
-``kept = parameter.data``, another tensor for ``parameter.data``, and ``parameter.data = kept`` later: so averaged
-weights are evaluated. Under plain torch ``kept`` has its memory for itself meanwhile. Here the other tensor is copied
-to where the parameter is at home, so what was handed out gets memory of its own right before.
+  with a ``__torch_function__``: questions about shape, dtype and the like are answered, norms and finite checks are put
+  together from slices, what needs values has them gathered if a phase runs, and everything else raises. Where values
+  are present torch finds its own disabled ``__torch_function__``, and computing costs what it does on any parameter.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_zero._torch import (
-    SAVE_TO_STATE_DICT,
-    ZERO_GRADS,
-    describes_tensors,
-    make_subclass,
-    no_subclasses,
-    storage_key,
-    untracked,
-    weights_to_move,
-)
+from lightning_zero._torch import is_being_compiled, make_subclass, no_subclasses, storage_key, untracked
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.shards.functions import CASTS, FREE, MODELS, OVERWRITES, SHAPES, STRIDES, changes_nothing, refusal
-from lightning_zero.shards.handed_out import HandedOut
-from lightning_zero.shards.reductions import REDUCTIONS
+from lightning_zero.shards.sharded import QUESTIONS, REDUCTIONS, ShardedTensor, Source, words
+from lightning_zero.shards.slice import Placeholders
 
 __all__ = [
+    "WORKER",
     "Binding",
     "Bound",
+    "Owner",
     "absent_kind",
     "binding_of",
     "get_data",
+    "get_gradient",
     "hide",
     "is_absent",
     "original_kind",
     "placeholders_allowed",
     "set_data",
+    "set_gradient",
     "show",
     "shown_kind",
 ]
@@ -105,17 +88,15 @@ class Binding:
         self.placeholder = placeholder
         self.owner = ref(owner)  # the engine, as long as it lives
         self.base: type[nn.Parameter] = original_kind(parameter)
-        self.external = False
-        """Whether the parameter is an ordinary tensor at the moment, whose values are to be taken over."""
         self.held = False
         """Whether it shows full values in the user's hands (``full_parameters``): it may be pointed anywhere."""
-        self.handed = HandedOut()
-        self._unswappable = ref(parameter)  # `torch.utils.swap_tensors`, which would take our hooks away, refuses it
-        self._warned_of_set = False
-        self.place: Any = None
-        self.let_go: Callable[[Any], None] | None = None  # where its gradient is collected, and what `zero_grad` calls
+        self.aliases: list[ref[Tensor]] = []
+        """What was handed out as its ``.data``. Code that puts weights aside by reference has some of them."""
+        self.place: Any = None  # where its gradient is collected
         self.last_hook: int | None = None
         """Id of the engine's post-accumulate hook, which runs after the user's."""
+        self._unswappable = ref(parameter)  # `torch.utils.swap_tensors`, which would take our hooks away, refuses it
+        self._warned_of_set = False
         key = id(parameter)
         _BINDINGS[key] = ref(self, lambda gone: _BINDINGS.pop(key) if _BINDINGS.get(key) is gone else None)
         shows_placeholder = storage_key(get_data(parameter)) == storage_key(placeholder)
@@ -134,32 +115,30 @@ class Binding:
         self.parameter.__class__ = self.base
         _BINDINGS.pop(id(self.parameter), None)
 
-    def assign(self, value: Tensor) -> None:
-        """``parameter.data = value``."""
-        parameter, owner = self.parameter, self.owner()
-        if owner is not None and owner.assigned_slice(self, value):
-            return
-        if owner is None or self.held or (self.external and not is_absent(parameter)):
-            self.show(value)
-            return
-        if value is parameter or _same_memory(value, get_data(parameter)):
-            return  # ``module.to(...)`` that changes nothing
-        if owner.assigned(self, value):
-            self.handed.part()
-            with untracked():
-                get_data(parameter).copy_(value)
-            return
-        self.external = True
-        self.show(value)
+    def alias(self, data: Tensor) -> Tensor:
+        """Remember what is handed out as the parameter's ``.data``. Returns it."""
+        self.aliases = [*(known for known in self.aliases if known() is not None), ref(data)]
+        return data
 
-    def make_room(self) -> None:
-        """Let an absent parameter be a tensor that is about to be overwritten."""
-        if (owner := self.owner()) is not None and owner.assigned(self, None):
-            return  # there is room now
-        self.external = True
-        like = self.placeholder
-        with untracked():  # not `empty_like`, which has no room in `ConstantState`
-            self.show(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+    def part(self) -> None:
+        """Let what was handed out keep its values: the memory is about to get those of another tensor.
+
+        So averaged weights are evaluated: ``kept = p.data``, ``p.data = average``, and ``p.data = kept`` later.
+        """
+        known, self.aliases = self.aliases, []
+        with untracked():
+            for data in [found for weak in known if (found := weak()) is not None]:
+                data.data = data.clone()
+
+    def warn_of_set(self) -> None:
+        """Say once that ``set_()`` has another effect under DDP."""
+        if not self._warned_of_set and self.parameter.requires_grad:
+            self._warned_of_set = True
+            rank_zero_warn(
+                f"'{self.name}' was changed by `set_()`, as `torch.nn.utils.parametrize` does. DDP stops averaging "
+                "the gradient of such a parameter, and its ranks drift apart. Here it is still averaged. For the same "
+                "numbers with both, register parametrizations before `trainer.fit`."
+            )
 
 
 def binding_of(parameter: Tensor) -> Binding | None:
@@ -203,39 +182,33 @@ class _Shown:
     @property
     def data(self: Any) -> Tensor:
         binding = binding_of(self)
-        if binding is None or _allowed:
+        owner = None if binding is None or _allowed or binding.held else binding.owner()
+        if binding is None or owner is None:
             return get_data(self)
-        if is_absent(self) and not _bring([binding]):
-            if (sliced := _sliced(binding)) is not None:
-                return binding.handed.note(sliced)
-            if not _bring([binding], together=True):
-                if (sliced := _readable(binding)) is not None:
-                    return sliced
-                raise _refused([binding], "data")
-        if binding.held or (owner := binding.owner()) is None:
-            return get_data(self)
-        owner.handed_out(binding)
-        return binding.handed.note(get_data(self))
+        if not is_absent(self) or owner.bring(binding, False) or owner.bring(binding, True):
+            return owner.data_of(binding)
+        if (sharded := owner.readable(binding)) is None:
+            raise owner.refusal([binding.name], "data")
+        return sharded
 
     @data.setter
     def data(self: Any, value: Tensor) -> None:
         binding = binding_of(self)
+        owner = None if binding is None else binding.owner()
         if binding is None:
             set_data(self, value)
-        else:
-            binding.assign(value)
+        elif owner is None or binding.held:
+            binding.show(value)
+        elif value is not self and not _same_memory(value, get_data(self)):  # ``module.to(...)`` that changes nothing
+            owner.assign(binding, value)
 
     @property
     def grad(self: Any) -> Tensor | None:
-        caller, weak = sys._getframe(1), _BINDINGS.get(id(self))
+        weak, local = _BINDINGS.get(id(self)), get_gradient(self)
         binding = None if weak is None else weak()  # ``binding_of``, without a call: every `zero_grad` is here
-        if binding is None or binding.parameter is not self:
-            return get_gradient(self)
-        if binding.let_go is not None and id(caller.f_code) in ZERO_GRADS and caller.f_locals["set_to_none"]:
-            binding.let_go(binding)  # it only asks whether there is one: none is made to be shown
-            return None
-        owner, local = binding.owner(), get_gradient(self)
-        return local if owner is None or describes_tensors(caller) else owner.read_gradient(binding, local)
+        owner = None if binding is None or binding.parameter is not self else binding.owner()
+        # A gradient is no part of what is compiled, but of what is described to make a fake tensor of a parameter.
+        return local if binding is None or owner is None or is_being_compiled() else owner.read_gradient(binding, local)
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
@@ -250,24 +223,16 @@ class _Shown:
         self.grad = None
 
     def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As every parameter's, which torch tells no torch function of. An absent one is assigned the tensor.
+        """As every parameter's, which torch tells no torch function of.
 
         Autograd forgets DDP's hooks then, and not ours. (``torch.utils.swap_tensors`` would take ours as well.)
         """
         binding = binding_of(self)
-        if binding is not None and self.requires_grad and not binding._warned_of_set:
-            binding._warned_of_set = True
-            rank_zero_warn(
-                f"'{binding.name}' was changed by `set_()`, as `torch.nn.utils.parametrize` does. DDP stops averaging "
-                "the gradient of such a parameter, and its ranks drift apart. Here it is still averaged. For the same "
-                "numbers with both, register parametrizations before `trainer.fit`."
-            )
-        if not is_absent(self) or binding is None:
-            return Tensor.set_(self, *args, **kwargs)
-        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            raise _refused([binding], "set_()")
-        self.data = args[0]
-        return self
+        if binding is not None:
+            binding.warn_of_set()
+            if is_absent(self):
+                raise _refused([binding], "set_()")
+        return Tensor.set_(self, *args, **kwargs)
 
     def register_post_accumulate_grad_hook(self: Any, hook: Any) -> Any:
         """As every parameter's; what the hook does to ``.grad`` counts, because the engine looks at it afterwards."""
@@ -279,24 +244,6 @@ class _Shown:
             hooks[binding.last_hook] = hooks.pop(binding.last_hook)
         return handle
 
-    def data_ptr(self: Any) -> int:
-        """As every parameter's. Recurrent layers do not move weights if two have one address; we could not see it."""
-        kind: Any = super()
-        if (weights := weights_to_move(sys._getframe().f_back)) is None:
-            return int(kind.data_ptr())
-        return next((weight.data_ptr() for weight in weights if not isinstance(weight, _Shown)), 0)
-
-    def detach(self: Any) -> Any:
-        """As every parameter's. ``nn.Parameter(parameter)`` wants one of its own class, which it then makes its own."""
-        detached, caller = Tensor.detach(self), sys._getframe(1).f_code
-        if caller in (_NEW, _SAVE) and is_absent(self) and not _allowed:  # what they get has to be whole
-            binding = binding_of(self)
-            raise _refused([] if binding is None else [binding], "detach()")
-        if caller is not _NEW:
-            return detached
-        with no_subclasses():
-            return make_subclass(type(self), detached)
-
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         with _ordinary(self):
             return self.__deepcopy__(memo)
@@ -305,7 +252,7 @@ class _Shown:
         binding = binding_of(self)
         owner = None if binding is None or get_spawning_popen() is None else binding.owner()
         if binding is not None and owner is not None and (is_absent(self) or not owner.shows_for_good(binding)):
-            return owner.for_worker(binding)
+            return _for_worker(binding)
         with _ordinary(self):
             return self.__reduce_ex__(protocol)
 
@@ -366,10 +313,20 @@ def _ordinary(parameter: Any) -> Iterator[None]:
         parameter.__class__ = kind
 
 
-_LOOKS = frozenset(["detach", "isfinite", "isnan", "isinf"])  # what slices answer as well, beside norms and sums
+_FREE = QUESTIONS | words("""
+    __hash__ __delete__ is_same_size is_pinned register_hook register_post_accumulate_grad_hook requires_grad_
+    result_type can_cast promote_types is_tensor is_storage typename _use_count is_nested zeros_like ones_like
+    empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full new_tensor
+    new_empty_strided
+""")
+# The second argument says no more than of what shape, dtype or device something else is to be.
+_SHAPES = words("view_as expand_as reshape_as type_as")
+# What returns the tensor itself where nothing has to be changed.
+_CASTS = words("to type cpu cuda xpu float double half bfloat16 int long bool short char byte contiguous _to_copy")
+# What a placeholder would tell of itself, and not of the values.
+_STRIDES = words("stride is_contiguous dim_order")
+_LOOKS = words("detach isfinite isnan isinf")  # what slices answer as well, beside norms and sums
 _OURS = frozenset(["__set__"])  # what the engine does to parameters, whatever they show
-_NEW: Any = nn.Parameter.__new__.__code__
-_SAVE: Any = SAVE_TO_STATE_DICT.__code__
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -382,7 +339,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if bindings and _bring(bindings):
         return func(*args, **kwargs)
     first: Any = args[0] if args else None
-    if name in FREE or name in MODELS or (name in SHAPES and not isinstance(first, _Absent)):
+    if name in _FREE or (name in _SHAPES and not isinstance(first, _Absent)):
         with no_subclasses():
             return func(*args, **kwargs)
     if name == "__get__":
@@ -390,45 +347,25 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor):
             return result
-    elif name in STRIDES:  # those of the values, not those of the placeholder
+    elif name in _STRIDES:  # those of the values, not those of the placeholder
         return func(torch.empty(first.shape, device="meta"), *args[1:], **kwargs)
     elif name == "type" and not args[1:] and not kwargs:
         with no_subclasses():
             return func(first)
-    elif name in CASTS and isinstance(first, _Absent):
+    elif name in _CASTS and isinstance(first, _Absent):
         with no_subclasses(), untracked():
-            if changes_nothing(name, first, args[1:], kwargs):
+            one = torch.empty((), dtype=first.dtype, device=first.device)  # type: ignore[attr-defined]
+            if getattr(one, name)(*args[1:], **kwargs) is one:
                 return first
-    if len(bindings) == 1 and (
-        (name in OVERWRITES and first is bindings[0].parameter)
-        or kwargs.get("out") is bindings[0].parameter
-        or getattr(func, "__module__", "") == "torch.nn.init"
-    ):
-        bindings[0].make_room()
-        return func(*args, **kwargs)
-    if name.endswith("_") and not name.startswith("__") and _edit(func, args, kwargs):
-        return first
     if bindings and _bring(bindings, together=True):
         return func(*args, **kwargs)
     if name in REDUCTIONS or name in _LOOKS:
-        slices = {id(binding.parameter): _readable(binding) for binding in bindings}
-        if bindings and None not in slices.values():
+        slices = {id(b.parameter): o.readable(b) if (o := b.owner()) and not b.held else None for b in bindings}
+        if bindings and all(one is not None for one in slices.values()):
             result = func(*_swapped(args, slices), **kwargs)
             wanted = torch.is_grad_enabled() and any(b.parameter.requires_grad for b in bindings)
-            return _refusing_backward(result, bindings[0].name, name) if wanted and name in REDUCTIONS else result
+            return _refusing_backward(result, bindings[0], name) if wanted and name in REDUCTIONS else result
     raise _refused(bindings, f"{name}()")
-
-
-def _edit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Let a function that writes in place do so to slices of absent parameters. Returns whether that was possible."""
-    found = {id(p): _sliced(b) for p in _absent([*args, *kwargs.values()]) if (b := binding_of(p)) is not None}
-    if None in found.values():
-        return False
-    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in _absent(args[:1])):
-        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-
-    func(*_swapped(args, found), **dict(zip(kwargs, _swapped(list(kwargs.values()), found), strict=True)))
-    return True
 
 
 def _swapped(values: Sequence[Any], slices: Mapping[int, Any]) -> list[Any]:
@@ -439,35 +376,25 @@ def _swapped(values: Sequence[Any], slices: Mapping[int, Any]) -> list[Any]:
 
 
 class _RefusingBackward(torch.autograd.Function):
-    """A number that was made of slices: it requires grad, as the parameter does, and a backward of it raises."""
+    """A number that was made of slices: it requires grad, as under DDP, and a backward that comes to it raises."""
 
     @staticmethod
-    def forward(ctx: Any, number: Tensor, anchor: Tensor, name: str, use: str) -> Tensor:
-        ctx.named = name, use
+    def forward(ctx: Any, number: Tensor, anchor: Tensor, binding: Binding, use: str) -> Tensor:
+        ctx.named = binding, use
         return number.view_as(number)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise refusal([ctx.named[0]], f"the backward of a {ctx.named[1]}() that was taken between steps")
+        raise _refused([ctx.named[0]], f"the backward of a {ctx.named[1]}() that was taken between steps")
 
 
-def _refusing_backward(result: Any, name: str, use: str) -> Any:
+def _refusing_backward(result: Any, binding: Binding, use: str) -> Any:
     if isinstance(result, list | tuple):
-        return type(result)(_refusing_backward(number, name, use) for number in result)
+        return type(result)(_refusing_backward(number, binding, use) for number in result)
     if not (result.is_floating_point() or result.is_complex()):
         return result
     apply: Any = _RefusingBackward.apply
-    return apply(result, torch.empty(0, requires_grad=True, device="cpu"), name, use)
-
-
-def _readable(binding: Binding) -> Tensor | None:
-    owner = binding.owner()
-    sliced = None if owner is None or binding.held else owner.read_slice(binding)
-    return None if sliced is None else binding.handed.note(sliced)
-
-
-def _sliced(binding: Binding) -> Tensor | None:
-    return None if (owner := binding.owner()) is None or binding.held else owner.sliced(binding)
+    return apply(result, torch.empty(0, requires_grad=True, device="cpu"), binding, use)
 
 
 def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -484,7 +411,7 @@ def _bring(bindings: Sequence[Binding], together: bool = False) -> bool:
 
 def _refused(bindings: Sequence[Binding], use: str) -> ParameterAccessError:
     names, owner = [binding.name for binding in bindings], bindings[0].owner() if bindings else None
-    return refusal(names, use) if owner is None else owner.refusal(names, use)
+    return (owner or Owner()).refusal(names, use)
 
 
 def _same_memory(value: Tensor, data: Tensor) -> bool:
@@ -492,37 +419,115 @@ def _same_memory(value: Tensor, data: Tensor) -> bool:
     return alike and (value.storage_offset(), value.stride()) == (data.storage_offset(), data.stride())
 
 
-class Owner(Protocol):
-    """What a binding asks of the engine that looks after its parameter. All may raise ``ParameterAccessError``."""
+class Owner:
+    """Looks after bound parameters: an engine does (``ParameterAccess``), or a process that is no rank (``Worker``)."""
 
     def bring(self, binding: Binding, together: bool) -> bool:
         """Let a parameter show its values, if this rank can do so alone, or with the others in the same phase."""
+        return False
 
-    def assigned(self, binding: Binding, value: Tensor | None) -> bool:
-        """Note that it is about to be ``value``, or a tensor to be filled. Returns whether values have to be copied."""
+    def readable(self, binding: Binding) -> Tensor | None:
+        """What stands for the values of an absent parameter between phases; ``None`` if nothing does."""
+        return None
 
-    def assigned_slice(self, binding: Binding, value: Tensor) -> bool:
-        """Take over a value of which this rank has a slice. Returns whether it is one."""
+    def data_of(self, binding: Binding) -> Tensor:
+        """What ``.data`` of a parameter is that shows its values."""
+        return get_data(binding.parameter)
 
-    def handed_out(self, binding: Binding) -> None:
-        """Note that an alias of the parameter's memory left, through which it may be written to unseen."""
-
-    def sliced(self, binding: Binding) -> Tensor | None:
-        """What stands for the values of an absent parameter where elements are enough; ``None`` if nothing does."""
-
-    def read_slice(self, binding: Binding) -> Tensor | None:
-        """What stands for the values of an absent parameter where reading elements is enough."""
+    def assign(self, binding: Binding, value: Tensor) -> None:
+        """``parameter.data = value``."""
+        binding.show(value)
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
+        return local
 
-    def write_gradient(self, binding: Binding, value: Tensor | None) -> None: ...
+    def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
+        """``.grad = value``."""
+        set_gradient(binding.parameter, value)
 
     def shows_for_good(self, binding: Binding) -> bool:
         """Whether what a parameter shows is its own until it is changed, and not only while a module runs."""
-
-    def for_worker(self, binding: Binding) -> tuple[Any, ...]:
-        """What a parameter without values is pickled as for a process that is being spawned."""
+        return True
 
     def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
-        """What is raised where ``use`` needs the values of absent parameters."""
+        """What is raised where ``use`` needs values that are absent, of parameters of these names."""
+        name = f"'{names[0]}'" if names else "of a module that is gone"
+        return ParameterAccessError(
+            f"The values of parameter {name} are not in memory here, and {use} needs them: each rank holds a slice. "
+            "Write `with lightning_zero.full_parameters(module):` around it, on every rank; or go through this rank's "
+            "slices, `lightning_zero.local_slices(module)`; for a momentum teacher, `lightning_zero.ema_update(teacher,"
+            " student, momentum)`. To save, `trainer.save_checkpoint` and `fabric.save` need none of this. Another "
+            "strategy cannot run what is sharded: give it a `copy.deepcopy(module)` that was made there. In a forward "
+            "or a backward values are gathered, unless code is compiled, traced or transformed, or runs in a thread of "
+            "its own."
+        )
+
+
+class Worker(Owner):
+    """Looks after parameters in a process that is no rank: a worker of a DataLoader that a rank has started.
+
+    It has none of the threads and connections that put values together. A parameter that showed its values when the
+    process was started is an ordinary one there, and whatever is done to it stays there. One that is absent goes on
+    answering questions about shape, dtype and the like, and raises where it is read.
+    """
+
+    def __init__(self) -> None:
+        self.bindings: list[Binding] = []  # of parameters that came here without their values
+        self.placeholders = Placeholders()
+        self.behind: WeakSet[Binding] = WeakSet()
+        """Those whose rank had a gradient, averaged or on its way to be, when it forked this process."""
+
+    def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
+        if binding not in self.behind:
+            return local
+        advice = (
+            "It is not in this process, and what is computed here would be added to it: this is a worker that a rank "
+            "has started (of a DataLoader, say). Call `module.zero_grad()` in the worker first, or let it have what it "
+            "needs of the gradient before it starts: `lightning_zero.full_gradient(module, name)`, on every rank."
+        )
+        source = Source(f"gradient that '{binding.name}' has in its rank", advice)
+        like = binding.placeholder
+        return ShardedTensor(torch.empty(0, dtype=like.dtype, device="cpu"), like.shape, source, like.device)
+
+    def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
+        self.behind.discard(binding)
+        set_gradient(binding.parameter, value)
+
+    def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
+        return ParameterAccessError(
+            f"The values of parameter '{names[0]}' are not in this process, and {use} needs them: it is a worker that "
+            "a rank has started (of a DataLoader, say), and only ranks put sharded parameters together. Compute with "
+            "the module in the step method, or give the loader a copy that every rank makes before the workers start: "
+            "`with lightning_zero.full_parameters(module): net = copy.deepcopy(module.net)`. With `num_workers=0` "
+            "there is no worker."
+        )
+
+
+WORKER = Worker()
+"""That of this process, if it is one."""
+
+
+def _for_worker(binding: Binding) -> tuple[Any, ...]:
+    """What a parameter is pickled as, without its values, for a process that is being spawned."""
+    parameter, like = binding.parameter, binding.placeholder
+    kept = tuple(like.shape), like.dtype, parameter.requires_grad, vars(parameter)
+    return _without_values, (binding.base, binding.name, *kept)
+
+
+def _without_values(
+    kind: type[nn.Parameter],
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    marks: dict[str, Any],
+) -> nn.Parameter:
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    placeholder = WORKER.placeholders.like(like, torch.device("cpu"))
+    with untracked():
+        parameter: nn.Parameter = make_subclass(kind, placeholder)
+    parameter.requires_grad_(requires_grad)
+    vars(parameter).update(marks)
+    WORKER.bindings.append(Binding(parameter, name, placeholder, WORKER))
+    return parameter

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import forbid_writes, no_functions, untracked
-from lightning_zero.offload.host import OffloadedTensor
+from lightning_zero.offload.host import OffloadedTensor, in_memory
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, ShardSlice
 
 __all__ = [
     "FlatParameters",
-    "ParameterShard",
     "Placeholders",
+    "Slice",
     "checksum",
     "cut",
     "fingerprint",
@@ -36,17 +36,50 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
-class ParameterShard:
-    """This rank's part of one parameter, from element ``start`` of the flattened parameter on.
+class Slice:
+    """This rank's part of one parameter: which elements of it, and where they are.
 
-    ``data`` is a 1-D part of the master shard. Optimizers step on ``parameter``, which shares ``data``, or stands in
-    for it if that has no memory; ``None`` for a frozen parameter.
+    Everything that goes by parameters goes by these: optimizers, checkpoints, averages, and what user code sees.
+
+    Attributes:
+        layout: what the parameter is laid out in, with others.
+        position: its place there.
+        user: the user's parameter.
+        start: the first element, of the flattened parameter, that is here.
+        data: 1-D, a part of the master shard, wherever that is.
+        parameter: what optimizers update: it shares ``data``, or stands in for it if that has no memory; ``None`` for a
+            frozen parameter.
     """
 
-    spec: ParameterSpec
+    layout: FlatLayout
+    position: int
+    user: nn.Parameter
     start: int
     data: Tensor
     parameter: nn.Parameter | None
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """Name and shape of the whole parameter."""
+        return self.layout.parameters[self.position]
+
+    @property
+    def cut(self) -> tuple[Any, ...]:
+        """The same on every rank; equal for parameters of which all ranks hold the same elements."""
+        return *self.layout.cut_of(self.position), self.spec.shape
+
+    def of(self, whole: Tensor) -> Tensor:
+        """1-D: the elements that are here of another tensor of the parameter's shape."""
+        return flat_range(whole.detach(), self.start, self.data.numel())
+
+    def read(self) -> Tensor:
+        """1-D: the elements, in memory; a copy if they have none. Raises ``OffloadError`` if a disk failed."""
+        return in_memory(self.data)
+
+    def write(self, values: Tensor) -> None:
+        """Make the elements, wherever they are, these: 1-D. Raises ``OffloadError`` if a disk failed."""
+        with untracked():
+            self.data.copy_(values)
 
 
 def cut(shard: Tensor, pieces: Sequence[ShardSlice]) -> list[Tensor]:
@@ -96,8 +129,8 @@ class FlatParameters:
         self.slices = layout.slices(rank)
         parts = cut(master, self.slices)
         self.shards = tuple(
-            ParameterShard(spec, piece.parameter_start, data, shard_parameter(data) if layout.trainable else None)
-            for spec, piece, data in zip(layout.parameters, self.slices, parts, strict=True)
+            Slice(layout, at, user, piece.parameter_start, data, shard_parameter(data) if layout.trainable else None)
+            for at, (user, piece, data) in enumerate(zip(self.parameters, self.slices, parts, strict=True))
         )
 
     def refresh(self) -> None:

@@ -3,9 +3,9 @@
 [Note: averages of slices]
 ``WeightAveraging`` and ``StochasticWeightAveraging`` copy the module at set-up, and later read, average, swap and write
 parameters between steps. Where parameters do not hold their values then (stage 3, and 16-bit copies), each parameter of
-the callback's copy becomes a sliced tensor that holds this rank's elements in the copy's dtype, and in place of the
-module the callback's methods get what shows the masters in the same way. An averaging function that is not elementwise
-cannot be applied to slices, and raises. Checkpoints hold averages as they hold weights: sharded, under full names.
+the callback's copy becomes 1-D, this rank's elements in the copy's dtype, and in place of the module the callback's
+methods get what shows the masters in the same way. An averaging function that is not elementwise is refused by a trial.
+Checkpoints hold averages as they hold weights: sharded, under full names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
@@ -23,13 +24,14 @@ from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.debug import full_parameters
 from lightning_zero.engine.full import whole_slices
+from lightning_zero.errors import ParameterAccessError
 from lightning_zero.session.names import unwrapped
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.shards.slice import Slice
 from lightning_zero.trainer.callbacks import Replaced
 
-__all__ = ["Averages", "as_shards", "copy_whole"]
+__all__ = ["Averages", "copy_whole"]
 
 _KINDS = (WeightAveraging, StochasticWeightAveraging)
 
@@ -44,14 +46,18 @@ class Averages:
         self._module = module
         self._callbacks: list[Any] = [c for c in callbacks if isinstance(c, _KINDS) and c._average_model is not None]
         for callback in self._callbacks:
-            if not any(isinstance(p, SlicedTensor) for p in callback._average_model.parameters()):
+            if not any(_part(p) for p in callback._average_model.parameters()):
                 self._slice(callback._average_model)  # else it is that of a fit before, to be evaluated
+            replaced.put(callback._average_model, "state_dict", _saves)
             if isinstance(callback, WeightAveraging):
-                replaced.put(callback._average_model, "update_parameters", self._reads)
+                model: Any = callback._average_model
+                _check_elementwise(callback, model.avg_fn, model.multi_avg_fn)
+                replaced.put(model, "update_parameters", self._reads)
                 replaced.put(callback, "_swap_models", self._writes)
                 replaced.put(callback, "_copy_average_to_current", self._writes)
                 replaced.put(callback, "on_load_checkpoint", self._loads)
             else:
+                _check_elementwise(callback, callback._avg_fn, None)
                 replaced.put(callback, "update_parameters", self._reads)
                 replaced.put(callback, "transfer_weights", self._writes)
                 replaced.put(callback, "_load_average_model_state", self._takes)
@@ -61,18 +67,20 @@ class Averages:
         """While active, the module is laid out anew: averages are cut as parameters are afterwards. Collective."""
         former = self._session.engine
         models = [callback._average_model for callback in self._callbacks]
-        kept = [whole_slices(former, {p: average.own for p, average in self._of(model).items()}) for model in models]
+        kept = [whole_slices(former, {p: average.data for p, average in self._of(model).items()}) for model in models]
         yield
+        engine = self._session.engine
         for model, whole in zip(models, kept, strict=True):
             for parameter, average in self._of(model).items():
-                fresh: Any = self._session.engine.access.master(parameter).clone().to(average.device, average.dtype)
-                average.be(fresh.copy_(whole[parameter].to(fresh.device)))
+                fresh = engine.shards[engine.names[parameter]]
+                average.data = fresh.of(whole[parameter]).to(average.device, average.dtype, copy=True)
+                _mark(average, fresh)
 
-    def _of(self, model: nn.Module) -> dict[nn.Parameter, SlicedTensor]:
+    def _of(self, model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         """The average of each of the module's parameters in a callback's copy."""
         copy = model.module if hasattr(model, "n_averaged") else model
         pairs = zip(self._module.parameters(), copy.parameters(), strict=True)  # type: ignore[union-attr]
-        return {own: average for own, average in pairs if isinstance(average, SlicedTensor)}
+        return {own: average for own, average in pairs if _part(average)}
 
     def _reads(self, method: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: method(
@@ -90,44 +98,103 @@ class Averages:
         def call(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
             copy = method.__self__._average_model.module  # type: ignore[attr-defined]
             if "state_dict" in checkpoint:
-                checkpoint = {**checkpoint, "state_dict": self._fitted(copy, checkpoint["state_dict"])}
+                checkpoint = {**checkpoint, "state_dict": _fitted(copy, checkpoint["state_dict"])}
             method(trainer, self._shown(pl_module), checkpoint)
 
         return call
 
     def _takes(self, method: Callable[..., Any]) -> Callable[..., Any]:
         copy: nn.Module = method.__self__._average_model  # type: ignore[attr-defined]
-        return lambda state: method(self._fitted(copy, state))
+        return lambda state: method(_fitted(copy, state))
 
     def _shown(self, value: Any) -> Any:
         return _Masters(self._session, self._module) if value is self._module else value
 
     def _slice(self, average: nn.Module) -> None:
         """Let the parameters of the callback's copy be slices, of the values that the module has."""
-        owned = self._session.engine.access.bindings
-        copies: dict[nn.Parameter, SlicedTensor] = {}
+        engine = self._session.engine
+        copies: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             prefix = "module." if hasattr(average, "n_averaged") else ""
             owner, _, key = f"{prefix}{name}".rpartition(".")
             place: dict[str, Any] = average.get_submodule(owner)._parameters
-            if parameter in owned and place.get(key) is not None:
+            if parameter in engine.names and place.get(key) is not None:
                 if parameter not in copies:
-                    own: Any = self._session.engine.access.master(parameter).clone()
-                    copies[parameter] = own.to(place[key].device, place[key].dtype).as_parameter()
+                    one, like = engine.shards[engine.names[parameter]], place[key]
+                    own = one.read().detach().to(like.device, like.dtype, copy=True)
+                    copies[parameter] = nn.Parameter(own, requires_grad=False)
+                    _mark(copies[parameter], one)
                 place[key] = copies[parameter]
 
-    def _fitted(self, copy: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A stored average under the names of ``copy``, of which each rank reads its own slices."""
-        own = {unwrapped(key): (key, value) for key, value in copy.state_dict(keep_vars=True).items()}
-        fitted = {}
-        for key, value in state.items():
-            name, target = own.get(unwrapped(key), (key, None))
-            if isinstance(target, SlicedTensor) and value.shape == target.shape:
-                values: Any = target.clone()
-                read_slices([(value, values.start, values.own)])
-                value = values
-            fitted[name] = value
-        return fitted
+
+def _mark(average: nn.Parameter, one: Slice) -> None:
+    """Note on an average which elements of a parameter it has."""
+    vars(average)["zero_part"] = (torch.Size(one.spec.shape), one.start)
+
+
+def _part(average: Tensor) -> tuple[torch.Size, int] | None:
+    """The shape of the whole average, and the first element that is here; ``None`` of an ordinary parameter."""
+    return getattr(average, "zero_part", None)
+
+
+def _saves(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``state_dict`` of a callback's copy have averages as what is saved sharded, under full names."""
+
+    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = state_dict(*args, **{**kwargs, "keep_vars": True})
+        return {
+            unwrapped(key): FlatShard(value.detach(), *part) if (part := _part(value)) else _detached(value)
+            for key, value in state.items()
+        }
+
+    return call
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _fitted(copy: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored average under the names of ``copy``, of which each rank reads its own slices."""
+    own = {unwrapped(key): (key, value) for key, value in copy.named_parameters(remove_duplicate=False)}
+    fitted = {}
+    for key, value in state.items():
+        name, target = own.get(unwrapped(key), (key, None))
+        if target is not None and (part := _part(target)) and value.shape == part[0]:
+            values = target.detach().clone()
+            read_slices([(value, part[1], values)])
+            value = values
+        fitted[name] = value
+    return fitted
+
+
+def _check_elementwise(callback: Callback, alone: Any, together: Any) -> None:
+    """Raise ParameterAccessError unless an averaging function gives a slice what it gives the whole: by a trial."""
+    function = alone or together
+    if function is None:
+        return
+
+    def run(average: Tensor, value: Tensor) -> Tensor:
+        average = average.clone()
+        if alone is None:
+            together([average], [value], torch.tensor(1))
+            return average
+        found: Tensor = alone(average, value, torch.tensor(1))
+        return found
+
+    average, value = torch.linspace(-1.0, 2.0, 48).view(6, 8), torch.linspace(0.5, -3.0, 48).view(6, 8)
+    try:
+        whole = run(average, value).reshape(-1)
+        flat = average.view(-1).split(16), value.view(-1).split(16)
+        alike = torch.equal(whole, torch.cat([run(*part) for part in zip(*flat, strict=True)]))
+    except Exception:
+        alike = False
+    if not alike:
+        raise ParameterAccessError(
+            f"The averaging function of {type(callback).__name__} gives other numbers for a slice of a parameter than "
+            "for the whole, and each rank has slices. Pass an elementwise one, such as those of "
+            "torch.optim.swa_utils, or use stage 1 or 2 in full precision."
+        )
 
 
 class _Masters:
@@ -137,12 +204,14 @@ class _Masters:
         self._session = session
         self._module = module
         session.engine.take_over_shown()
+        if session.engine.plan.offload is not None:
+            session.engine.tiers.settle()
 
     def parameters(self) -> Iterator[Tensor]:
         """Slices of masters, in the module's order."""
-        access = self._session.engine.access
+        engine = self._session.engine
         for parameter in self._module.parameters():
-            yield access.master(parameter) if parameter in access.bindings else parameter
+            yield engine.shards[engine.names[parameter]].data if parameter in engine.names else parameter
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Each rank reads its own slices. Collective: every rank."""
@@ -157,12 +226,3 @@ def copy_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: Repla
     for callback in callbacks if any(map(is_absent, module.parameters())) else ():
         if isinstance(callback, _KINDS):
             replaced.within(callback, "setup", partial(full_parameters, module))
-
-
-def as_shards(value: Any) -> Any:
-    """A checkpoint, or a part of one, in which sliced tensors have become what is saved sharded."""
-    if isinstance(value, SlicedTensor):
-        return FlatShard(value.own, value.shape, value.start)
-    if isinstance(value, Mapping) and any(isinstance(item, SlicedTensor) for item in value.values()):
-        return {unwrapped(key): as_shards(item) for key, item in value.items()}
-    return {key: as_shards(item) for key, item in value.items()} if type(value) is dict else value

@@ -43,7 +43,7 @@ from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.settings import SessionSettings
-from lightning_zero.trainer.averaging import Averages, as_shards, copy_whole
+from lightning_zero.trainer.averaging import Averages, copy_whole
 from lightning_zero.trainer.callbacks import (
     TRAINERS,
     Replaced,
@@ -404,7 +404,7 @@ class ZeroStrategy(Batches):
             excluded = self.session.module_state(self._module).excluded_frozen()
             checkpoint = {**checkpoint, "lightning_zero": {"excluded_frozen": excluded}}
         precision, checkpoint = self.precision_plugin.precision, without_modules(checkpoint)
-        self.checkpoints.save(as_shards(checkpoint), filepath, self.engine, precision, storage_options)
+        self.checkpoints.save(checkpoint, filepath, self.engine, precision, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint of any strategy; tensors are read when they are needed. Collective: every rank."""

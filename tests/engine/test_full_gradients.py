@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_zero import HostOffload, full_gradient, full_gradients, full_parameters
 from lightning_zero.engine import engine_of
-from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.shards.sharded import ShardedTensor
 from tests.helpers.cases import Stack
 from tests.helpers.models import ZOO
 from tests.helpers.world import run_world
@@ -25,7 +25,7 @@ HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 def in_slices(parameter: nn.Parameter) -> bool:
     """Whether ``.grad`` is what it is outside of ``full_gradients``."""
-    return parameter.grad is None or isinstance(parameter.grad, SlicedTensor)
+    return parameter.grad is None or isinstance(parameter.grad, ShardedTensor)
 
 
 class Acts(Net):

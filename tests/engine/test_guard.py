@@ -14,7 +14,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from lightning_zero import HostOffload
 from lightning_zero._torch import top_saved_tensor_hooks
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
-from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.units.guard import SavedTensorGuard
@@ -67,7 +66,7 @@ class World:
         self.guard.push()
         yield self.module[index]
         self.guard.pop()
-        unit.unbind(Streams(CPU), ExternalWrites())
+        unit.unbind(Streams(CPU))
 
 
 def test_weights_that_were_overwritten_are_gathered_for_the_backward() -> None:

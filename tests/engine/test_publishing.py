@@ -185,7 +185,7 @@ class Noisy(Net):
 
 
 class NoisyData(Net):
-    """Writes to them unseen by their versions."""
+    """Writes through ``.data``."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.blocks[1].weight.data.mul_(1.5)
@@ -196,7 +196,7 @@ class NoisyData(Net):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_writing_to_copies_of_another_dtype_is_refused(stage: int, net: type[Net]) -> None:
     """The masters would not get it, or get it rounded."""
-    message = r"'blocks.1.weight' was written to while it computes in torch.bfloat16"
+    message = r"'blocks.1.weight' was written to while its values were gathered"
     failures = run_world(2, lambda rank: fit(net(), stage, "bf16-mixed"), expect_failure=True)
     assert all(f.type == "ParameterAccessError" and re.search(message, f.message) for f in failures.values())
     assert len(failures) == 2

@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_zero import HostOffload, build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
-from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.units.sharded import ShardedUnit, UnitState
@@ -26,7 +25,7 @@ VERBS: dict[str, Callable[[ShardedUnit], Any]] = {
     "launch": lambda unit: unit.launch(WIRE, Streams(CPU), None, None),
     "wait": lambda unit: unit.wait(),
     "bind": lambda unit: unit.bind(),
-    "unbind": lambda unit: unit.unbind(Streams(CPU), ExternalWrites()),
+    "unbind": lambda unit: unit.unbind(Streams(CPU)),
     "release": lambda unit: unit.release(),
 }
 ROADS = {

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
 from lightning_zero.errors import ParameterAccessError, ZeroError
-from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.shards.sharded import ShardedTensor
 from tests.fuzz.models import BATCH, MODELS, TAPS, WIDTH
 from tests.fuzz.programs import BATCHES, EPOCHS, Program
 from tests.fuzz.vocabulary import CALLBACK_HOOKS, Context, load_vocabulary
@@ -341,7 +341,7 @@ class Sliced(NamedTuple):
 
 def copied(value: Any) -> Any:
     """A value of its own, which does not change any more. Of a gradient in slices that is this rank's."""
-    if isinstance(value, SlicedTensor):
+    if isinstance(value, ShardedTensor):
         return Sliced(value.start, value.own.clone())
     if isinstance(value, Tensor):
         return value.detach().clone()

@@ -186,8 +186,7 @@ def test_a_second_fit_and_an_average_that_is_not_elementwise() -> None:
         return str(caught.value)
 
     for message in run_world(2, refused):
-        assert "median" in message
-        assert "full_parameters" in message
+        assert "averaging function of EveryOther gives other numbers" in message
 
 
 def stage_of(strategy: Any) -> int:
@@ -200,7 +199,7 @@ def test_an_average_takes_a_share_of_memory() -> None:
         module = Net(Normed)
         with quiet():
             fit(zero(3), module, 2, callbacks=[callback])
-        held = sum(p.own.numel() for p in callback._average_model.parameters())
+        held = sum(p.numel() for p in callback._average_model.parameters())
         return held, sum(p.numel() for p in module.parameters())
 
     for held, whole in run_world(2, play):

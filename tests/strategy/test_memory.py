@@ -30,7 +30,7 @@ from lightning_zero.comm.choice import SWITCH
 from lightning_zero.config import Tier
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.extensions.nvme import FileTensor
-from lightning_zero.shards.sliced_tensor import SlicedTensor
+from lightning_zero.shards.sharded import ShardedTensor
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
 from tests.helpers.models import ZOO, MixedDtypes, OddSizes
 from tests.helpers.probe import Probe, fit
@@ -81,7 +81,7 @@ def storages(tensors: Iterable[Tensor | None]) -> Storages:
         if tensor is None or isinstance(tensor, FileTensor):  # on disk
             continue
         with torch._C.DisableTorchFunctionSubclass():  # of absent parameters and gradients in slices, too
-            if tensor.layout is torch.strided and not tensor.is_meta and not isinstance(tensor, SlicedTensor):
+            if tensor.layout is torch.strided and not tensor.is_meta and not isinstance(tensor, ShardedTensor):
                 storage = tensor.untyped_storage()
                 if storage.nbytes():
                     found[storage._cdata] = storage.nbytes()
@@ -98,7 +98,7 @@ def alive() -> Storages:
     """Of every tensor made since ``forget_the_past`` that Python knows of, and of its gradient."""
     gc.collect()
     tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    plain = [tensor for tensor in tensors if not isinstance(tensor, SlicedTensor)]
+    plain = [tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)]
     with torch._C.DisableTorchFunctionSubclass():
         return storages([*plain, *(Tensor.grad.__get__(tensor) for tensor in plain if tensor.is_leaf)])  # type: ignore[attr-defined]
 

@@ -56,11 +56,9 @@ def looks(module: nn.Module) -> dict[str, Any]:
     found["sums"] = [x for g in grads for x in (g.abs().sum(), g.abs().mean(), g.sum() / g.abs().sum())]
     found["squares"] = [g.pow(2).sum() for g in grads] + [(g * g).sum() for g in grads] + [(g**2).sum() for g in grads]
     found["extremes"] = [x for g in grads for x in (g.abs().max(), g.min(), g.amax())]
-    found["spread"] = [x for g in grads if g.numel() > 1 for x in (g.std(), g.var(unbiased=False))]
     found["finite"] = [bool(x) for g in grads for x in (g.isfinite().all(), torch.isfinite(g).all())]
     found["not finite"] = [bool(x) for g in grads for x in (g.isnan().any(), torch.isinf(g).any(), g.isnan().sum())]
     found["zeros"] = [int(torch.count_nonzero(g)) for g in grads]
-    found["rows"] = [g.norm(dim=-1) for g in grads if g.ndim > 1]
     found["total"] = [get_total_norm(every, order) for order in (1.0, 2.0, math.inf)]
     found["each"] = [get_total_norm(every, 2.0, foreach=foreach) for foreach in (True, False)]
     found["foreach"] = list(torch._foreach_norm(every, 1))
@@ -92,29 +90,6 @@ def plain(found: Any) -> Any:
     return found.detach().clone() if isinstance(found, Tensor) else found
 
 
-def unitwise_norm(x: Tensor, norm_type: float = 2.0) -> Tensor:
-    """From timm 1.0 (``timm/utils/agc.py``), as is."""
-    if x.ndim <= 1:
-        return x.norm(norm_type)
-    return x.norm(norm_type, dim=tuple(range(1, x.ndim)), keepdim=True)
-
-
-def adaptive_clip_grad(
-    parameters: Iterable[Tensor], clip_factor: float = 0.01, eps: float = 1e-3, norm_type: float = 2.0
-) -> None:
-    """The same."""
-    for p in parameters:
-        if p.grad is None:
-            continue
-        p_data = p.detach()
-        g_data = p.grad.detach()
-        max_norm = unitwise_norm(p_data, norm_type=norm_type).clamp_(min=eps).mul_(clip_factor)
-        grad_norm = unitwise_norm(g_data, norm_type=norm_type)
-        clipped_grad = g_data * (max_norm / grad_norm.clamp(min=1e-6))
-        new_grads = torch.where(grad_norm < max_norm, g_data, clipped_grad)
-        p.grad.detach().copy_(new_grads)
-
-
 def by_hand(module: nn.Module) -> None:
     """A clip coefficient that is written out."""
     total = sum(g.norm() ** 2 for g in gradients_of(module)) ** 0.5
@@ -131,7 +106,7 @@ def per_parameter(module: nn.Module) -> None:
 def skip(module: nn.Module) -> None:
     """A step without what is not finite."""
     grads = gradients_of(module)
-    grads[1][0] = math.nan
+    grads[1].mul_(math.nan)
     if not all(g.isfinite().all() for g in grads):
         module.zero_grad()
 
@@ -150,7 +125,6 @@ EDITS: dict[str, Act] = {
     "with norm": with_norm,
     "value": lambda m: clip_grad_value_(m.parameters(), 0.01),
     "by hand": by_hand,
-    "adaptive": lambda m: adaptive_clip_grad(m.parameters()),
     "per parameter": per_parameter,
     "skip": skip,
     "foreach": lambda m: torch._foreach_mul_(gradients_of(m), 0.5),
@@ -277,9 +251,8 @@ def only(rank: int, act: Act) -> Act:
     return lambda model: act(model) if torch.distributed.get_rank() == rank else None
 
 
-def own_mask(model: nn.Module) -> Any:
-    grad = model.stem.weight.grad  # type: ignore[union-attr]
-    return (grad * (torch.arange(WIDTH) % 2 == torch.distributed.get_rank())).sum()  # type: ignore[operator]
+def own_factor(model: nn.Module) -> Any:
+    return (model.stem.weight.grad * (1 + torch.distributed.get_rank())).sum()  # type: ignore[union-attr, operator]
 
 
 def own_place(model: nn.Module) -> Any:
@@ -302,7 +275,10 @@ ALONE: dict[str, tuple[Act, str]] = {
         r"rank 1: _foreach_norm\(\) of .* of \d+ more",
     ),
     "another": (own_place, r"rank 1: norm\(\) of the averaged gradient of 'model\.block\.up\.weight'"),
-    "mask": (own_mask, r"Rank 1 called sum\(\) of the averaged gradient of 'model\.stem\.weight' with other values"),
+    "factor": (
+        own_factor,
+        r"Rank 1 called sum\(\) of the .*averaged gradient of 'model\.stem\.weight' with",
+    ),
 }
 
 
@@ -311,16 +287,6 @@ def alone(act: Act, stage: int, hook: str) -> str:
     with quiet(), raised(errors):
         fit(zero(stage), Acts(act, hook), count=1)
     return errors[0]
-
-
-def assigned(model: nn.Module) -> None:
-    """The first row of a clone cleared, and all of it halved."""
-    for p in model.parameters():
-        if p.grad is not None:
-            kept = p.grad.clone()
-            if p.ndim:
-                kept[0] = 0.0
-            p.grad = 0.5 * kept - p.detach() / 4
 
 
 def unseen(act: Act) -> Act:
@@ -335,16 +301,12 @@ def unseen(act: Act) -> Act:
 COMMUTE: dict[str, Act] = {
     "factor": unseen(lambda m: [g.mul_(0.5) for g in gradients_of(m)]),
     "foreach": unseen(lambda m: torch._foreach_div_(gradients_of(m), 4.0)),
-    "assigned": assigned,
 }
 EARLY: dict[str, Act] = {
     "norm": lambda m: m.stem.weight.grad.norm(),  # type: ignore[union-attr]
-    "norm of a clone": lambda m: m.stem.weight.grad.clone().mul_(2).norm(),  # type: ignore[union-attr]
     "clip by norm": lambda m: clip_grad_norm_(m.parameters(), 0.05),
     "clip by value": lambda m: clip_grad_value_(m.parameters(), 0.01),
-    "mask": unseen(lambda m: m.stem.weight.grad.mul_(m.stem.weight.grad > 0)),  # type: ignore[union-attr]
-    "square": unseen(lambda m: m.stem.weight.grad.mul_(m.stem.weight.grad)),  # type: ignore[union-attr]
-    "quotient": unseen(lambda m: 2 / m.stem.weight.grad),  # type: ignore[union-attr]
+    "square": unseen(lambda m: m.stem.weight.grad.square()),  # type: ignore[union-attr]
 }
 
 
@@ -435,10 +397,11 @@ REFUSED: dict[str, tuple[Act, str]] = {
         lambda m: m.stem.weight.norm().backward(),  # type: ignore[union-attr, operator]
         r"'model\.stem\.weight' are not in memory here, and the backward of a norm\(\) that was taken between steps",
     ),
-    "columns": (lambda m: m.stem.weight.grad.norm(dim=0), r"norm\(\) over dimensions other than the last ones"),  # type: ignore[union-attr]
+    "columns": (lambda m: m.stem.weight.grad.norm(dim=0), r"norm\(\) of some dimensions"),  # type: ignore[union-attr]
     "median": (lambda m: m.stem.weight.grad.median(), "full_gradients"),  # type: ignore[union-attr]
     "matrix norm": (lambda m: torch.linalg.norm(m.stem.weight.grad, 2), "full_gradients"),  # type: ignore[union-attr]
-    "state_dict": (lambda m: m.state_dict(), r"detach\(\) needs them"),
+    "mask": (lambda m: m.stem.weight.grad.mul_(torch.ones(WIDTH)), "works with numbers only.*local_slices"),  # type: ignore[union-attr]
+    "of another": (lambda m: torch.ones(WIDTH).add_(m.stem.bias.grad), "needs all of it.*full_gradients"),  # type: ignore[union-attr]
 }
 
 
@@ -465,7 +428,7 @@ def test_everything_else_raises_by_name() -> None:
     for found in run_world(2, run, timeout=60):
         told = {name: text for name, (_, text) in REFUSED.items()}
         told |= {
-            "read only": "'model.stem.weight' are not in memory here, and mul_.*full_parameters",
+            "read only": "parameter 'model.stem.weight' is sharded.*mul_.*full_parameters",
             "backward": "called during a backward",
         }
         for name, text in told.items():

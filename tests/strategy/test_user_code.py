@@ -75,12 +75,14 @@ class Case:
         act: what.
         errors: by strategy, what the error says.
         options: of the Trainer.
+        only: in these strategies.
     """
 
     hook: str
     act: Act
     errors: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    only: tuple[str, ...] = tuple(STRATEGIES)
 
 
 def at(number: int, act: Act) -> Act:
@@ -92,8 +94,11 @@ def everywhere(message: str) -> dict[str, str]:
     return dict.fromkeys(STRATEGIES, message)
 
 
-APART = {"3": "'teacher.weight' is sliced .* cut at other places"}
-SHARDED = {"3": "not in memory", "3 units": "not in memory"}
+SHARDED = dict.fromkeys(("3", "3 units"), "not in memory")
+READ_ONLY = dict.fromkeys(("3", "3 units"), r"The parameter '\w+.weight' is sharded, each rank holds a slice")
+GATHERED = dict.fromkeys(
+    ("3", "3 units"), "was written to while its values were gathered.*full_parameters.*local_slices"
+)
 
 
 @torch.no_grad()
@@ -151,58 +156,62 @@ def write_in_part(net: Net) -> None:
     net.b.weight[2:4] = 0.25
 
 
+OTHERS = everywhere(r"'b.weight' \(values") | SHARDED
 WEIGHTS = {"weight": torch.eye(10), "bias": torch.zeros(10)}
 
 WRITES = {
-    "momentum encoder in a step": Case("training_step", average_in_place),
-    "momentum encoder after a batch": Case("on_train_batch_end", average_in_place, APART),
-    "momentum encoder, assigned": Case("training_step", average_by_assignment),
-    "momentum encoder, through data": Case("training_step", average_through_data),
-    "the same after a batch": Case("on_train_batch_end", average_through_data, APART),
-    "vector at the start": Case("on_train_start", from_vector),
-    "vector later": Case("on_train_batch_start", at(1, from_vector)),
-    "vector before a step": Case("on_before_optimizer_step", at(1, from_vector)),
-    "initialiser": Case("on_train_batch_end", at(1, seeded(lambda net: nn.init.trunc_normal_(net.b.weight)))),
-    "initialiser beside an optimizer": Case("configure_optimizers", initialise_and_configure),
-    "reset_parameters": Case("on_train_batch_start", at(1, seeded(lambda net: net.b.reset_parameters()))),
-    "state of a submodule": Case("on_train_batch_end", at(1, lambda net: net.b.load_state_dict(WEIGHTS))),
+    "momentum encoder in a step": Case("training_step", average_in_place, GATHERED),
+    "momentum encoder after a batch": Case("on_train_batch_end", average_in_place, SHARDED),
+    "momentum encoder, assigned": Case("training_step", average_by_assignment, SHARDED),
+    "momentum encoder, through data": Case("training_step", average_through_data, GATHERED),
+    "the same after a batch": Case("on_train_batch_end", average_through_data, READ_ONLY),
+    "vector at the start": Case("on_train_start", from_vector, SHARDED),
+    "vector later": Case("on_train_batch_start", at(1, from_vector), SHARDED),
+    "vector before a step": Case("on_before_optimizer_step", at(1, from_vector), SHARDED),
+    "initialiser": Case("on_train_batch_end", at(1, seeded(lambda net: nn.init.trunc_normal_(net.b.weight))), SHARDED),
+    "initialiser beside an optimizer": Case("configure_optimizers", initialise_and_configure, SHARDED),
+    "reset_parameters": Case("on_train_batch_start", at(1, seeded(lambda net: net.b.reset_parameters())), SHARDED),
+    "state of a submodule": Case("on_train_batch_end", at(1, lambda net: net.b.load_state_dict(WEIGHTS)), SHARDED),
     "pruning": Case("on_train_batch_end", at(1, prune_half), SHARDED),
-    "clamp": Case("on_train_batch_end", clamp),
+    "clamp": Case("on_train_batch_end", clamp, SHARDED),
     "before the backward": Case(
         "on_before_backward",
         lambda net: net.b.weight.data.mul_(0.9),
-        {"3": "'b.weight': other values were written between a forward and its backward", "3 units": "not in memory"},
+        READ_ONLY,
     ),
-    "rows": Case("training_step", write_in_part),
+    "rows": Case("training_step", write_in_part, GATHERED),
     "looked at as an array": Case("training_step", lambda net: net.b.weight.detach().numpy().sum()),
-    "copy in a step": Case("training_step", at(2, lambda net: net.b.bias.data.copy_(torch.ones(10)))),
+    "copy in a step": Case("training_step", at(2, lambda net: net.b.bias.data.copy_(torch.ones(10))), GATHERED),
     "overwritten in a step": Case(
-        "training_step", at(1, torch.no_grad()(lambda net: net.b.bias.copy_(torch.ones(10))))
+        "training_step", at(1, torch.no_grad()(lambda net: net.b.bias.copy_(torch.ones(10)))), GATHERED
     ),
-    "initialiser in a step": Case("training_step", at(1, lambda net: nn.init.eye_(net.b.weight))),
-    "assigned in a step": Case("training_step", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10)))),
+    "initialiser in a step": Case("training_step", at(1, lambda net: nn.init.eye_(net.b.weight)), GATHERED),
+    "assigned in a step": Case(
+        "training_step", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10))), SHARDED
+    ),
     "row of a sum in a step": Case(
-        "training_step", torch.no_grad()(lambda net: net.b.weight[1].add_(net.a.weight[0, 0]))
+        "training_step", torch.no_grad()(lambda net: net.b.weight[1].add_(net.a.weight[0, 0])), GATHERED
     ),
     "cast that changes nothing": Case("training_step", lambda net: net.to(torch.float32)),
-    "copy": Case("on_train_batch_end", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10)))),
-    "other values on each rank": Case("on_train_batch_end", scale_by_rank, everywhere(r"'b.weight' \(values")),
-    "other values on each rank, in a step": Case("training_step", scale_by_rank, everywhere(r"'b.weight' \(values")),
+    "copy": Case("on_train_batch_end", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10))), SHARDED),
+    "other values on each rank": Case("on_train_batch_end", scale_by_rank, OTHERS),
+    "other values on each rank, in a step": Case("training_step", scale_by_rank, {**OTHERS, **GATHERED}),
     "other values on each rank, assigned": Case(
         "on_train_batch_end",
         at(1, lambda net: setattr(net.b.weight, "data", torch.eye(10) * (1 + net.global_rank))),
-        everywhere(r"'b.weight' \(values"),
+        OTHERS,
     ),
     "on one rank only": Case(
         "on_train_batch_end",
         at(1, lambda net: setattr(net.b.weight, "data", torch.eye(10)) if net.global_rank else None),
         everywhere(r"'b.weight' \(values.*wrote nothing|wrote nothing.*'b.weight' \(values"),
+        only=("1", "2"),
     ),
     "another dtype": Case("on_train_batch_end", at(1, lambda net: net.half()), everywhere("'a.weight'")),
     "memory of another": Case(
         "on_train_batch_end",
         at(1, lambda net: setattr(net.teacher.weight, "data", net.c.weight.data)),
-        everywhere("assigned memory of (the parameter )?'c.weight'"),
+        everywhere("assigned memory of 'c.weight'") | READ_ONLY,
     ),
     "another object": Case(
         "on_train_batch_end",
@@ -241,22 +250,26 @@ def write_rows(net: Net) -> None:
     net.c.weight.data = net.c.weight.data.clamp(-0.2, 0.2)
 
 
-WHOLE = dict.fromkeys(("1", "2"), r"averaged gradient of 'a.weight' is sliced .* of a tensor that is not")
+WHOLE = dict.fromkeys(("1", "2"), "averaged gradient of 'a.weight' is sharded")
 SLICES = {
-    "clamp, through groups": Case("on_train_batch_end", clamp_groups),
-    "clamp, before a step": Case("on_before_optimizer_step", clamp_groups),
-    "small ones to zero": Case("on_train_batch_end", prune_small),
-    "rows between steps": Case("on_train_batch_end", write_rows),
+    "clamp, through groups": Case("on_train_batch_end", clamp_groups, SHARDED),
+    "clamp, before a step": Case("on_before_optimizer_step", clamp_groups, SHARDED),
+    "small ones to zero": Case("on_train_batch_end", prune_small, READ_ONLY),
+    "rows between steps": Case("on_train_batch_end", write_rows, READ_ONLY),
     "many at once": Case(
-        "on_train_batch_end", torch.no_grad()(lambda net: torch._foreach_mul_(list(net.parameters()), 0.9))
+        "on_train_batch_end", torch.no_grad()(lambda net: torch._foreach_mul_(list(net.parameters()), 0.9)), SHARDED
     ),
-    "a step by hand": Case("on_before_optimizer_step", step_by_hand, WHOLE),
-    "a step by hand, through data": Case("on_before_optimizer_step", step_through_data, WHOLE),
+    "a step by hand": Case("on_before_optimizer_step", step_by_hand, WHOLE | SHARDED),
+    "a step by hand, through data": Case("on_before_optimizer_step", step_through_data, WHOLE | READ_ONLY),
     "set_": Case(
         "on_train_batch_end",
         at(1, torch.no_grad()(lambda net: net.teacher.weight.set_(torch.ones(3, 10)))),
+        SHARDED,
     ),
 }
+
+
+STATE = everywhere("optimizer state( 'exp_avg')? of '[ab].weight' .*full_optimizer_state.*local_slices")
 
 
 def optimizer_of(net: Net) -> Any:
@@ -320,22 +333,18 @@ def look_at_groups(net: Net) -> None:
     net.losses += [len(optimizer_of(net).state), float(net.b.weight in optimizer_of(net).state)]
 
 
-def unseeded(net: Net) -> None:
-    state_of(net)["exp_avg"] += torch.full((10, 10), 0.1 * net.global_rank)
-
-
 OPTIMIZERS = {
     "groups and states": Case("on_train_batch_end", look_at_groups),
-    "momentum made smaller": Case("on_train_batch_end", lambda net: state_of(net)["exp_avg"].mul_(0.5)),
-    "momentum of rows": Case("on_train_batch_end", lambda net: state_of(net)["exp_avg"][2:4].zero_()),
-    "momentum replaced": Case("on_train_batch_end", lambda net: state_of(net).update(exp_avg=torch.eye(10))),
-    "states that change places": Case("on_train_batch_end", swap_states),
+    "momentum made smaller": Case("on_train_batch_end", lambda net: state_of(net)["exp_avg"].mul_(0.5), STATE),
+    "momentum of rows": Case("on_train_batch_end", lambda net: state_of(net)["exp_avg"][2:4].zero_(), STATE),
+    "momentum replaced": Case("on_train_batch_end", lambda net: state_of(net).update(exp_avg=torch.eye(10)), STATE),
+    "states that change places": Case("on_train_batch_end", swap_states, STATE),
     "state of a parameter forgotten": Case(
         "on_train_batch_end", at(1, lambda net: optimizer_of(net).state.pop(net.b.weight))
     ),
     "states cleared": Case("on_train_batch_end", at(1, lambda net: optimizer_of(net).state.clear())),
     "another dictionary of states": Case("on_train_batch_end", at(1, forget_state)),
-    "load_state_dict": Case("on_train_batch_end", at(2, load_scaled)),
+    "load_state_dict": Case("on_train_batch_end", at(2, load_scaled), STATE),
     "load_state_dict, again and again": Case("on_train_batch_end", rewind_twice),
     "load_state_dict, whole": Case("on_train_batch_end", at(2, load_whole)),
     "fewer parameters": Case("on_train_batch_end", at(1, keep_matrices)),
@@ -344,20 +353,17 @@ OPTIMIZERS = {
     "norm of a momentum": Case(
         "on_train_batch_end",
         lambda net: state_of(net)["exp_avg"].norm(),
-        everywhere("'exp_avg' of 'b.weight' is sliced .*full_optimizer_state"),
+        STATE,
     ),
     "state_dict in a file": Case(
         "on_train_batch_end",
         lambda net: torch.save(optimizer_of(net).state_dict(), io.BytesIO()),
-        everywhere("is sliced over the ranks"),
-    ),
-    "other momenta on each rank": Case(
-        "on_train_batch_end", unseeded, everywhere("optimizer state 'exp_avg' of 'b.weight'")
+        STATE,
     ),
     "momentum of one rank": Case(
         "on_train_batch_end",
-        lambda net: net.global_rank == 0 and state_of(net).update(exp_avg=torch.eye(10)),
-        everywhere("optimizer state 'exp_avg' of 'b.weight'"),
+        lambda net: net.global_rank == 0 and optimizer_of(net).state.pop(net.b.weight),
+        everywhere("optimizer state 'all' of 'b.weight'"),
     ),
 }
 
@@ -372,6 +378,18 @@ def masked(net: Net) -> None:
     if net.b.weight.grad is not None:
         net.b.weight.grad.mul_(mask)
         net.c.weight.grad = net.c.weight.grad * 0.5
+
+
+GRADIENT = everywhere("gradient of '[abc].weight'.* each rank holds a slice.*full_gradients.*local_slices")
+
+
+def scale_gradients(net: Net) -> None:
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5).clamp_(-0.01, 0.01)
+            parameter.grad /= 2
+            parameter.grad.data *= 3.0
+    torch._foreach_div_([p.grad for p in net.parameters() if p.grad is not None], 1.5)
 
 
 def halve(parameter: Tensor) -> None:
@@ -391,15 +409,17 @@ def whole_gradients(act: Act) -> Act:
 
 
 GRADIENTS = {
-    "rows after backward": Case("on_after_backward", rows),
-    "rows before the step": Case("on_before_optimizer_step", rows),
-    "rows, accumulated": Case("on_before_optimizer_step", rows, options={"accumulate_grad_batches": 2}),
-    "mask": Case("on_after_backward", masked),
+    "rows after backward": Case("on_after_backward", rows, GRADIENT),
+    "rows before the step": Case("on_before_optimizer_step", rows, GRADIENT),
+    "rows, accumulated": Case("on_before_optimizer_step", rows, GRADIENT, options={"accumulate_grad_batches": 2}),
+    "mask": Case("on_after_backward", masked, GRADIENT),
     "none": Case("on_after_backward", at(2, lambda net: setattr(net.b.weight, "grad", None))),
-    "whole tensor": Case("on_after_backward", at(2, lambda net: setattr(net.b.weight, "grad", torch.ones(10, 10)))),
+    "whole tensor": Case(
+        "on_after_backward", at(2, lambda net: setattr(net.b.weight, "grad", torch.ones(10, 10))), GRADIENT
+    ),
     "module.zero_grad": Case("on_after_backward", at(2, lambda net: net.zero_grad())),
     "clip_grad_value_": Case("on_before_optimizer_step", lambda net: nn.utils.clip_grad_value_(net.parameters(), 1e-3)),
-    "histogram": Case("on_after_backward", lambda net: net.b.weight.grad.histc(), everywhere("'b.weight'")),
+    "histogram": Case("on_after_backward", lambda net: net.b.weight.grad.histc(), GRADIENT),
     "hook of a tensor": Case("on_train_start", lambda net: net.b.weight.register_hook(lambda grad: grad * 0.5)),
     "hook behind the accumulation": Case(
         "on_train_start", lambda net: net.b.weight.register_post_accumulate_grad_hook(halve)
@@ -407,13 +427,13 @@ GRADIENTS = {
     "the same, accumulated": Case(
         "on_train_start",
         lambda net: net.b.weight.register_post_accumulate_grad_hook(halve),
-        {name: "'b.weight'" for name in STRATEGIES if name != "1"},
+        everywhere("in the middle of an accumulation"),
         {"accumulate_grad_batches": 2},
     ),
     "the same, accumulated more than once": Case(
         "on_train_start",
         lambda net: net.b.weight.register_post_accumulate_grad_hook(halve),
-        {name: "'b.weight'" for name in STRATEGIES if name != "1"},
+        everywhere("in the middle of an accumulation"),
         {"accumulate_grad_batches": 4},
     ),
     "the same, in mixed precision": Case(
@@ -425,11 +445,12 @@ GRADIENTS = {
     "weight decay by hand": Case(
         "on_before_optimizer_step",
         lambda net: [p.grad.add_(p.detach(), alpha=0.1) for p in net.parameters() if p.grad is not None],
+        GRADIENT,
     ),
     "weight decay of the parameter itself": Case(
         "on_before_optimizer_step",
         torch.no_grad()(lambda net: net.b.weight.grad.add_(net.b.weight, alpha=0.1)),
-        SHARDED,
+        GRADIENT,
     ),
     "clip_grad_norm_ of whole ones": Case(
         "on_before_optimizer_step", whole_gradients(lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3))
@@ -438,8 +459,21 @@ GRADIENTS = {
         "on_after_backward",
         whole_gradients(lambda net: net.losses.extend(v.item() for v in grad_norm(net, 2).values())),
     ),
-    "seeded noise": Case("on_after_backward", seeded(noise)),
-    "other noise on each rank": Case("on_after_backward", noise, everywhere("gradient of 'b.weight'")),
+    "seeded noise": Case("on_after_backward", seeded(noise), GRADIENT),
+    "scaled by hand": Case("on_after_backward", scale_gradients),
+    "another scale on each rank": Case(
+        "on_after_backward",
+        lambda net: net.b.weight.grad.mul_(1.0 + net.global_rank),
+        everywhere("the gradient of 'b.weight'"),
+    ),
+    "none on one rank": Case(
+        "on_after_backward",
+        lambda net: net.global_rank == 0 and setattr(net.b.weight, "grad", None),
+        everywhere("None to gradients"),
+    ),
+    "norm on one rank": Case(
+        "on_after_backward", lambda net: net.global_rank == 0 and net.b.weight.grad.norm(), everywhere("norm.* of the")
+    ),
 }
 
 READS = {
@@ -447,11 +481,11 @@ READS = {
     "median of its values": Case(
         "on_train_batch_end",
         lambda net: net.b.weight.detach().median(),
-        {"3": "'b.weight' is sliced .*full_parameters", "3 units": "'b.weight' is sliced .*full_parameters"},
+        READ_ONLY,
     ),
-    "state_dict": Case("on_train_batch_end", lambda net: net.state_dict(), SHARDED),
+    "state_dict": Case("on_train_batch_end", lambda net: torch.save(net.state_dict(), io.BytesIO()), READ_ONLY),
     "torch.save": Case("on_train_batch_end", lambda net: torch.save(net.b.weight, io.BytesIO()), SHARDED),
-    "detach": Case("on_train_batch_end", lambda net: net.b.weight.detach().mul_(0.9)),
+    "detach": Case("on_train_batch_end", lambda net: net.b.weight.detach().mul_(0.9), READ_ONLY),
     "shape, dtype and the like": Case(
         "on_train_batch_end",
         lambda net: (
@@ -469,6 +503,7 @@ READS = {
     ),
 }
 
+NAMED = ("ParameterAccessError", "DivergenceError", "RuntimeError: Error(s) in loading state_dict")
 CASES = {**WRITES, **SLICES, **OPTIMIZERS, **GRADIENTS, **READS}
 
 
@@ -485,7 +520,7 @@ def play(strategy: Any, case: Case, kind: type[Net] = Net) -> Any:
         return net.losses, {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_what_was_assigned_is_saved(stage: int, tmp_path: Path) -> None:
     def run(rank: int) -> tuple[Tensor, Tensor]:
         net = Net("on_train_batch_end", lambda net: setattr(net.b.weight, "data", torch.eye(10)))
@@ -502,7 +537,17 @@ def test_what_was_assigned_is_saved(stage: int, tmp_path: Path) -> None:
         assert torch.equal(shown, torch.eye(10))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank_alone_is_refused_and_does_not_hang() -> None:
+    def run(rank: int) -> Any:
+        act = at(1, lambda net: setattr(net.b.weight, "data", torch.eye(10)) if net.global_rank else None)
+        return play(ZeroStrategy(stage=3), Case("on_train_batch_end", act))
+
+    other, alone = run_world(2, run, timeout=60)
+    assert alone.startswith("ParameterAccessError: The values of parameter 'b.weight' are not in memory here"), alone
+    assert isinstance(other, str), "it goes on"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
 def test_writing_in_place_needs_no_grad_as_ever(stage: int) -> None:
     def run(rank: int) -> str:
         act = torch.enable_grad()(lambda net: net.b.weight.mul_(0.5))
@@ -558,7 +603,7 @@ def test_an_optimizer_that_goes_past_its_groups_is_told(way: str) -> None:
         case = Case("on_fit_end", lambda net: None)
         return [str(play(ZeroStrategy(**options), case, Kept)) for options in STRATEGIES.values()]
 
-    told = r"ParameterAccessError: '\w\.\w+' was read or written by `optimizer\.step\(\)`"
+    told = r"ParameterAccessError: .*('\w\.\w+' was read or written by `optimizer\.step\(\)`|are not in memory here)"
     if way == "assigned":  # the trial at set-up finds that
         told = r"KeepsItsOwn cannot be sharded.*keeps parameters beside `self\.param_groups`"
     for found in run_world(2, run, timeout=60):
@@ -591,14 +636,14 @@ def test_it_is_as_under_ddp_or_an_error_by_name(name: str) -> None:
 
     def run(rank: int) -> tuple[Any, dict[str, Any]]:
         expected = play("ddp", case)
-        return expected, {kind: play(ZeroStrategy(**options), case) for kind, options in STRATEGIES.items()}
+        return expected, {kind: play(ZeroStrategy(**STRATEGIES[kind]), case) for kind in case.only}
 
     for expected, found in run_world(2, run, timeout=120):
         for kind, result in found.items():
             if kind in case.errors:
                 assert isinstance(result, str), f"stage {kind}: an error was expected"
-                assert re.search(case.errors[kind], result), f"stage {kind}: {result}"
-                assert result.startswith(("ParameterAccessError", "DivergenceError")), f"stage {kind}: {result}"
+                assert re.search(case.errors[kind], result, re.DOTALL), f"stage {kind}: {result}"
+                assert result.startswith(NAMED), f"stage {kind}: {result}"
                 continue
             assert not isinstance(result, str), f"stage {kind}: {result}"
             if isinstance(expected, str):

@@ -62,7 +62,6 @@ class UnitSchedule:
         fetcher: brings shards from where they rest; ``None``: they rest on the device.
         spans: told of gathers, and of waiting for them.
         writes: what user code wrote.
-        wrote: called when this rank's part of what user code wrote to units was taken over.
     """
 
     def __init__(
@@ -77,12 +76,10 @@ class UnitSchedule:
         fetcher: Fetcher | None,
         spans: Spans,
         writes: ExternalWrites,
-        wrote: Callable[[], None],
     ) -> None:
         self._units = units
         self._pool = pool
         self._writes = writes
-        self._wrote = wrote
         self._spans = spans
         self._agreement = agreement
         self._fetcher = fetcher
@@ -183,7 +180,6 @@ class UnitSchedule:
             advice = "Resume from the last checkpoint, which is intact."
             self._agreement.control.raise_together(failure, "fetch its part of the weights", advice)
         self._writes.compare([row[1] for row in rows], self._agreement.control)
-        self._take_over()
         joined = 1 in [row[2] for row in rows] and self._agree_who_stays()
         rows = [row[3:] for row in rows]
         if change is not None and self._order.first_change(change) and not joined:
@@ -200,7 +196,7 @@ class UnitSchedule:
 
     def reshard(self, unit: ShardedUnit) -> None:
         """Take back one ``unshard``; the last one lets the memory be used by another unit."""
-        if unit.unbind(self._streams, self._writes) and self._holders.get(unit.place) is not unit:
+        if unit.unbind(self._streams) and self._holders.get(unit.place) is not unit:
             unit.release()  # another unit was gathered for its place meanwhile
 
     def bring(self, unit: ShardedUnit) -> bool:
@@ -258,22 +254,6 @@ class UnitSchedule:
             unit.abandon()
         self._failure = None
         self._order.abandon()
-
-    def _take_over(self) -> None:
-        """Bring home what user code wrote to gathered units: nobody gathers any more, and all wrote the same."""
-        kept = [unit for unit in self.sharded if unit.kept]
-        if not kept:
-            return
-        failure: OffloadError | None = None
-        for unit in kept:
-            try:
-                unit.write_back(self._collectives)
-            except OffloadError as error:
-                failure = failure or error
-        if self._fetcher is not None:
-            self._agreement.control.raise_together(failure, "keep what was written to parameters")
-        self.masters_changed([unit.index for unit in kept])
-        self._wrote()
 
     def _agree_who_stays(self) -> bool:
         """Let units stay from now on that any rank needs so, and that no rank computes with. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from typing import Any, NoReturn
@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import called_functionally, untracked, version_of
+from lightning_zero._torch import called_functionally, untracked
 from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
-from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.pool import Buffer, BufferPool, carve
 from lightning_zero.engine.units.unit import Unit
@@ -56,8 +55,6 @@ class ShardedUnit(Unit):
         self.state = UnitState.SHARDED
         self.storage: Buffer | None = None  # where the full parameters are
         self.pins = 0
-        self.kept = False
-        """Whether it holds on to its storage until the phase ends, because user code wrote there."""
         self.content = 0
         """A number for the values of its weights, alike on all ranks, of which each comes once."""
         self.kin = frozenset((self.index, *plan.ancestors))
@@ -69,15 +66,6 @@ class ShardedUnit(Unit):
         self._what = f"parameters of unit '{self.name}'"
         self._views: list[Bound] = []
         self.filled_at = -1  # version of the weights in storage
-
-    @property
-    def memory(self) -> Sequence[Tensor]:
-        return () if self.storage is None else (self.storage.memory,)
-
-    def held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        if self.resident:
-            self.wait()
-            yield from ((parameter, view) for parameter, view, _ in self._views)
 
     @property
     def resident(self) -> bool:
@@ -165,44 +153,25 @@ class ShardedUnit(Unit):
                     "inside `with lightning_zero.full_parameters(module):` instead."
                 )
 
-    def unbind(self, streams: Streams, writes: ExternalWrites) -> bool:
+    def unbind(self, streams: Streams) -> bool:
         """Take back one ``bind``. After the last one parameters show placeholders, and the buffer keeps the values.
 
-        If user code wrote to them, ``writes`` is told, and the unit holds on to its storage until ``write_back``.
-
-        Returns whether another unit may have the memory. Raises ``ParameterAccessError`` if what was written cannot be
-        taken over.
+        Returns whether another unit may have the memory. Raises ``ParameterAccessError`` if user code wrote there.
         """
         self.pins -= 1
-        if self.pins > self.kept:
+        if self.pins > 0:
             return False
-        written = self._handed or list(map(version_of, self.parameters)) != self._versions
-        if written and not self.held and self.note_written(writes) and not self.kept:
-            self.kept = True
-            self.pins += 1
-        if self.state is UnitState.BOUND:
-            self.state = UnitState.UNSHARDED
+        try:
             if not self.held:
-                hide(self._absent)
-            if streams.beside and self.storage is not None:
-                self.storage.free = streams.mark()
-        return not self.kept
-
-    def write_back(self, collectives: Collectives) -> None:
-        """Take this rank's slice of what was written over, when no rank gathers from the masters any more.
-
-        Raises ``OffloadError`` if a disk failed.
-        """
-        self.kept = False
-        self.pins -= 1
-        if self.storage is None:
-            return
-        buffers, _ = self.storage.keep(self.index, self._bound_in)
-        with untracked():
-            for flat, buffer in zip(self.flats, buffers, strict=True):
-                if flat.layout.compute_dtype == flat.layout.dtype:
-                    flat.master.copy_(collectives.own_range(buffer))
-                    flat.refresh()
+                self.refuse_written()
+        finally:
+            if self.state is UnitState.BOUND:
+                self.state = UnitState.UNSHARDED
+                if not self.held:
+                    hide(self._absent)
+                if streams.beside and self.storage is not None:
+                    self.storage.free = streams.mark()
+        return True
 
     def release(self) -> None:
         """Give the buffer back: only this rank's shard stays. Raises ``RuntimeError`` if somebody computes with it."""
@@ -223,7 +192,7 @@ class ShardedUnit(Unit):
         if self.storage is not None:
             self._pool.drop(self.storage)
         self.storage, self.pending, self._views, self.state = None, [], [], UnitState.SHARDED
-        self.pins, self.outstanding, self.in_backward, self.kept = 0, 0, False, False
+        self.pins, self.outstanding, self.in_backward = 0, 0, False
         self.content += 1  # ranks have come to different places
 
     def view_at(self, place: SavedPlace) -> Tensor:

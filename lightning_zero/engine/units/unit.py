@@ -73,8 +73,6 @@ class Unit:
         ]
         self._positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
         self._versions = [parameter._version for parameter in self.parameters]
-        # Parameters of whose memory an alias is out, through which it may be written to unseen: what was there before.
-        self._handed: dict[int, int] = {}
         self.version = 0
         # Forward calls of the running step whose backward has not started: their gradients are still to come.
         self.outstanding = 0
@@ -95,69 +93,42 @@ class Unit:
             for parameter, view in zip(flat.parameters, views_of(buffer, flat.layout), strict=True)
         ]
 
-    def overwrite(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Make all that was made of a parameter's master, part of which has just been written, the whole ``value``."""
-        with untracked():
-            for flat in self.flats:
-                if any(known is parameter for known in flat.parameters):
-                    flat.refresh()
-            for known, view in self.held_views():
-                if known is parameter:
-                    view.copy_(value)
-        self.void(parameter)
-
     def void(self, parameter: nn.Parameter) -> None:
         """Let a graph that has saved the parameter notice that it was changed."""
         torch.autograd.graph.increment_version(parameter)
         self._versions[self._positions[id(parameter)]] += 1
 
     @property
-    def memory(self) -> Sequence[Tensor]:
-        """What the full values that are in memory now lie in."""
-        return ()
-
-    def held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The full values that are in memory now, even if parameters do not show them."""
-        return iter(())
-
-    @property
     def written(self) -> bool:
-        """Whether user code may have written to parameters since ``note_written``. Only while they show values."""
-        return bool(self._handed) or list(map(version_of, self.parameters)) != self._versions
-
-    def note_handed_out(self, parameter: nn.Parameter) -> None:
-        """Note that an alias of the memory of a parameter that shows its values is out."""
-        self._handed.setdefault(self._positions[id(parameter)], checksum(get_data(parameter)))
+        """Whether user code has written to parameters since ``forget_written``. Only while they show values."""
+        return list(map(version_of, self.parameters)) != self._versions
 
     def note_assigned(self, parameter: nn.Parameter) -> None:
-        """Note that the values of a parameter are about to be replaced while they are shown, unseen by its version."""
+        """Note that a parameter is another tensor now, which its version does not tell."""
         self._versions[self._positions[id(parameter)]] -= 1
 
-    def note_written(self, writes: ExternalWrites | None = None) -> bool:
-        """Tell ``writes`` (``None``: nobody has to know) what was written, and begin anew. Returns whether they were.
+    def forget_written(self) -> None:
+        """Begin anew to look for writes to parameters."""
+        self._versions = [parameter._version for parameter in self.parameters]
 
-        Raises ``ParameterAccessError`` if masters have other values than what was written to.
-        """
-        before, handed = self._versions, self._handed
-        self._versions, self._handed = [parameter._version for parameter in self.parameters], {}
-        found = False
-        if writes is None:
-            return found
-        specs = [(spec, flat.layout) for flat in self.flats for spec in flat.layout.parameters]
-        for position, ((spec, layout), parameter) in enumerate(zip(specs, self.parameters, strict=True)):
-            changed = self._versions[position] != before[position]
-            if not changed and (position not in handed or handed[position] == checksum(get_data(parameter))):
-                continue
-            found = True
-            if layout.compute_dtype != layout.dtype or self.altered:
-                how = self.altered or layout.compute_dtype
-                raise ParameterAccessError(
-                    f"'{spec.name}' was written to while it computes in {how}; its values are kept in "
-                    f"{layout.dtype}, so what was written would be lost or rounded. Write to it inside `with "
-                    "lightning_zero.full_parameters(module):`, on every rank."
-                )
-            writes.note(f"'{spec.name}'", get_data(parameter))
-        return found
+    def _written_names(self) -> list[str]:
+        names = [spec.name for flat in self.flats for spec in flat.layout.parameters]
+        versions = zip(names, self.parameters, self._versions, strict=True)
+        return [name for name, parameter, before in versions if parameter._version != before]
+
+    def refuse_written(self) -> None:
+        """Raise ParameterAccessError if user code wrote to values that are gathered, or rounded, for a while only."""
+        if not self.written:
+            return
+        name = self._written_names()[0]
+        self.forget_written()
+        raise ParameterAccessError(
+            f"'{name}' was written to while its values were gathered for a forward or backward. They are let go "
+            "afterwards, and the masters that the optimizer updates are other memory, so what was written would be "
+            "lost. Write between steps, for example in `on_train_batch_end`: inside `with "
+            "lightning_zero.full_parameters(module):`, through `lightning_zero.local_slices(module, write=True)`, or "
+            "by `lightning_zero.ema_update(teacher, student, momentum)`, on every rank."
+        )
 
     def send_back(self, transfers: Transfers) -> None:
         """Start to bring updated masters from the host to the weights; those on disk went there piece by piece."""
@@ -175,10 +146,10 @@ class Unit:
             self._returning.order()
             self._returning = None
 
-    def forget_written(self) -> None:
+    def forget_step(self) -> None:
         """Forget, after an error, what was written, and what ``send_back`` started, which is over by now."""
         self._returning = None
-        self.note_written()
+        self.forget_written()
 
     def parameters_changed(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that some weights changed, so that a graph of the old ones is refused as plain torch refuses it."""
@@ -222,12 +193,18 @@ class ReplicatedUnit(Unit):
         if not self.always_bound and not self.held:
             self.show_placeholders()
 
-    @property
-    def memory(self) -> Sequence[Tensor]:
-        return self.buffers
-
-    def held_views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Where the full values of each parameter are."""
         yield from ((parameter, view) for parameter, view, _ in self._views)
+
+    def note_written(self, writes: ExternalWrites) -> bool:
+        """Tell ``writes`` what user code wrote, and begin anew. Returns whether it did."""
+        parameters = {one.spec.name: one.user for flat in self.flats for one in flat.shards}
+        names = self._written_names()
+        for name in names:
+            writes.note(f"'{name}'", checksum(get_data(parameters[name])))
+        self.forget_written()
+        return bool(names)
 
     def bring_home(self) -> None:
         """Take values over from tensors that user code made parameters of (``set_``, ``parameter.data = ...``).
@@ -244,7 +221,7 @@ class ReplicatedUnit(Unit):
             if data.numel() and (data.data_ptr() != view.data_ptr() or data.stride() != view.stride()):
                 value = data.clone()  # it may be another view of the same memory
                 if (binding := binding_of(parameter)) is not None:
-                    binding.handed.part()
+                    binding.part()
                 with untracked():
                     view.copy_(value)
                 set_data(parameter, view)
@@ -323,8 +300,8 @@ class PublishedWeights:
         self._open = False
         try:
             for unit in self._scoped:
-                if unit not in self._arriving and not unit.held and unit.written:
-                    unit.note_written(self._writes)
+                if unit not in self._arriving and not unit.held:
+                    unit.refuse_written()
         finally:
             for unit in self._scoped:
                 unit.unbind()

@@ -1,1 +1,0 @@
-"""Gradients: collected in buckets, reduced in one order, and shown to user code and optimizers."""
