@@ -150,8 +150,6 @@ class ParameterAccess(Owner):
                 if alias.shape == parameter.shape:
                     set_data(alias, get_data(parameter))
 
-    # ------------------------------------------------------------ what a binding asks
-
     def bring(self, binding: Binding, together: bool) -> bool:
         """Let a parameter show its values, if this rank can do so alone, or with the others in the same phase."""
         unit = self._units[binding.parameter]
@@ -268,8 +266,6 @@ class ParameterAccess(Owner):
         place: GradientPlace = binding.place
         with untracked():
             place.bucket.replace(place.position, place.bucket.flat.shards[place.position].of(whole))
-
-    # ---------------------------------------------------------- what the engine asks
 
     @property
     def plain_memory(self) -> list[Tensor]:

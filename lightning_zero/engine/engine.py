@@ -75,6 +75,7 @@ class ZeroEngine(Passes):
         self._stepped: Unit | None = None  # whose masters are on their way back from the host
         self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
         self._hooks = EngineHooks(self)
+        self._hooks.keep_apart(module)
         if self._sharded or self._replicated:
             root = self._schedule.root
             scoped = [*self._replicated, *([root] if root is not None else [])]

@@ -50,9 +50,6 @@ def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what:
     return full
 
 
-# ---------------------------------------------------------------------------------------------------------- parameters
-
-
 @contextmanager
 def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """While active, the units of ``parameters`` show their full masters; what rank 0 leaves there is what all keep.
@@ -237,9 +234,6 @@ def _undo(engine: ZeroEngine, shown: Sequence[_Shown]) -> None:
                 engine.collectives.all_gather(part.full, part.what).wait()
 
 
-# -------------------------------------------------------------------------------------------------------------- slices
-
-
 def check_between_steps(engine: ZeroEngine, what: str) -> None:
     """Raise ParameterAccessError in a forward or backward; else have masters be what user code wrote. Local."""
     if engine.computes or engine.updating:
@@ -331,9 +325,6 @@ def average_into(
 
 def _mix(target: Tensor, source: Tensor, momentum: float) -> None:
     target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
-
-
-# ----------------------------------------------------------------------------------------------------------- gradients
 
 
 @contextmanager
@@ -477,8 +468,7 @@ def _name_difference(engine: ZeroEngine, slices: Sequence[Slice], sums: Sequence
     for index, one in enumerate(slices):
         for rank, other in enumerate(every):
             if other[index] != every[0][index]:
-                kinds = ["None" if row[index] is None else "a tensor" for row in (every[0], other)]
-                values = f" ({kinds[0]} and {kinds[1]})" if kinds[0] != kinds[1] else ""
+                values = " (None and a tensor)" if None in (other[index], every[0][index]) else ""
                 raise DivergenceError(
                     f"Ranks 0 and {rank} left different gradients for '{one.spec.name}'{values} in full_gradients, so "
                     "no rank keeps what was written there. Every rank has the same averages there and must do the same "

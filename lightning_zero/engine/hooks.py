@@ -70,6 +70,7 @@ class EngineHooks:
     def __init__(self, engine: Verbs) -> None:
         self._engine = engine
         self._handles: list[Any] = []
+        self._recurrent: list[nn.Module] = []  # layers that ``keep_apart`` has seen
         self._watched: set[str] = set()  # names of modules whose forwards have hooks
 
     def watch_forwards(self, module: nn.Module, units: Sequence[ShardedUnit], scoped: Sequence[Unit]) -> None:
@@ -175,11 +176,26 @@ class EngineHooks:
                 if binding is not None:
                     binding.last_hook = handle.id
 
+    def keep_apart(self, module: nn.Module) -> None:
+        """Have recurrent layers leave their weights where they are.
+
+        On a GPU ``flatten_parameters`` moves them into one block of memory, past everything that sees a parameter be
+        changed, and the engine would go on with the memory before. What stands in its place does nothing, and needs
+        nothing of this package in a copy of the module.
+        """
+        for child in module.modules():
+            if isinstance(child, nn.RNNBase) and not isinstance(child, torch.jit.ScriptModule):
+                vars(child)["flatten_parameters"] = nullcontext().__enter__
+                self._recurrent.append(child)
+
     def remove(self) -> None:
         """Take all hooks off the module again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for child in self._recurrent:
+            vars(child).pop("flatten_parameters", None)
+        self._recurrent.clear()
 
     def _around(self, module: nn.Module, before: Any, after: Any) -> None:
         first, last = (_Attached(hook, module) for hook in (before, after))

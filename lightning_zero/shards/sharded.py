@@ -352,9 +352,6 @@ def _sharded(values: Any) -> Iterator[ShardedTensor]:
             yield from _sharded(value)
 
 
-# --------------------------------------------------------------------------------------------------------- reductions
-
-
 class _Kind(NamedTuple):
     """One way to reduce a tensor: a number of each piece, then one of these, then one of all ranks' numbers."""
 

@@ -396,7 +396,7 @@ def test_an_exception_on_one_rank_ends_the_block_on_all(ranks: tuple[int, ...]) 
     ("change", "expected"),
     [
         (scale, "'model.layers.1.up.weight' in"),
-        (drop, "'model.head.bias' (a tensor and None) in"),
+        (drop, "'model.head.bias' (None and a tensor) in"),
     ],
 )
 def test_different_gradients_are_named(change: Callable[[nn.Module, int], None], expected: str) -> None:

@@ -248,24 +248,6 @@ def amsgrad(parameters: list[nn.Parameter]) -> Optimizer:
     return optim.Adam(two_groups(parameters), lr=0.01, amsgrad=True)
 
 
-def test_state_in_files_that_changes_places(rig_of: RigOf) -> None:
-    """Also of parameters that have no gradient in the next step. Two places cannot share it."""
-    whole, rig = Whole(amsgrad), rig_of(amsgrad, Tier.DISK)
-    for step in range(4):
-        for optimizer in (whole.optimizer, rig.optimizer):
-            if step == 2:
-                for state in optimizer.state.values():
-                    second, most = state["exp_avg_sq"], state["max_exp_avg_sq"]
-                    state["exp_avg_sq"], state["max_exp_avg_sq"] = most, second
-        whole.step(step)
-        rig.step(step)
-    assert whole.unlike(rig) == []
-    state = next(state for state in rig.optimizer.state.values() if state["exp_avg"].numel() > 1)
-    state["exp_avg_sq"] = state["max_exp_avg_sq"].detach()
-    with pytest.raises(OffloadError, match=r"'max_exp_avg_sq' of 'unit0.p\d' are one tensor .* `.clone\(\)`"):
-        rig.step(4)
-
-
 def test_parameters_of_16_bit_are_cut_for_one_thread_only(counting: Counting) -> None:
     """Torch's kernels round otherwise where what a thread gets ends. In a process that forks no others."""
 
@@ -327,19 +309,6 @@ def test_step_hooks_and_schedulers_see_one_step(tier: Tier, rig_of: RigOf) -> No
             scheduler.step()  # warns, which is an error here, of an optimizer that has not stepped
     assert whole.unlike(rig) == []
     assert schedulers[1].get_last_lr() == schedulers[0].get_last_lr()
-
-
-def test_a_state_that_the_user_takes_out_stays_as_it_is(rig_of: RigOf) -> None:
-    rig = rig_of(optim.Adam, Tier.HOST)
-    rig.step(0)
-    parameter = rig.parameters[0]
-    state = rig.optimizer.state[parameter]
-    replaced, popped = state["exp_avg"], state.pop("exp_avg_sq")
-    before = [replaced.own.clone(), popped.own.clone()]
-    state.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.ones_like(parameter))
-    rig.step(1)
-    for kept, own in zip((replaced, popped), before, strict=True):
-        assert torch.equal((kept * 2).own, own * 2)  # raises if it were the optimizer's still
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -538,7 +507,7 @@ def test_state_goes_from_one_tier_to_the_other(tier: Tier, rig_of: RigOf) -> Non
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_state_that_the_user_puts_into_the_optimizer(tier: Tier, rig_of: RigOf) -> None:
-    """With torch's own ``load_state_dict``, and by hand."""
+    """With torch's own ``load_state_dict``, and by clearing it."""
     whole, rig = Whole(adam), rig_of(adam, tier)
     saved: list[dict[str, Any]] = []
     for step in range(4):
@@ -548,9 +517,7 @@ def test_state_that_the_user_puts_into_the_optimizer(tier: Tier, rig_of: RigOf) 
             if step == 2:
                 optimizer.load_state_dict(saved.pop(0))
             if step == 3:
-                for state in optimizer.state.values():
-                    state["exp_avg"].mul_(0.5)
-                    state["exp_avg_sq"] = torch.ones_like(state["exp_avg"])
+                optimizer.state.clear()
         whole.step(step)
         rig.step(step)
     assert whole.unlike(rig) == []

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.cases import WIDTH, Block
-from tests.strategy.runs import Net, assert_same, each_strategy, fit, made
+from tests.helpers.world import run_world
+from tests.strategy.runs import Net, assert_same, each_strategy, fit, made, quiet, raised, zero
 
 
 class BackwardInBackward(Net):
@@ -36,14 +37,17 @@ class BackwardInBackward(Net):
         return self.last(x)
 
 
-def test_a_hook_sees_the_sum_of_backwards_inside_of_one() -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        if isinstance(strategy, DDPStrategy):
-            strategy = DDPStrategy(static_graph=True)
-        module = BackwardInBackward()
-        return {**made(module, fit(strategy, module)), "sums": module.sums}
+def test_a_hook_that_asks_for_the_sum_of_backwards_inside_of_one_is_told() -> None:
+    def run(rank: int) -> list[str]:
+        errors: list[str] = []
+        for stage in (1, 3):
+            with quiet(), raised(errors):
+                fit(zero(stage), BackwardInBackward())
+        return errors
 
-    assert_same(each_strategy(play))
+    for errors in run_world(2, run):
+        assert len(errors) == 2
+        assert all("'shared." in e and "in the middle of an accumulation" in e for e in errors), errors
 
 
 class UsesAWeightAheadOfItsBlock(Net):

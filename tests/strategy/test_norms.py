@@ -269,7 +269,10 @@ def waits_at_a_barrier(model: nn.Module) -> Any:
 NORM = r"rank \d: (linalg_vector_)?norm\(\) of the averaged gradient of 'model\.stem\.weight'"
 ALONE: dict[str, tuple[Act, str]] = {
     "norm": (only(0, lambda m: m.stem.weight.grad.norm()), NORM),  # type: ignore[union-attr]
-    "finite": (only(1, lambda m: m.stem.weight.grad.isfinite().all()), r"rank 1: all\(\) of the averaged gradient of"),  # type: ignore[union-attr]
+    "finite": (
+        only(1, lambda m: m.stem.weight.grad.isfinite().all()),
+        r"rank 1: all\(\) of the .*averaged gradient of",
+    ),  # type: ignore[union-attr]
     "clip": (
         only(1, lambda m: clip_grad_norm_(m.parameters(), 1.0)),
         r"rank 1: _foreach_norm\(\) of .* of \d+ more",
