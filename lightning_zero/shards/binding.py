@@ -171,6 +171,23 @@ def original_kind(parameter: Tensor) -> type[nn.Parameter]:
     return original
 
 
+def _new_parameter(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
+    """``nn.Parameter(parameter)``, for which torch wants a class whose ``detach()`` gives one of its own: of one of ours
+    it makes an ordinary parameter in the same memory, as of every other."""
+    ours: Any = data if isinstance(data, _Shown) else None
+    if ours is not None:
+        binding = binding_of(ours)
+        if binding is not None and is_absent(ours):
+            raise _refused([binding], "nn.Parameter()")
+        data = Tensor.detach(ours)
+    made: nn.Parameter = _make_parameter(cls, data, requires_grad)
+    return made
+
+
+_make_parameter = nn.Parameter.__new__
+nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[assignment,method-assign]
+
+
 class _Shown:
     """Sees ``.data`` and ``.grad``; copies of it are ordinary parameters."""
 

@@ -18,7 +18,7 @@ EARLY = ("configure_optimizers", *BEFORE_TRAINING, "on_train_epoch_start", "on_t
 # ------------------------------------------------------------------------------------------- edits of what was reduced
 
 
-@action(AFTER_BACKWARD, works="123", gradients=True)
+@action(AFTER_BACKWARD, gradients=True)
 def zero_rows_of_gradient(c: Context) -> Any:
     """No update for some rows, as for tokens that are not trained."""
     if c.p.grad is None:
@@ -29,7 +29,7 @@ def zero_rows_of_gradient(c: Context) -> Any:
         c.p.grad.zero_()
 
 
-@action(AFTER_BACKWARD, works="123", gradients=True)
+@action(AFTER_BACKWARD, gradients=True)
 def mask_gradient(c: Context) -> Any:
     """A mask of the gradient's shape."""
     if c.p.grad is not None:
@@ -44,7 +44,7 @@ def scale_all_gradients(c: Context) -> Any:
             p.grad.mul_(0.5)
 
 
-@action(AFTER_BACKWARD, works="123", gradients=True)
+@action(AFTER_BACKWARD, gradients=True)
 def divide_gradient_out_of_place(c: Context) -> Any:
     """``p.grad = p.grad / 2``."""
     if c.p.grad is not None:
@@ -77,7 +77,7 @@ def no_gradients_by_prefix(c: Context) -> Any:
         p.grad = None
 
 
-@action(AFTER_BACKWARD, works="123", gradients=True)
+@action(AFTER_BACKWARD, gradients=True)
 def assign_gradient(c: Context) -> Any:
     """A gradient of one's own."""
     c.p.grad = c.like(c.p)
@@ -98,7 +98,7 @@ def clean_gradients(c: Context) -> Any:
             p.grad.nan_to_num_(0.0)
 
 
-@action(AFTER_BACKWARD, works="123", gradients=True)
+@action(AFTER_BACKWARD, gradients=True)
 def add_noise_to_gradient(c: Context) -> Any:
     """Gradient noise, the same on every rank."""
     if c.p.grad is not None:
@@ -112,7 +112,7 @@ def add_own_noise_to_gradient(c: Context) -> Any:
         c.p.grad.add_(c.like(c.p, per_rank=True))
 
 
-@action(AFTER_BACKWARD, works="123", gradients=True)
+@action(AFTER_BACKWARD, gradients=True)
 def weight_decay_by_hand(c: Context) -> Any:
     """Decay added to the gradient."""
     if c.p.grad is not None:
@@ -126,7 +126,7 @@ def normalise_gradient(c: Context) -> Any:
         c.p.grad.div_(c.p.grad.norm() + 1e-3)
 
 
-@action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
+@action(AFTER_BACKWARD, bound=1e-5, gradients=True, rounds=True)
 def centralise_gradient(c: Context) -> Any:
     """Its mean removed."""
     if c.p.grad is not None:
@@ -191,7 +191,7 @@ def zero_grad_to_zero(c: Context) -> Any:
     c.optimizer.zero_grad(set_to_none=False)
 
 
-@action(("on_train_batch_end", "on_before_zero_grad", "on_train_batch_start"), works="123")
+@action(("on_train_batch_end", "on_before_zero_grad", "on_train_batch_start"))
 def gradient_before_the_step(c: Context) -> Any:
     """A gradient assigned where none should be, which backward then adds to, or which is cleared."""
     c.p.grad = c.like(c.p)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.fuzz.play import Error, Record, Sliced
+from tests.fuzz.play import Error, Record, Sharded
 from tests.fuzz.programs import Program
 from tests.fuzz.vocabulary import load_vocabulary
 
@@ -121,8 +121,10 @@ def _differences(program: Program, stage: int, expected: Sequence[Record], found
 
 
 def _compare(left: Any, right: Any, bound: float, at: str) -> list[str]:
-    if isinstance(left, Tensor) and isinstance(right, Sliced):
-        left, right = left.flatten()[right.start : right.start + right.own.numel()], right.own
+    if isinstance(left, Tensor) and isinstance(right, Sharded):
+        left, bound = Sharded(tuple(left.shape), left.norm().item()), max(bound, 1e-5)
+    if isinstance(left, Sharded) and isinstance(right, Sharded):
+        left, right = [*left.shape, left.norm], [*right.shape, right.norm]
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return _compare_tensors(left, right, bound, at)
     if isinstance(left, dict) and isinstance(right, dict):

@@ -332,17 +332,17 @@ def _names(text: str, module: Fuzzed | None) -> bool:
     return any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text) for name in known)
 
 
-class Sliced(NamedTuple):
-    """What a rank has of a gradient: elements of the flattened whole from ``start`` on."""
+class Sharded(NamedTuple):
+    """What is known of a sharded gradient: its shape, and its norm over all ranks."""
 
-    start: int
-    own: Tensor
+    shape: tuple[int, ...]
+    norm: float
 
 
 def copied(value: Any) -> Any:
-    """A value of its own, which does not change any more. Of a gradient in slices that is this rank's."""
+    """A value of its own, which does not change any more."""
     if isinstance(value, ShardedTensor):
-        return Sliced(value.start, value.own.clone())
+        return Sharded(tuple(value.shape), value.norm().item())
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

@@ -145,7 +145,7 @@ def load_in_full_parameters(c: Context) -> None:
 # --------------------------------------------------------------------------------------------------- by assignment
 
 
-@action(WRITES, works="123")
+@action(WRITES, works="12")
 def assign_data(c: Context) -> None:
     """``p.data = tensor``."""
     c.p.data = c.like(c.p)
@@ -169,7 +169,7 @@ def assign_own_data(c: Context) -> None:
     c.p.data = c.like(c.p, per_rank=True)
 
 
-@action(WRITES, works="123")
+@action(WRITES, works="12")
 def vector_to_parameters(c: Context) -> None:
     """All weights from one vector."""
     parameters = list(c.model.parameters())

@@ -68,8 +68,6 @@ OF_OPTIMIZERS = [
     "scale_gradients_of_groups",
     "clear_state",
     "keys_of_state",
-    "scale_all_states",
-    "zero_state_of_weight",
     "forget_state_of_weight",
 ]
 
