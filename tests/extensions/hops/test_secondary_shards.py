@@ -9,16 +9,24 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_zero import Compression, HostOffload, ZeroPrecision, ZeroStrategy, estimate_memory, full_parameters
+from lightning_zero import (
+    Compression,
+    HostOffload,
+    ZeroPrecision,
+    ZeroStrategy,
+    estimate_memory,
+    full_parameters,
+    local_slices,
+)
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
 from lightning_zero.extensions.monitors import memory_stats
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
-from tests.strategy.test_shard_within import WIDTH, Net, same, whole
+from tests.strategy.test_shard_within import Net, same, whole
 
 pytestmark = pytest.mark.usefixtures("one_host")
 
@@ -81,16 +89,7 @@ def test_numbers_are_those_without(options: dict[str, Any]) -> None:
 
 
 class Writes(Net):
-    """Changes weights wherever users do: between steps in slices and in whole, in a forward hook, for a validation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].register_forward_pre_hook(self._shrink)
-
-    def _shrink(self, block: nn.Module, args: Any) -> None:
-        if self.training:
-            with torch.no_grad():
-                block[0].weight.mul_(0.75)
+    """Changes weights wherever users do: between steps in slices and in whole, for a validation."""
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         if batch_idx == 2:
@@ -98,16 +97,17 @@ class Writes(Net):
                 self.blocks[0][1].weight.mul_(0.5)
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        with torch.no_grad():
-            for parameter in self.blocks[1].parameters():
-                parameter.clamp_(-0.05, 0.05)
-        self.head.weight.data.mul_(1.25)
+        for part in local_slices(self.blocks[1], write=True):
+            part.value.clamp_(-0.05, 0.05)
+        for part in local_slices(self.head, write=True):
+            part.value.mul_(1.25)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.norms.append(float(self.training_step(batch, batch_idx)))
 
     def on_validation_end(self) -> None:
-        self.blocks[2][1].bias.data = torch.full((WIDTH,), float(len(self.norms)))
+        with full_parameters(self):
+            self.blocks[2][1].bias.data.fill_(float(len(self.norms)))
 
 
 def test_what_users_write_is_gathered_anew() -> None:
@@ -202,8 +202,10 @@ class Uneven(Net):
     """Rank 1 alone writes to its slice."""
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx == 1 and self.global_rank == 1:
-            self.blocks[0][0].weight.data.mul_(2.0)
+        if batch_idx == 1:
+            for part in local_slices(self.blocks[0][0], write=True):
+                if self.global_rank == 1:
+                    part.value.mul_(2.0)
 
 
 def test_a_write_of_one_rank_is_an_error_on_all() -> None:
