@@ -161,7 +161,8 @@ def asks_for_default_device(frame: FrameType) -> FrameType | None:
 
 def is_being_compiled() -> bool:
     """Whether ``torch.compile`` or ``torch.export`` looks at code of this thread now."""
-    return torch._guards.TracingContext.try_get() is not None
+    exporting = getattr(sys.modules.get("torch.export._trace"), "_EXPORT_FLAGS", None) is not None
+    return exporting or torch._guards.TracingContext.try_get() is not None
 
 
 def device_of_mode(mode: Any) -> torch.device | None:
