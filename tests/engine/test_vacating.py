@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroStrategy
 from lightning_zero.comm.choice import SWITCH
 from lightning_zero.engine import pool
+from lightning_zero.errors import ParameterAccessError
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
@@ -59,28 +60,44 @@ def test_no_buffer_is_left_between_steps(stage: int, shared: bool) -> None:
 
 
 class KeepsGradients(Net):
-    """Looks in the next step at what a hook has seen of a gradient that came in two parts."""
+    """Looks in the next step at what a hook has seen of a gradient: of its first part where it comes in two."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int) -> None:
         super().__init__()
+        self.parts, self.refused = parts, 0
         self.kept: list[tuple[Tensor, Tensor]] = []
-        weight = self.layers[1][0].weight  # type: ignore[index]
-        weight.register_post_accumulate_grad_hook(lambda p: self.kept.append((p.grad, p.grad.clone())))
+        self.layers[1][0].weight.register_post_accumulate_grad_hook(self.keep)  # type: ignore[index]
+
+    def keep(self, weight: Tensor) -> None:
+        if len(self.kept) == 0:
+            assert weight.grad is not None
+            self.kept.append((weight.grad, weight.grad.clone()))
+        else:  # what came before is elsewhere
+            with pytest.raises(ParameterAccessError, match="in the middle of an accumulation"):
+                _ = weight.grad
+            self.refused += 1
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen += [torch.equal(gradient, then) and bool(then.abs().sum() > 0) for gradient, then in self.kept[1::2]]
+        self.seen += [torch.equal(gradient, then) and bool(then.abs().sum() > 0) for gradient, then in self.kept]
         self.kept.clear()
-        return super().training_step(batch, batch_idx)
+        if self.parts == 2:
+            return super().training_step(batch, batch_idx)
+        x = torch.full((2, WIDTH), 0.1 * (1 + batch_idx))
+        for layer in (*self.layers, self.layers[1]):
+            x = x + layer(x)
+        return x.square().mean()
 
 
 @WIRES
-def test_a_gradient_that_is_kept_keeps_its_memory(shared: bool) -> None:
-    def run(rank: int) -> list[bool]:
-        net = KeepsGradients()
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_gradient_that_is_kept_keeps_its_memory(shared: bool, parts: int) -> None:
+    def run(rank: int) -> tuple[list[bool], int]:
+        net = KeepsGradients(parts)
         fit(net, 2)
-        return net.seen
+        return net.seen, net.refused
 
-    assert run_world(2, run, environment={} if shared else {SWITCH: "0"}) == [[True] * 3] * 2
+    expected = [True] * 3, 4 * (parts - 1)
+    assert run_world(2, run, environment={} if shared else {SWITCH: "0"}) == [expected] * 2
 
 
 class KeepsWeights(Net):
