@@ -199,9 +199,10 @@ class ParameterAccess(Owner):
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
-        self._check_not_stepping(binding)
+        if self.stepping is not None:
+            self._check_not_stepping(binding)
         parameter = binding.parameter
-        if parameter in self.whole:
+        if self.whole and parameter in self.whole:
             return self.whole[parameter]
         place: GradientPlace | None = binding.place
         if place is None:
@@ -218,8 +219,10 @@ class ParameterAccess(Owner):
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``: ``None``, or what stands there already, as after ``p.grad *= x``. Not a tensor of the
         user's, unless the gradient is whole here."""
+        if self.stepping is not None:
+            self._check_not_stepping(binding)
         parameter = binding.parameter
-        if parameter in self.whole:
+        if self.whole and parameter in self.whole:
             self.whole[parameter] = value
             return
         place: GradientPlace | None = binding.place

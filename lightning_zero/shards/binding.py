@@ -19,14 +19,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.context import get_spawning_popen
+from threading import get_ident
 from typing import Any
 from weakref import WeakSet, ref
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_zero._torch import is_being_compiled, make_subclass, no_subclasses, storage_key, untracked
+from lightning_zero._torch import (
+    is_being_compiled,
+    make_subclass,
+    no_subclasses,
+    opaque_to_dynamo,
+    storage_key,
+    untracked,
+)
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.sharded import QUESTIONS, REDUCTIONS, ShardedTensor, Source, words
 from lightning_zero.shards.slice import Placeholders
@@ -172,8 +181,10 @@ def original_kind(parameter: Tensor) -> type[nn.Parameter]:
 
 
 def _new_parameter(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
-    """``nn.Parameter(parameter)``, for which torch wants a class whose ``detach()`` gives one of its own: of one of ours
-    it makes an ordinary parameter in the same memory, as of every other."""
+    """``nn.Parameter(parameter)``, for which torch wants a class whose ``detach()`` gives one of its own.
+
+    Of one of ours it makes an ordinary parameter in the same memory, as of every other.
+    """
     ours: Any = data if isinstance(data, _Shown) else None
     if ours is not None:
         binding = binding_of(ours)
@@ -186,6 +197,25 @@ def _new_parameter(cls: type[nn.Parameter], data: Any = None, requires_grad: boo
 
 _make_parameter = nn.Parameter.__new__
 nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[assignment,method-assign]
+
+
+def _quick(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """A ``zero_grad`` in which parameters of ours clear a gradient where they are asked for it."""
+
+    def quick(self: Any, set_to_none: bool = True) -> None:
+        global _clearing
+        before, _clearing = _clearing, get_ident() if set_to_none else 0
+        try:
+            zero_grad(self, set_to_none)
+        finally:
+            _clearing = before
+
+    return opaque_to_dynamo(quick, zero_grad)
+
+
+_clearing = 0  # the thread that is in a `zero_grad` which sets gradients to None
+Optimizer.zero_grad = _quick(Optimizer.zero_grad)  # type: ignore[method-assign]
+nn.Module.zero_grad = _quick(nn.Module.zero_grad)  # type: ignore[method-assign]
 
 
 class _Shown:
@@ -221,9 +251,13 @@ class _Shown:
 
     @property
     def grad(self: Any) -> Tensor | None:
-        weak, local = _BINDINGS.get(id(self)), get_gradient(self)
+        weak = _BINDINGS.get(id(self))
         binding = None if weak is None else weak()  # ``binding_of``, without a call: every `zero_grad` is here
         owner = None if binding is None or binding.parameter is not self else binding.owner()
+        if _clearing and binding is not None and owner is not None and _clearing == get_ident():
+            owner.write_gradient(binding, None)  # it only asks whether there is one: none is made to be shown
+            return None
+        local = get_gradient(self)
         # A gradient is no part of what is compiled, but of what is described to make a fake tensor of a parameter.
         return local if binding is None or owner is None or is_being_compiled() else owner.read_gradient(binding, local)
 
