@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_zero import (
     ZeroStrategy,
     full_parameters,
     grad_norm,
+    local_slices,
 )
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
@@ -423,7 +423,7 @@ def test_ranks_that_want_something_else_are_told(other: Compression | None) -> N
 
 
 class Writes(Net):
-    """Clamps a weight where it computes, before or after its forward, or only in validation."""
+    """Clamps a weight where it computes, in training or in validation, or between steps."""
 
     when = ""
 
@@ -441,31 +441,41 @@ class Writes(Net):
         super().validation_step(batch, batch_idx)
         self._clamp("validation")
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.when == "between":
+            for part in local_slices(self.layers[1].one, write=True):
+                part.value.clamp_(-0.05, 0.05)
 
+
+@pytest.mark.parametrize("per_host", ["1", "2"])
 @pytest.mark.parametrize("when", ["training", "validation"])
 @pytest.mark.parametrize("units", [["Block"], None])
-def test_what_is_written_to_rounded_weights_is_refused(when: str, units: list[str] | None) -> None:
-    """It would round all weights of the unit, at every step again. Where nothing is rounded it is taken over."""
+def test_what_is_written_to_gathered_weights_is_refused(units: list[str] | None, when: str, per_host: str) -> None:
+    """Also where nothing is rounded: they are let go after the forward."""
 
     def run(rank: int) -> None:
-        for compression in (GRADIENTS, BOTH):
+        for compression in (None, GRADIENTS, BOTH):
             net = Writes()
             net.when = when
-            refusal = pytest.raises(ParameterAccessError, match=r"bias' was written to .* rounded weights")
-            with refusal if compression is BOTH else nullcontext():
+            message = (
+                r"^'layers\.1\.one\.bias' was written to while its values were gathered.*full_parameters.*local_slices"
+            )
+            with pytest.raises(ParameterAccessError, match=message):
                 fit(3, compression, net=net, units=units)
 
-    run_world(2, run, environment={RANKS_PER_HOST: "1"})
+    run_world(2, run, environment={RANKS_PER_HOST: per_host})
 
 
-def test_what_is_written_on_one_host_counts() -> None:
-    """Nothing is rounded there."""
+def test_what_is_written_between_steps_counts() -> None:
+    """As without compression, on one host, where nothing is rounded."""
 
     def run(rank: int) -> None:
-        nets = [Writes(), Writes()]
-        for net, compression in zip(nets, (None, BOTH), strict=True):
-            net.when = "training"
+        nets = [Writes(), Writes(), Writes()]
+        for net, compression, when in zip(nets, (None, BOTH, None), ("between", "between", ""), strict=True):
+            net.when = when
             fit(3, compression, net=net)
-        assert all(map(torch.equal, *map(state, nets)))
+        exact, compressed, untouched = map(state, nets)
+        assert all(map(torch.equal, exact, compressed))
+        assert not all(map(torch.equal, exact, untouched))
 
     run_world(2, run)
