@@ -552,7 +552,7 @@ class GradientBucket:
         Parameters that no rank has ``used`` keep what ``.grad`` they had, so that the optimizer skips them.
         """
         self.settle()
-        parts = self._parts or cut(self._memory(), self.flat.slices)
+        parts = self._parts or cut(self._memory() if self._shard is None else self._shard, self.flat.slices)
         self._parts = parts if self._lasts else ()
         for position, (parameter, view, had) in enumerate(zip(self._shard_parameters, parts, used, strict=True)):
             if not had or parameter is None:

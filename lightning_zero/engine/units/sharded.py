@@ -162,7 +162,7 @@ class ShardedUnit(Unit):
         if self.pins > 0:
             return False
         try:
-            if not self.held:
+            if not self.held and self.written:
                 self.refuse_written()
         finally:
             if self.state is UnitState.BOUND:

@@ -117,9 +117,7 @@ class Unit:
         return [name for name, parameter, before in versions if parameter._version != before]
 
     def refuse_written(self) -> None:
-        """Raise ParameterAccessError if user code wrote to values that are gathered, or rounded, for a while only."""
-        if not self.written:
-            return
+        """Raise ParameterAccessError: user code wrote to values that are gathered, or rounded, for a while only."""
         name = self._written_names()[0]
         self.forget_written()
         raise ParameterAccessError(
@@ -300,7 +298,7 @@ class PublishedWeights:
         self._open = False
         try:
             for unit in self._scoped:
-                if unit not in self._arriving and not unit.held:
+                if unit not in self._arriving and not unit.held and unit.written:
                     unit.refuse_written()
         finally:
             for unit in self._scoped:
