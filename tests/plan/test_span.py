@@ -17,7 +17,9 @@ from torch import nn
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import HostOffload, Placement
 from lightning_zero.engine.build import UnitBuilder
+from lightning_zero.engine.pool import BufferPool
 from lightning_zero.extensions.planner.estimate import estimate_memory
+from lightning_zero.meta import MetaValues
 from lightning_zero.offload import MemoryTiers
 from lightning_zero.plan import deal_out
 from lightning_zero.plan.costs import CollectiveTraffic, OptimizerCost, ZeroPlan, build_plan
@@ -139,9 +141,10 @@ def test_a_span_divides_the_world(span: Any, error: str) -> None:
 
 def test_the_engine_refuses_what_it_cannot_run_yet() -> None:
     plan = spanned(3, 1, world_size=2)
-    tiers = MemoryTiers(torch.device("cpu"))
+    wire, tiers, module = LocalCollectives(), MemoryTiers(torch.device("cpu")), layers()
+    pool, values = BufferPool(wire, tiers.device, plan), MetaValues(module, ())
     with pytest.raises(ValueError, match=r"shard groups of 1 of 2 ranks \(Placement\.span\)"):
-        UnitBuilder(layers(), plan, LocalCollectives(), ControlGroup(None), tiers, Placeholders(), None)
+        UnitBuilder(module, plan, pool, wire, ControlGroup(None), tiers, Placeholders(), values)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
