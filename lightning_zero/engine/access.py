@@ -238,14 +238,9 @@ class ParameterAccess(Owner):
                 place.shard.grad = None
             return
         whole = place.whole
-        if isinstance(value, ShardedTensor) and value.own is place.shard.grad and whole is None:
+        if value is whole or (isinstance(value, ShardedTensor) and value.own is place.shard.grad and whole is None):
             return
-        self._assign_gradient(binding, value, whole)
-
-    def _assign_gradient(self, binding: Binding, value: Tensor, whole: Tensor | None) -> None:
-        parameter, what = binding.parameter, f"the gradient of '{binding.name}'"
-        if value is whole:
-            return
+        what = f"the gradient of '{binding.name}'"
         if value.shape != parameter.shape or value.dtype != parameter.dtype:
             raise ParameterAccessError(
                 f"A tensor of shape {list(value.shape)} and {value.dtype} was assigned to {what}, which has shape "

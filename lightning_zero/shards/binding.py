@@ -247,7 +247,9 @@ class _Shown:
         elif owner is None or binding.held:
             binding.show(value)
         elif value is not self and not _same_memory(value, get_data(self)):  # ``module.to(...)`` that changes nothing
-            owner.assign(binding, value)
+            now = owner.readable(binding) if isinstance(value, ShardedTensor) and is_absent(self) else None
+            if getattr(now, "own", None) is not getattr(value, "own", value):
+                owner.assign(binding, value)
 
     @property
     def grad(self: Any) -> Tensor | None:
@@ -466,6 +468,8 @@ def _refused(bindings: Sequence[Binding], use: str) -> ParameterAccessError:
 
 
 def _same_memory(value: Tensor, data: Tensor) -> bool:
+    if isinstance(value, ShardedTensor):
+        return False
     alike = value.shape == data.shape and value.dtype == data.dtype and storage_key(value) == storage_key(data)
     return alike and (value.storage_offset(), value.stride()) == (data.storage_offset(), data.stride())
 

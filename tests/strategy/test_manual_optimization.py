@@ -102,9 +102,6 @@ class OneFake(Gan):
         real_loss = self.adversarial(self.discriminator(images), real=True)
         d_loss = real_loss + self.adversarial(self.discriminator(fake.detach()), real=False)
         self.advance(optimizer_d, d_loss)
-        with torch.no_grad():
-            for parameter in self.discriminator.parameters():
-                parameter.clamp_(-0.5, 0.5)
         g_loss = self.adversarial(self.discriminator(fake), real=True)
         self.advance(optimizer_g, g_loss)
         self.losses += [g_loss.detach().clone(), d_loss.detach().clone()]
