@@ -213,7 +213,7 @@ def _swapped(m: Parts) -> None:
 REFUSED: dict[str, tuple[Change, str, tuple[int, ...]]] = {
     # DDP trains the first two on each rank's own gradients, in silence, and refuses the last.
     "a new layer in the optimizer": (_trained_layer, "param group 1, holds a parameter", (1, 2, 3)),
-    "weight_norm in the optimizer": (_normed, "Creating a Parameter from an instance of type Parameter", (1, 2, 3)),
+    "weight_norm in the optimizer": (_normed, "param group 1, holds a parameter", (1, 2, 3)),
     "a new parameter": (_replaced, "'model.0.up.weight' of unit 'model.0' was replaced by another object", (3,)),
     "a tie": (_tied, "'model.1.up.weight' of unit 'model.1' was replaced by another object", (3,)),
     "swap_tensors": (_swapped, "Cannot swap t1 because it has weakref associated with it", (1, 2, 3)),
