@@ -36,7 +36,8 @@ _OF_GRADIENTS = (
 _OF_VALUES = (
     "Norms, sums and finite checks work as they are. For anything else write `with "
     "lightning_zero.full_parameters(module):` around it, on every rank; for a momentum teacher, "
-    f"`lightning_zero.ema_update(teacher, student, momentum)`. {_SLICES}"
+    f"`lightning_zero.ema_update(teacher, student, momentum)`. {_SLICES} Another strategy cannot run what is sharded: "
+    "give it a `copy.deepcopy(module)` that was made inside."
 )
 
 
