@@ -67,7 +67,6 @@ class GPT(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -75,6 +74,11 @@ class GPT(pl.LightningModule):
             self.head.weight = self.embedding.weight
         self.make_optimizer = make_optimizer
         self.losses: list[Tensor] = []
+        self._init_weights(self.embedding)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss: each token is predicted from those before it."""

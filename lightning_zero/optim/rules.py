@@ -17,8 +17,8 @@ import random
 import sys
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from numbers import Real
 from textwrap import shorten
 from typing import Any
@@ -98,7 +98,7 @@ _REASON = (
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether an optimizer needs a closure: ``step`` has an argument ``closure`` without a default, or a copy on small
-    tensors raises without one and steps with one. What is not seen here ends in ``naming_closures``."""
+    tensors raises without one and calls one that it gets. What is not seen here ends in ``naming_closures``."""
     step: Any = inspect.unwrap(type(optimizer).step)  # without what torch has wrapped around it
     try:
         parameters = list(inspect.signature(step).parameters.values())[1:]
@@ -110,16 +110,19 @@ def needs_closure(optimizer: Optimizer) -> bool:
     if not named or str(step.__module__).startswith("torch.optim"):
         return False
 
-    def steps(**arguments: Any) -> bool:
-        try:
-            _stepped(optimizer, None, 1.0, None, arguments)
-        except Exception:
-            return False
-        return True
+    calls: list[None] = []
+
+    def closure() -> Tensor:
+        calls.append(None)
+        return torch.ones((), requires_grad=True)
 
     with _own_random_numbers(), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return not steps() and steps(**{named[0].name: lambda: torch.ones((), requires_grad=True)})
+        for arguments in ({}, {named[0].name: closure}):
+            with suppress(Exception):
+                _stepped(optimizer, None, 1.0, None, **arguments)
+                return bool(calls)
+    return False
 
 
 @contextmanager
@@ -230,12 +233,9 @@ def _own_random_numbers() -> Iterator[None]:
 
 
 _Stepped = tuple[list[list[Tensor]], int]
-_NONE: Mapping[str, Any] = {}
 
 
-def _stepped(
-    optimizer: Optimizer, rate: float | None, scale: float, rank: int | None, arguments: Mapping[str, Any] = _NONE
-) -> _Stepped:
+def _stepped(optimizer: Optimizer, rate: float | None, scale: float, rank: int | None, **arguments: Any) -> _Stepped:
     """Each stand-in and its state after some steps of a copy, and a number for the options of its param groups.
 
     ``arguments`` are those of the step. ``rank``: which of two it is, ``None``: the only one. ``scale``: that is not
