@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_zero._torch import no_subclasses, storage_key, untracked
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.reducer import GradientBucket
-from lightning_zero.engine.units.sharded import ShardedUnit
-from lightning_zero.engine.units.unit import ReplicatedUnit
+from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.unit import ReplicatedUnit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import WORKER, Binding, Owner, get_data, is_absent, set_data, set_gradient
 from lightning_zero.shards.sharded import ShardedTensor, Source

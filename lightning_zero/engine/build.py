@@ -17,8 +17,8 @@ from lightning_zero.comm.collectives import Pending
 from lightning_zero.engine.events import Spans
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.reducer import GradientBucket, GradientReducer
-from lightning_zero.engine.units.sharded import ShardedUnit
-from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
+from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.meta import MetaValues
 from lightning_zero.offload.transfers import MemoryTiers

@@ -22,7 +22,7 @@ from lightning_zero.engine.events import Phase
 from lightning_zero.engine.hooks import EngineHooks, keep_formats
 from lightning_zero.engine.passes import Passes, torn
 from lightning_zero.engine.reducer import tied_layers
-from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
+from lightning_zero.engine.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import OffloadError
 from lightning_zero.shards.binding import binding_of
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import current_graph_task, untracked
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.hooks import unhooked
-from lightning_zero.engine.units.unit import ReplicatedUnit, Unit
+from lightning_zero.engine.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import DivergenceError, OffloadError, ParameterAccessError
 from lightning_zero.offload.host import OffloadedTensor, in_memory
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data

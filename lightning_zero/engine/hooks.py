@@ -32,8 +32,8 @@ from lightning_zero._torch import (
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.reducer import GradientBucket, TiedLayer
 from lightning_zero.engine.scripts import ScriptMethod, wrap_methods
-from lightning_zero.engine.units.sharded import ShardedUnit
-from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
+from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
 from lightning_zero.shards.binding import (
     binding_of,

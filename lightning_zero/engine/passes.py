@@ -33,13 +33,13 @@ from lightning_zero.engine.access import ParameterAccess
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.events import Phase, Span, Spans
+from lightning_zero.engine.guard import check_weights, explain_failure, refuse_graph_of_gradients
 from lightning_zero.engine.hooks import ForwardCall, hook_outputs, tied
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.reducer import GradientBucket, GradientReducer, TiedLayer, report_width
-from lightning_zero.engine.units.guard import check_weights, explain_failure, refuse_graph_of_gradients
-from lightning_zero.engine.units.schedule import UnitSchedule
-from lightning_zero.engine.units.sharded import ShardedUnit
-from lightning_zero.engine.units.unit import PublishedWeights, ReplicatedUnit, Unit
+from lightning_zero.engine.schedule import UnitSchedule
+from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import DivergenceError, ParameterAccessError
 from lightning_zero.meta import MetaValues
 from lightning_zero.offload.transfers import MemoryTiers

@@ -4,7 +4,7 @@
 User code may keep a tensor that lies in a buffer: a view of a weight, its ``detach()``, the ``.grad`` that a hook has
 seen. The system counts the tensors of each storage, and how many of them are the engine's own is known. So a buffer
 in which there is any other tensor is never used again: whoever has it keeps the values of that moment, and nobody ever
-reads another unit's weights. What autograd saves of weights is a note, not a tensor (``engine.units.guard``), so that a
+reads another unit's weights. What autograd saves of weights is a note, not a tensor (``engine.guard``), so that a
 graph holds no buffer.
 
 [Note: places]

@@ -68,7 +68,7 @@ from lightning_zero._torch import (
 from lightning_zero.comm import PATIENCE_SECONDS, Collectives, ControlGroup, Pending
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.pool import Buffer, BufferPool, FlatBuffer, carve
-from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.unit import Unit
 from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.plan import sums_in_place
 from lightning_zero.shards.binding import set_data

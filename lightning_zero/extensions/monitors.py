@@ -32,7 +32,7 @@ from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
-from lightning_zero.engine.units.unit import ReplicatedUnit
+from lightning_zero.engine.unit import ReplicatedUnit
 from lightning_zero.offload import OffloadedTensor
 from lightning_zero.plan import Plan
 from lightning_zero.plan.costs import CollectiveTraffic, OptimizerCost, StageMemory, expected_traffic, stage_memory

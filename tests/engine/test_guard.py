@@ -15,9 +15,9 @@ from lightning_zero import HostOffload
 from lightning_zero._torch import top_saved_tensor_hooks
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
+from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.pool import BufferPool
-from lightning_zero.engine.units.guard import SavedTensorGuard
-from lightning_zero.engine.units.sharded import ShardedUnit
+from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.offload import MemoryTiers
 from lightning_zero.plan.costs import build_plan
 from lightning_zero.shards.slice import Placeholders

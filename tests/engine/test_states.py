@@ -13,7 +13,7 @@ from lightning_zero import HostOffload, build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.pool import BufferPool
-from lightning_zero.engine.units.sharded import ShardedUnit, UnitState
+from lightning_zero.engine.sharded import ShardedUnit, UnitState
 from lightning_zero.offload import MemoryTiers
 from lightning_zero.shards.slice import Placeholders
 

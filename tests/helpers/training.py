@@ -252,7 +252,7 @@ def train_zero(case: Case, recipe: Recipe, *, stage: int, prefetch: int = 1, **s
 @contextlib.contextmanager
 def order_changes() -> Iterator[list[str]]:
     """What the log says of units that ran in another order than before."""
-    log, found = logging.getLogger("lightning_zero.engine.units.schedule"), list[str]()
+    log, found = logging.getLogger("lightning_zero.engine.schedule"), list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     level = log.level

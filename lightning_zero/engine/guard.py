@@ -35,7 +35,7 @@ from lightning_zero._torch import (
     version_probe,
 )
 from lightning_zero.engine.pool import BufferPool
-from lightning_zero.engine.units.sharded import SavedPlace, ShardedUnit
+from lightning_zero.engine.sharded import SavedPlace, ShardedUnit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import original_kind, shown_kind
 

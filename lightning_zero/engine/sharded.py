@@ -15,7 +15,7 @@ from lightning_zero.comm import Collectives, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.pool import Buffer, BufferPool, carve
-from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError, ParameterAccessError
 from lightning_zero.offload.transfers import Fetcher
 from lightning_zero.plan import UnitPlan, pack

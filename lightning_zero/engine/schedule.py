@@ -30,11 +30,11 @@ from lightning_zero.comm import Collectives, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import Agreement, ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
+from lightning_zero.engine.guard import SavedTensorGuard
+from lightning_zero.engine.order import OrderChange, UnitOrder
 from lightning_zero.engine.pool import BufferPool
-from lightning_zero.engine.units.guard import SavedTensorGuard
-from lightning_zero.engine.units.order import OrderChange, UnitOrder
-from lightning_zero.engine.units.sharded import ShardedUnit
-from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.sharded import ShardedUnit
+from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import OffloadError, some
 from lightning_zero.offload.transfers import Fetcher
 from lightning_zero.plan import Plan

@@ -1,1 +1,0 @@
-"""Units at run time: what of their parameters is in memory, which are whole when, and who may read them."""
