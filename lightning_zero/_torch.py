@@ -7,7 +7,7 @@ import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from operator import methodcaller
 from types import FrameType
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import fake_tensor
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -30,9 +30,6 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
-
-# What runs where code enters `with torch.device(...)`.
-DEVICE_CONTEXT_BEGINS = DeviceContext.__init__.__code__
 
 # Contexts in which no function mode and no subclass, or just no subclass, sees what is done to tensors.
 no_functions = torch._C.DisableTorchFunction
@@ -152,22 +149,10 @@ def will_accumulate(node: Any) -> bool:
         return False
 
 
-def asks_for_default_device(frame: FrameType) -> FrameType | None:
-    """Who called ``torch.get_default_device``, if ``frame`` is where that makes a tensor to look at."""
-    if frame.f_code.co_name != "_get_device_with_index" or frame.f_back is None:
-        return None
-    return frame.f_back.f_back if frame.f_back.f_code is torch.get_default_device.__code__ else None
-
-
 def is_being_compiled() -> bool:
     """Whether ``torch.compile`` or ``torch.export`` looks at code of this thread now."""
     exporting = getattr(sys.modules.get("torch.export._trace"), "_EXPORT_FLAGS", None) is not None
     return exporting or torch._guards.TracingContext.try_get() is not None
-
-
-def device_of_mode(mode: Any) -> torch.device | None:
-    """The device that a function mode makes tensors on, if it is what ``with torch.device`` enters."""
-    return mode.device if isinstance(mode, DeviceContext) else None
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -248,6 +233,12 @@ def forward_hooks(module: torch.nn.Module) -> tuple[OrderedDict[int, Any], ...]:
 def in_function_transform() -> bool:
     """Whether this runs inside of ``torch.func.grad``, ``vmap`` or another transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_of_transforms() -> AbstractContextManager[Any]:
+    """While active, tensors are made as outside of every transform of ``torch.func``. What is made inside of one is a
+    wrapper: a parameter that shows it is memory that torch frees twice, once the transform is over."""
+    return temporarily_clear_interpreter_stack() if in_function_transform() else nullcontext()
 
 
 def script_methods(module: torch.jit.ScriptModule) -> tuple[str, ...]:

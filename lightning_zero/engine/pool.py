@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import WeakStorage, bytes_of, storage_key, untracked, users_of
+from lightning_zero._torch import WeakStorage, bytes_of, outside_of_transforms, storage_key, untracked, users_of
 from lightning_zero.comm import Collectives
 from lightning_zero.comm.streams import Event
 from lightning_zero.plan import KEPT_NBYTES, FlatLayout, Plan, pack
@@ -86,7 +86,8 @@ class Buffer:
     def keep(self, key: Any, make: Callable[[Tensor], tuple[T, int]]) -> T:
         """What ``make`` makes of the memory, once for each ``key``; it says how many tensors in it are kept."""
         if key not in self.made:
-            self.made[key], count = make(self.memory)
+            with outside_of_transforms():
+                self.made[key], count = make(self.memory)
             self.own += count
         made: T = self.made[key]
         return made
@@ -118,7 +119,7 @@ class BufferPool:
             self._leave(buffer)
             buffer = None
         if buffer is None:
-            with untracked():
+            with untracked(), outside_of_transforms():
                 nbytes = self._sizes[place]
                 memory = self._wire.lend(nbytes) if lent else self._wire.allocate_gathered(nbytes, self._device)
                 if memory is None:

@@ -252,6 +252,7 @@ class UnitSchedule:
         for unit in self.sharded:
             self._collectives.abandon(unit.pending)
             unit.abandon()
+        self._pool.used.clear()
         self._failure = None
         self._order.abandon()
 

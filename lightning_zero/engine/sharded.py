@@ -189,8 +189,6 @@ class ShardedUnit(Unit):
         """Forget every claim after an error in the middle of a step; values are gathered anew when next needed."""
         if not self.held:
             self.show_placeholders()
-        if self.storage is not None:
-            self._pool.drop(self.storage)
         self.storage, self.pending, self._views, self.state = None, [], [], UnitState.SHARDED
         self.pins, self.outstanding, self.in_backward = 0, 0, False
         self.content += 1  # ranks have come to different places
