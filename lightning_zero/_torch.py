@@ -241,11 +241,6 @@ def outside_of_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if in_function_transform() else nullcontext()
 
 
-def script_methods(module: torch.jit.ScriptModule) -> tuple[str, ...]:
-    """Names of the methods of a TorchScript module that Python can call."""
-    return tuple(module._c._method_names())
-
-
 def called_functionally() -> bool:
     """Whether this runs inside of ``torch.func.functional_call``, which puts other tensors in parameters' places."""
     frame: FrameType | None = sys._getframe(1)

@@ -55,6 +55,7 @@ class UnitBuilder:
                 f"The plan has shard groups of {plan.group_size} of {plan.world_size} ranks (Placement.span), the wire "
                 f"has groups of {collectives.world_size} of {control.world_size}."
             )
+        _check_scripts(module, plan)
         self._module = module
         self._parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         self._plan = plan
@@ -125,7 +126,7 @@ class UnitBuilder:
             full = self._collectives.allocate(layout.numel, layout.compute_dtype, self._device)
             own = self._collectives.own_range(full)
             shared = layout.dtype == layout.compute_dtype and not self._plan.rest_of(layout).offloaded
-            flat = self._flat(layout, own) if shared else self._flat(layout, self._room(layout)[0], own)
+            flat = self._flat(plan, layout, own) if shared else self._flat(plan, layout, self._room(layout)[0], own)
             for view, shard in zip(views_of(full, layout), flat.shards, strict=True):
                 if shared:
                     self._value(shard.spec.name, as_bytes(view))
@@ -149,7 +150,7 @@ class UnitBuilder:
     def _sharded(self, plan: UnitPlan) -> Unit:
         flats, room = [], self._lent
         for layout in plan.layouts:
-            flat = self._flat(layout, *self._room(layout))
+            flat = self._flat(plan, layout, *self._room(layout))
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
                 value = self._value(shard.spec.name, room)
                 if room is not None:
@@ -165,17 +166,20 @@ class UnitBuilder:
         unit = ShardedUnit(plan, flats, self._pool)
         for spec in plan.parameters:
             for name in (spec.name, *spec.aliases):
-                holder = self._module.get_submodule(name.rpartition(".")[0])
-                if not isinstance(holder, torch.jit.ScriptModule):  # of which a parameter cannot be replaced
-                    key = name.rpartition(".")[2]
-                    unit.holders.append((vars(holder), key, name, self._parameters[spec.name]))
+                owner, _, key = name.rpartition(".")
+                holder = vars(self._module.get_submodule(owner))
+                unit.holders.append((holder, key, name, self._parameters[spec.name]))
         return unit
 
-    def _flat(self, layout: FlatLayout, master: Tensor, weights: Tensor | None = None) -> FlatParameters:
+    def _flat(
+        self, unit: UnitPlan, layout: FlatLayout, master: Tensor, weights: Tensor | None = None
+    ) -> FlatParameters:
         parameters = [self._parameters[spec.name] for spec in layout.parameters]
         placeholders = [self._placeholders.like(parameter, self._device) for parameter in parameters]
         rest = self._plan.rest_of(layout)
-        return FlatParameters(layout, parameters, self._collectives.rank, master, placeholders, rest, weights)
+        return FlatParameters(
+            layout, parameters, self._collectives.rank, master, placeholders, rest, weights, unit.index
+        )
 
     def _value(self, name: str, room: Tensor | None = None) -> Tensor:
         """Rank 0's full value of a parameter, in the bytes of ``room`` if there are enough. Collective.
@@ -208,6 +212,20 @@ class UnitBuilder:
         for sent in self._sent:
             sent.wait()
         self._sent.clear()
+
+
+def _check_scripts(module: nn.Module, plan: Plan) -> None:
+    """Raise ValueError for TorchScript that would read parameters while their values are absent."""
+    absent = plan.placement.shards_parameters or any(
+        layout.dtype != layout.compute_dtype for unit in plan.units for layout in unit.layouts
+    )
+    for name, child in module.named_modules() if absent else ():
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
+            raise ValueError(
+                f"'{name}' is a TorchScript module: its compiled code reads parameters past everything that could "
+                "gather them. Use the module that it was made from, or `torch.compile`; or keep it with stage 1 or 2 "
+                "in full precision."
+            )
 
 
 def _values_nbytes(plan: UnitPlan) -> int:

@@ -19,7 +19,7 @@ from lightning_zero.comm.control import parent_rank
 from lightning_zero.config import Tier
 from lightning_zero.engine.build import build_reducer
 from lightning_zero.engine.events import Phase
-from lightning_zero.engine.hooks import EngineHooks, keep_formats
+from lightning_zero.engine.hooks import EngineHooks, warn_of_formats
 from lightning_zero.engine.passes import Passes, torn
 from lightning_zero.engine.reducer import tied_layers
 from lightning_zero.engine.unit import ReplicatedUnit, Unit
@@ -68,7 +68,7 @@ class ZeroEngine(Passes):
     """
 
     def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
-        keep_formats(module)
+        warn_of_formats(module)
         super().__init__(module, *args, **options)
         self.listeners: list[Callable[[], None]] = []  # told when masters were written from outside
         self._steps = 0

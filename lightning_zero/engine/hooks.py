@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 from weakref import ref
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_zero._torch import (
@@ -31,7 +32,6 @@ from lightning_zero._torch import (
 )
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.reducer import GradientBucket, TiedLayer
-from lightning_zero.engine.scripts import ScriptMethod, wrap_methods
 from lightning_zero.engine.sharded import ShardedUnit
 from lightning_zero.engine.unit import PublishedWeights, ReplicatedUnit, Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
@@ -46,7 +46,7 @@ from lightning_zero.shards.binding import (
     shown_kind,
 )
 
-__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "keep_formats", "tied", "unhooked"]
+__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "tied", "unhooked", "warn_of_formats"]
 
 
 class Verbs(Protocol):
@@ -82,13 +82,10 @@ class EngineHooks:
         scopes = {""}
         for name in by_module:
             scopes.update(_around(name))
-        # A call of TorchScript does not come by the modules inside of it.
-        scripts = [f"{name}." for name, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)]
         brought: dict[str, dict[ReplicatedUnit, None]] = {}
         for owner in scoped:
             for spec in owner.plan.parameters:
                 names = [name.rpartition(".")[0] for name in (spec.name, *spec.aliases)]
-                names += [script[:-1] for script in scripts for name in names if f"{name}.".startswith(script)]
                 scopes.update(names)
                 if isinstance(owner, ReplicatedUnit):
                     for name in names:
@@ -100,10 +97,6 @@ class EngineHooks:
                 self._watch_unit(child, unit)
             elif name in scopes:
                 self._watch_scope(child, name or type(child).__name__, tuple(brought.get(name, ())))
-        for script in scripts:  # inside of a unit: it may be called past that, and nothing would see it
-            for unit in by_module.values():
-                if any(name.startswith(script) for spec in unit.plan.parameters for name in (spec.name, *spec.aliases)):
-                    self._watch_unit(module.get_submodule(script[:-1]), unit)
 
     def watch_parts(self, module: nn.Module, units: Sequence[ShardedUnit]) -> None:
         """Watch the modules inside units as the units' own: somebody calls these past the module around them.
@@ -184,7 +177,7 @@ class EngineHooks:
         nothing of this package in a copy of the module.
         """
         for child in module.modules():
-            if isinstance(child, nn.RNNBase) and not isinstance(child, torch.jit.ScriptModule):
+            if isinstance(child, nn.RNNBase):
                 vars(child)["flatten_parameters"] = nullcontext().__enter__
                 self._recurrent.append(child)
 
@@ -199,9 +192,6 @@ class EngineHooks:
 
     def _around(self, module: nn.Module, before: Any, after: Any) -> None:
         first, last = (_Attached(hook, module) for hook in (before, after))
-        if isinstance(module, torch.jit.ScriptModule):
-            self._handles += wrap_methods(module, first, last, first.check_shown)
-            return
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
 
@@ -301,27 +291,20 @@ class _Attached:
         )
 
 
-def keep_formats(root: nn.Module) -> None:
-    """Have convolutions whose weights are in channels-last format go on computing in it, for good.
-
-    Parameters are laid out contiguously. torch computes a convolution in channels-last format if its weight or its
-    input is in it, so the input has to be from now on.
-    """
-    for module in root.modules():
+def warn_of_formats(root: nn.Module) -> None:
+    """Name a convolution whose weight is in channels-last format: parameters are laid out contiguously."""
+    for name, module in root.named_modules():
         weight = module._parameters.get("weight") if isinstance(module, _CONVOLUTIONS) else None
-        if weight is not None:  # of what is parametrized it is none: to ask for it would compute it
-            ordinary, last = _strides(weight.shape)
-            if weight.stride() == last != ordinary:
-                module.register_forward_pre_hook(_ChannelsLast(), with_kwargs=True)
+        if weight is not None and not weight.is_contiguous() and weight.shape[1] > 1:
+            rank_zero_warn(
+                f"The weight of '{name}' is in channels-last format, and is laid out contiguously here. Give the model "
+                "its images in that format (`images.to(memory_format=torch.channels_last)`), and convolutions compute "
+                "in it as before; otherwise they compute in the ordinary one, and last bits differ from DDP's."
+            )
+            return
 
 
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def _strides(shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a tensor of images or volumes in the ordinary format, and in channels-last format."""
-    last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    return torch.empty(shape, device="meta").stride(), torch.empty(shape, device="meta", memory_format=last).stride()
 
 
 @contextmanager
@@ -340,34 +323,17 @@ def tied(layers: Sequence[TiedLayer]) -> Iterator[None]:
             one.end()
 
 
-class _OfInput:
-    """A hook that changes a module's input. A pickle of it does nothing."""
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OfInput:
+
+class _Narrowed:
+    """Casts a norm's input to the dtype of its weight, where that is narrower. A pickle of it does nothing."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Narrowed:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
-
-
-class _ChannelsLast(_OfInput):
-    """Brings a convolution's input into channels-last format."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        image = args[0] if args else kwargs.get("input")
-        if not isinstance(image, Tensor) or image.dim() != module.weight.dim():  # type: ignore[operator]
-            return None  # nothing that is done to an image without a batch makes torch take this format
-        image = image.contiguous(memory_format=torch.channels_last if image.dim() == 4 else torch.channels_last_3d)
-        if image.shape[1] == 1:  # is in both formats, and torch takes it for ordinary
-            image = image.as_strided(image.shape, _strides(image.shape)[1])
-        return ((image, *args[1:]), kwargs) if args else (args, {**kwargs, "input": image})
-
-
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-
-class _Narrowed(_OfInput):
-    """Casts a norm's input to the dtype of its weight, where that is narrower."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         weight = module.weight
@@ -393,10 +359,7 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
         return seen[module]
 
     visit(root)
-    methods: list[tuple[dict[str, Any], str, ScriptMethod]] = []
     for module in filter(visit, root.modules()):
-        own = vars(module)
-        methods += [(own, name, own.pop(name)) for name in list(own) if isinstance(own[name], ScriptMethod)]
         before, after, always = forward_hooks(module)
         keys = [key for table in (before, after) for key, hook in table.items() if isinstance(hook, _Attached)]
         for table, key in ((table, key) for table in (before, after, always) for key in keys if key in table):
@@ -404,8 +367,6 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
     try:
         yield
     finally:
-        for own, name, method in methods:
-            own[name] = method
         for table, order, key, hook in reversed(taken):
             table[key] = hook
             for earlier in reversed(order[: order.index(key) + 1]):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from operator import is_
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
-from lightning_zero.plan import FlatLayout, ShardSlice
-from lightning_zero.shards.slice import FlatParameters, Slice, shard_parameter
+from lightning_zero.shards.slice import Slice
 
 __all__ = ["BeforeStep", "Note", "OwnedParameter", "ParamGroups", "restore_options"]
 
@@ -32,44 +28,8 @@ Note = Callable[[str, int], None]
 on every rank, and a number that tells what is there now from others."""
 
 
-@dataclass(frozen=True, eq=False)
-class OwnedParameter:
-    """One of the user's parameters (``user``): this rank's ``shard`` of it, the index of its ``unit``, the ``flat``
-    buffer that all ranks' parts are in, and its ``position`` in the layout of that."""
-
-    shard: Slice
-    unit: int
-    flat: FlatParameters
-    position: int
-
-    @property
-    def name(self) -> str:
-        return self.shard.spec.name
-
-    @property
-    def user(self) -> nn.Parameter:
-        return self.flat.parameters[self.position]
-
-    @property
-    def layout(self) -> FlatLayout:
-        return self.flat.layout
-
-    @property
-    def slice(self) -> ShardSlice:
-        """Where this rank's part is in its shard."""
-        return self.flat.slices[self.position]
-
-    @property
-    def device(self) -> torch.device:
-        """Where state of the optimizer for it belongs: with a master in a file, host memory."""
-        return self.shard.data.device
-
-    @cached_property
-    def target(self) -> nn.Parameter:
-        """1-D: what stands for it in a step: the shard parameter of the engine, or one like that if it is frozen."""
-        if self.shard.parameter is not None:
-            return self.shard.parameter
-        return shard_parameter(self.shard.data, trainable=False)
+OwnedParameter = Slice
+"""The name that optimizers know one by."""
 
 
 class ParamGroups:

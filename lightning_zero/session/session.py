@@ -24,7 +24,7 @@ from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.hooks import keep_in_memory
 from lightning_zero.optim.replicated import ReplicatedOptimizer
 from lightning_zero.optim.rules import optimizer_rule
-from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from lightning_zero.plan.costs import ZeroPlan, build_plan
 from lightning_zero.session.checkpoints import Checkpoints
@@ -285,12 +285,7 @@ class ZeroSession:
             if former.optimizer not in optimizers:
                 former.retire()
         self._adapters.clear()
-        owned = {
-            parameter: OwnedParameter(shard, unit.index, flat, position)
-            for unit in engine.units
-            for flat in unit.flats
-            for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
-        }
+        owned = {one.user: one for one in engine.shards.values()}
         labels = agree_on_set_up(list(optimizers), schedulers, owned, engine.control)
         steps = make_steps(engine, self.local_ranks)
         for label, optimizer in zip(labels, optimizers, strict=True):

@@ -13,6 +13,7 @@ import hashlib
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,38 +36,80 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Slice:
     """This rank's part of one parameter: which elements of it, and where they are.
 
-    Everything that goes by parameters goes by these: optimizers, checkpoints, averages, and what user code sees.
+    Optimizers, checkpoints, averages and what user code sees all go by these, so they read and write a master in
+    memory, on the host or in a file alike.
 
     Attributes:
-        layout: what the parameter is laid out in, with others.
-        position: its place there.
-        user: the user's parameter.
-        start: the first element, of the flattened parameter, that is here.
+        flat: the layout's parameters, with the buffer that the part is in.
+        position: the parameter's place in the layout.
         data: 1-D, a part of the master shard, wherever that is.
         parameter: what optimizers update: it shares ``data``, or stands in for it if that has no memory; ``None`` for a
             frozen parameter.
     """
 
-    layout: FlatLayout
+    flat: FlatParameters
     position: int
-    user: nn.Parameter
-    start: int
     data: Tensor
     parameter: nn.Parameter | None
 
     @property
+    def user(self) -> nn.Parameter:
+        """The user's parameter."""
+        return self.flat.parameters[self.position]
+
+    @property
+    def layout(self) -> FlatLayout:
+        """What the parameter is laid out in, with others."""
+        return self.flat.layout
+
+    @property
     def spec(self) -> ParameterSpec:
         """Name and shape of the whole parameter."""
-        return self.layout.parameters[self.position]
+        return self.flat.layout.parameters[self.position]
+
+    @property
+    def name(self) -> str:
+        """The parameter's first name."""
+        return self.spec.name
+
+    @property
+    def place(self) -> ShardSlice:
+        """Which elements are here, and where in the shard."""
+        return self.flat.slices[self.position]
+
+    @property
+    def start(self) -> int:
+        """The first element, of the flattened parameter, that is here."""
+        return self.place.parameter_start
+
+    @property
+    def unit(self) -> int:
+        """The index of the parameter's unit."""
+        return self.flat.unit
+
+    @property
+    def device(self) -> torch.device:
+        """Where state of the optimizer for it belongs: with a master in a file, host memory."""
+        return self.data.device
+
+    @cached_property
+    def target(self) -> nn.Parameter:
+        """1-D: what an optimizer steps on, also where the parameter is frozen."""
+        return shard_parameter(self.data, trainable=False) if self.parameter is None else self.parameter
 
     @property
     def cut(self) -> tuple[Any, ...]:
         """The same on every rank; equal for parameters of which all ranks hold the same elements."""
         return *self.layout.cut_of(self.position), self.spec.shape
+
+    def ranges(self, world_size: int) -> list[tuple[int, int]]:
+        """Of every rank, the first element that it holds, and how many it holds."""
+        places = [self.layout.slices(rank)[self.position] for rank in range(world_size)]
+        return [(place.parameter_start, place.numel) for place in places]
 
     def of(self, whole: Tensor) -> Tensor:
         """1-D: the elements that are here of another tensor of the parameter's shape."""
@@ -80,6 +123,16 @@ class Slice:
         """Make the elements, wherever they are, these: 1-D. Raises ``OffloadError`` if a disk failed."""
         with untracked():
             self.data.copy_(values)
+
+    # Names that optimizers used for what was another class.
+
+    @property
+    def shard(self) -> Slice:
+        return self
+
+    @property
+    def slice(self) -> ShardSlice:
+        return self.place
 
 
 def cut(shard: Tensor, pieces: Sequence[ShardSlice]) -> list[Tensor]:
@@ -105,6 +158,7 @@ class FlatParameters:
         placeholders: what each parameter shows while its values are not there.
         rest: where master, weights, gradients and state rest.
         weights: 1-D, if there are any, the master in ``layout.compute_dtype``, brought up to date after each step.
+        unit: the index of their unit.
     """
 
     def __init__(
@@ -116,8 +170,10 @@ class FlatParameters:
         placeholders: Sequence[Tensor],
         rest: Rest,
         weights: Tensor | None = None,
+        unit: int = 0,
     ) -> None:
         self.layout = layout
+        self.unit = unit
         self.parameters = tuple(parameters)
         self.rest = rest
         self.master = master
@@ -129,8 +185,7 @@ class FlatParameters:
         self.slices = layout.slices(rank)
         parts = cut(master, self.slices)
         self.shards = tuple(
-            Slice(layout, at, user, piece.parameter_start, data, shard_parameter(data) if layout.trainable else None)
-            for at, (user, piece, data) in enumerate(zip(self.parameters, self.slices, parts, strict=True))
+            Slice(self, at, data, shard_parameter(data) if layout.trainable else None) for at, data in enumerate(parts)
         )
 
     def refresh(self) -> None:

@@ -395,7 +395,11 @@ FEATURES = {
                 ),
             ),
         ),
-        Feature(name="traced submodules (TorchScript)", play=fitting(3, net=Scripted)),
+        Feature(
+            name="traced submodules (TorchScript)",
+            play=fitting(3, net=Scripted),
+            refused={3: Refusal("is a TorchScript module", "compiled code reads parameters past what gathers them")},
+        ),
         Feature(name="gradients of gradients (`create_graph=True`)", play=fitting(3, net=Penalty)),
         Feature(
             name="`nn.Embedding(max_norm=...)`",

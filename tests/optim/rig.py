@@ -160,11 +160,12 @@ class Rig:
         else:
             master = torch.empty(layout.shard_numel, dtype=dtype)
         fill_from(master, whole[start:end])
-        flat = Watched(layout, members, self.rank, master, [p.data for p in members], rest, whole[start:end].clone())
+        flat = Watched(
+            layout, members, self.rank, master, [p.data for p in members], rest, whole[start:end].clone(), unit
+        )
         flat.windows = self.windows
         self.flats.append(flat)
-        for position, (parameter, shard) in enumerate(zip(members, flat.shards, strict=True)):
-            self.owned[parameter] = OwnedParameter(shard, unit, flat, position)
+        self.owned.update(zip(members, flat.shards, strict=True))
 
     def set_gradients(self, step: int) -> None:
         """This rank's slices of the gradients of a step."""

@@ -26,9 +26,8 @@ def entries_of(cut: str, rank: int, world_size: int) -> list[OwnedParameter]:
         layout = FlatLayout.build(specs, world_size, compute_dtype=torch.float32, reduce_dtype=torch.float32)
         parameters = [nn.Parameter(torch.zeros(SHAPES[i])) for i in members]
         master = torch.zeros(layout.shard_numel)
-        flat = FlatParameters(layout, parameters, rank, master, [p.data for p in parameters], REST)
-        for position, (index, shard) in enumerate(zip(members, flat.shards, strict=True)):
-            found[index] = OwnedParameter(shard, unit, flat, position)
+        flat = FlatParameters(layout, parameters, rank, master, [p.data for p in parameters], REST, unit=unit)
+        found.update(zip(members, flat.shards, strict=True))
     return [found[index] for index in range(len(SHAPES))]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_zero import full_parameters
+from lightning_zero.engine.hooks import warn_of_formats
 from tests.helpers.cases import WIDTH
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
@@ -31,7 +29,7 @@ class Block(nn.Module):
 
 def flat() -> nn.Module:
     return nn.Sequential(
-        Block(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        Block(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
         Block(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=4), nn.GELU()),
         Block(nn.ConvTranspose2d(8, 4, 3)),
     )
@@ -44,22 +42,21 @@ def deep() -> nn.Module:
 
 
 IMAGES = {
-    "two dimensions": (flat, (4, 1, 12, 12), torch.channels_last),
+    "two dimensions": (flat, (4, 3, 12, 12), torch.channels_last),
     "three dimensions": (deep, (2, 2, 6, 6, 6), torch.channels_last_3d),
 }
 
 
 class Vision(Net):
-    def __init__(self, kind: str, weights: bool, inputs: bool) -> None:
+    def __init__(self, kind: str, weights: bool) -> None:
         build, self.size, self.format = IMAGES[kind]
         super().__init__(build)
-        self.inputs = inputs
         if weights:
             self.model.to(memory_format=self.format)  # type: ignore[call-overload]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = torch.randn(self.size, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
-        out = self.model(x.contiguous(memory_format=self.format) if self.inputs else x)
+        out = self.model(x.contiguous(memory_format=self.format))
         self.losses.append(torch.tensor(out.stride()))
         loss = out.pow(2).mean()
         self.losses.append(loss.detach().clone())
@@ -67,59 +64,23 @@ class Vision(Net):
 
 
 @pytest.mark.filterwarnings("ignore:.*Grad strides do not match:UserWarning")  # DDP's
-@pytest.mark.parametrize(("weights", "inputs"), [(True, False), (False, True), (True, True)])
+@pytest.mark.filterwarnings("ignore:.*is in channels-last format, and is laid out contiguously")
+@pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("kind", IMAGES)
-def test_channels_last(kind: str, weights: bool, inputs: bool) -> None:
-    """Formats of results, and their bits."""
+def test_channels_last(kind: str, weights: bool) -> None:
+    """Of images in that format: formats of results, and their bits."""
 
     def play(strategy: Strategy) -> dict[str, Any]:
-        module, trainer = Vision(kind, weights, inputs), make_trainer(strategy)
+        module, trainer = Vision(kind, weights), make_trainer(strategy)
         trainer.fit(module, batches(3))
         return made(module, trainer)
 
     assert_same(each_strategy(play))
 
 
-@pytest.mark.filterwarnings("ignore:.*Grad strides do not match:UserWarning")  # DDP's
-@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
-def test_an_image_by_name() -> None:
-    class Odd(Vision):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x = torch.randn(self.size, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
-            x, layer = x.expand(-1, 8, -1, -1), self.model[1].layers[1]
-            out = layer(input=x.contiguous()).square().mean()
-            self.losses.append(out.detach().clone())
-            return out
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module, trainer = Odd("two dimensions", True, False), make_trainer(strategy)
-        trainer.fit(module, batches(3))
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_convolution_goes_on_in_its_format(stage: int) -> None:
-    """In a validation, and in a second engine. Copies compute, and pickles are of torch alone."""
-
-    def world(rank: int) -> None:
-        module = Vision("two dimensions", weights=True, inputs=False)
-        image = torch.randn(module.size)
-        for _ in range(2):
-            with quiet():
-                make_trainer(zero(stage)).fit(module, batches(1))
-        hooks = module.model[0].layers[0]._forward_pre_hooks
-        assert sum(type(hook).__name__ == "_ChannelsLast" for hook in hooks.values()) == 1
-        with full_parameters(module):
-            expected = module.model(image)
-            assert expected.is_contiguous(memory_format=torch.channels_last)
-            assert torch.equal(copy.deepcopy(module.model)(image), expected)
-            pickled = pickle.dumps(module.model[1])
-        assert b"lightning_zero" not in pickled
-        pickle.loads(pickled)(torch.randn(2, 8, 6, 6))
-
-    run_world(2, world)
+def test_weights_in_another_format_are_named() -> None:
+    with pytest.warns(UserWarning, match=r"'0\.layers\.0' is in channels-last format, and is laid out contiguously"):
+        warn_of_formats(flat().to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
 class Late(nn.Module):
