@@ -12,6 +12,7 @@ from lightning.fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked, version_of
+from lightning_zero.comm import raising
 from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.engine.full import average_into, check_between_steps, gather_layout, gathered, gathered_gradients
 from lightning_zero.errors import OffloadError, ParameterAccessError, UnsupportedOptimizerError
@@ -397,7 +398,7 @@ def _assemble(engine: ZeroEngine, flat: FlatParameters, position: int, piece: Te
             except OffloadError as error:
                 failure = error
         if engine.tiers.can_fail:
-            engine.control.raise_together(failure, f"read its part of the {what}")
+            engine.control.together(f"read its part of the {what}", raising(failure), OffloadError)
         with engine.paused():
             full = gather_layout(engine, flat, shard, what)
         spec = layout.parameters[position]

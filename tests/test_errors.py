@@ -10,7 +10,6 @@ import traceback
 import pytest
 
 from lightning_zero import errors
-from lightning_zero.comm.control import collect
 from tests.checkpoint.samples import control
 from tests.helpers.script import ROOT
 from tests.helpers.world import run_world
@@ -66,7 +65,7 @@ def test_what_ranks_tell_each_other_has_the_address_once() -> None:
                 raise errors.OffloadError("The disk is full.")
 
         with pytest.raises(errors.CheckpointError) as raised:
-            collect(control(), "write", action)
+            control().together("write", action)
         raised.value.__cause__ = None
         return told(raised.value)
 

@@ -36,7 +36,7 @@ from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.save import no_garbage_collection
 from lightning_zero.checkpoint.storage.publish import remove
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import collect, failure_text
+from lightning_zero.comm.control import failure_text
 from lightning_zero.errors import CheckpointError, CommunicationError
 from lightning_zero.offload.host import OffloadedTensor, host_memory
 
@@ -190,7 +190,7 @@ class Saver:
                 return f"{type(error).__name__}: {error}"
             return None
 
-        reasons = {rank: reason for rank, reason in enumerate(collect(self._control, what, take)) if reason is not None}
+        reasons = {rank: reason for rank, reason in enumerate(self._control.together(what, take)) if reason is not None}
         if not reasons:
             return taken[0]
         if self._control.rank == 0:

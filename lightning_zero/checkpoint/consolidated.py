@@ -37,7 +37,6 @@ from lightning_zero.checkpoint.storage.files import is_remote, local_output, loc
 from lightning_zero.checkpoint.storage.publish import StagedFile
 from lightning_zero.checkpoint.writing import Pieces, combine, progress_bar, write_bytes
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import collect
 from lightning_zero.config import parse_size
 from lightning_zero.errors import CheckpointError
 from lightning_zero.registry import extension
@@ -104,11 +103,11 @@ def save_consolidated_file(
     what = f"save the checkpoint file '{os.fspath(path)}'"
     divided = divide(checkpoint, control, what, _tied)
     export = _Export(divided, control.rank)
-    others = [pair for pairs in collect(control, what, export.only_here) for pair in pairs]
+    others = [pair for pairs in control.together(what, export.only_here) for pair in pairs]
     try:
-        told = collect(control, what, lambda: export.lay_out(others, path, plan_summary))[0]
-        parts = collect(control, what, lambda: export.write(*told))  # type: ignore[misc]
-        collect(control, what, lambda: export.complete(parts))
+        told = control.together(what, lambda: export.lay_out(others, path, plan_summary))[0]
+        parts = control.together(what, lambda: export.write(*told))  # type: ignore[misc]
+        control.together(what, lambda: export.complete(parts))
     finally:
         if export.file is not None:
             export.file.discard()

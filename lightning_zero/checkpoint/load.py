@@ -24,7 +24,6 @@ from lightning_zero.checkpoint.storage.files import (
     samples,
 )
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError, ExtensionError, shortened, some
 from lightning_zero.registry import extension, installed
 
@@ -78,7 +77,7 @@ def open_checkpoint(
         return read[0][1].digest
 
     try:
-        digests = collect(control, what, look)
+        digests = control.together(what, look)
     except CheckpointError as error:
         if isinstance(error.__cause__, ExtensionError):  # it was deleted from this copy of the package
             raise error.__cause__ from None

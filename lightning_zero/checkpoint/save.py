@@ -47,7 +47,6 @@ from lightning_zero.checkpoint.storage.files import MAX_INDEX_NBYTES, is_remote
 from lightning_zero.checkpoint.storage.publish import Destination, RemoteDestination
 from lightning_zero.checkpoint.writing import ChecksummedFile, new_file
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["SUMMARY_KEY", "Divided", "divide", "no_garbage_collection", "save_checkpoint_directory"]
@@ -103,8 +102,8 @@ def _save(
     """The steps of a save, each of which succeeds on all ranks or raises on all."""
     begin = destination.begin if control.rank == 0 else str
     divided = divide(checkpoint, control, what, lambda _: begin())
-    collect(control, what, lambda: destination.enter(divided.seen[0]))
-    parts = collect(control, what, lambda: _write_part(destination, control.rank, divided))
+    control.together(what, lambda: destination.enter(divided.seen[0]))
+    parts = control.together(what, lambda: _write_part(destination, control.rank, divided))
 
     def commit() -> list[str]:
         if control.rank != 0:
@@ -114,7 +113,7 @@ def _save(
         destination.commit()
         return lost
 
-    return collect(control, what, commit)[0]
+    return control.together(what, commit)[0]
 
 
 class Divided(NamedTuple):
@@ -151,7 +150,7 @@ def divide(
         text = repr(list(describe(leaves).items()))
         return hashlib.sha256(text.encode()).hexdigest(), look(leaves)
 
-    told = collect(control, what, take_apart)
+    told = control.together(what, take_apart)
     known = set(leaves) if control.rank > 0 else set()
     if len({found for found, _ in told}) > 1:
         descriptions = control.gather_objects(describe(leaves))

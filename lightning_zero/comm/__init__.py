@@ -9,7 +9,7 @@ from lightning_zero.comm.collectives import (
     LocalCollectives,
     Pending,
 )
-from lightning_zero.comm.control import ControlGroup, Totals
+from lightning_zero.comm.control import ControlGroup, Totals, raising
 from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ, shard_span
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Streams
@@ -31,5 +31,6 @@ __all__ = [
     "Totals",
     "choose_collectives",
     "orders_differ",
+    "raising",
     "shard_span",
 ]

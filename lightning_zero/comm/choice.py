@@ -52,7 +52,7 @@ def choose_collectives(
     asked = exchange._asdict()
     lines = [f"{name}={value}" for name, value in asked.items()]
     lines += [f"extension {name}: {installed(name)}" for name in ("compression", "hops")]
-    groups.control.agree_equal("exchange between hosts", lines, " ".join(lines))
+    groups.control.alike("exchange between hosts", lines)
     for name, value in asked.items():
         if value and device.type != "cpu" and not streams.beside:
             raise ValueError(f"{name} is for CPU and CUDA ranks, and these compute on {device.type}: leave it out.")
@@ -68,8 +68,7 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
     direct: type[NativeCollectives] = GlooCollectives if on_cpu else NativeCollectives
     asked = exchange if any(exchange) and len(groups.find_hosts()) > 1 else _AS_IT_IS
     if groups.across is not None:
-        across = _between_hosts(direct(groups.across, streams.in_reductions()), asked, averages=True)
-        return direct(groups, streams, across)
+        return direct(groups, streams, _between_hosts(direct(groups.across, streams.in_reductions()), asked, True))
     groups.control.counted = groups.checkpoint.counted = range(groups.control.world_size)
     places = places_by_host(groups.find_hosts()) if on_cpu or any(asked) else None
     hops = None
@@ -80,7 +79,7 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
     if shared is not None and hops is None:
         wire: Collectives = shared.wire(groups)
         return wire
-    outer = _between_hosts(direct(groups if hops is None else hops.between, streams), asked)
+    outer: Collectives = _between_hosts(direct(groups if hops is None else hops.between, streams), asked)
     if hops is None:
         if asked.secondary_shards and groups.control.rank == 0:
             _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
@@ -92,11 +91,10 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
     return wire
 
 
-def _between_hosts(wire: NativeCollectives, asked: Exchange, averages: bool = False) -> NativeCollectives:
+def _between_hosts(wire: NativeCollectives, asked: Exchange, averages: bool = False) -> Any:
     """A wire as it is, or what makes fewer bytes of it."""
-    if asked.compression is not None:
-        wire = extension("compression").compressed(wire, asked.compression, averages)
-    return wire
+    compression = asked.compression
+    return wire if compression is None else extension("compression").compressed(wire, compression, averages)
 
 
 def _shared_memory(groups: Groups, hops: Any) -> Any:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import socket
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.waiting import ANY_AGREEMENT, NOTES, Note, current_watch, doing
-from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError, OffloadError
+from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError
 from lightning_zero.registry import installed
 
 __all__ = [
     "ABOUT_GRADIENTS",
     "ControlGroup",
     "Totals",
-    "collect",
     "failure_text",
     "naming_failures",
     "parent_rank",
     "raise_failure",
+    "raising",
 ]
 
 ABOUT_GRADIENTS = "the agreement on a norm or an overflow of gradients"
@@ -37,6 +40,13 @@ _SAME_PROGRAM = (
     "rank, on a file only some ranks see, or on a random choice made before the seed was set."
 )
 
+_ELSEWHERE = (
+    "The ranks are in different places of the training program:\n{}\n"
+    "Every rank must run the same number of batches, backward passes and optimizer steps. Usual causes: a "
+    "training_step that returned None on some ranks, dataloaders of different length, a norm or sum of a gradient that "
+    "only some ranks take, or a branch that depends on the rank's data and calls backward or the model another number "
+    "of times."
+)
 
 _NO_WATCH = "What the other ranks did is not known, because this copy of lightning_zero has no extension 'watch'.\n"
 
@@ -115,6 +125,11 @@ class ControlGroup:
     """Small agreements between the hosts of all ranks, never through the accelerator.
 
     The process group is a gloo group, or ``None`` when there is one rank only.
+
+    [Note: one form of message]
+    Two ranks that meet here may have come from different places of the program. Over gloo a message of another length
+    than the other rank expects ends the process. So every agreement begins with a message of ``width`` numbers, the
+    first of which names the place: if the places differ, that is a ``DivergenceError`` on every rank.
     """
 
     device = torch.device("cpu")
@@ -123,54 +138,105 @@ class ControlGroup:
         self.process_group = process_group
         self.rank = rank
         self.world_size = world_size
-        self.shortcut: Callable[[bytes, str], list[bytes] | None] | None = None
+        self.width = 8
+        """How long the first message of an agreement is. An engine may need more: it widens it on all ranks alike."""
+        self.shortcut: Callable[[bytes], list[bytes] | None] | None = None
         """A faster way for few bytes, where all ranks are on one host; its answer is ``None`` where they are many."""
         self.counted: Sequence[int] = range(world_size)
         """The ranks whose parts make up a whole, in its order: where several groups have the same, this one's."""
 
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's 64-bit integers in rank order, equally many on each. Collective: every rank."""
-        return self._exchange("q", values, ANY_AGREEMENT)
+    # ------------------------------------------------------------- the one agreement, and what else is built on it
 
-    def total(self, numbers: torch.Tensor, largest: bool = False) -> torch.Tensor:
-        """As ``Totals`` has it: summed in the order of the parts. Collective: every rank."""
-        return self.put_together(self._exchange("d", numbers.tolist(), ABOUT_GRADIENTS), largest)
+    def together(
+        self, what: str, action: Callable[[], T], error: type[Exception] = CheckpointError, advice: str = ""
+    ) -> list[T]:
+        """Run ``action`` here and give every rank's result to every rank, in rank order.
 
-    def put_together(self, rows: Sequence[Sequence[float]], largest: bool = False) -> torch.Tensor:
-        """Of a row of numbers from each rank, the sums or the largest of those parts that make up a whole. Local."""
-        values = torch.tensor([rows[rank] for rank in self.counted], dtype=torch.float64, device="cpu")
-        return values.amax(0) if largest else sum(values[1:], values[0])
+        If it raises on any rank, every rank raises an ``error`` that names the ranks that failed, and their reasons. An
+        interrupt stays one on the rank that received it.
 
-    def _exchange(self, code: str, values: Sequence[Any], what: str) -> list[list[Any]]:
-        """Every rank's numbers, of a type with 8 bytes: ``q`` for int64, ``d`` for float64."""
+        Args:
+            what: the step, to follow "could not": "write the data of /runs/last.ckpt". Alike on every rank.
+            action: returns something small that can be pickled. With ``None`` on every rank this is one exchange.
+            error: the class to raise.
+            advice: what to do after a failure.
+
+        Collective: every rank.
+        """
+        failure, told = None, cast(Any, None)
+        try:
+            told = action()
+        except BaseException as error_here:
+            failure = error_here
+            told = _Failed(f"{type(failure).__name__} on host {socket.gethostname()}: {failure}")
+        results = self.gather_objects(told, what.partition("'")[0])  # a path may differ between ranks
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        failures = {rank: found.reason for rank, found in enumerate(results) if isinstance(found, _Failed)}
+        if failures:
+            text = failure_text(what, failures)
+            raise error(f"{text}\n{advice}" if advice else text) from failure
+        return results
+
+    def alike(self, what: str, lines: Sequence[str], advice: str = _SAME_PROGRAM) -> None:
+        """Raise a ``DivergenceError`` on every rank, with the first different lines, unless all have the same ones.
+
+        The lines describe ``what``. ``advice`` is what to do if they differ. Collective: every rank.
+        """
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()
+        prints = self.exchange([int.from_bytes(digest[:8], "big", signed=True)], what)
+        other = next((rank for rank, value in enumerate(prints) if value != prints[0]), None)
+        if other is None:
+            return
+        texts = self.gather_objects(list(lines), what)
+        pairs = list(zip_longest(texts[0], texts[other], fillvalue="(nothing more)"))
+        different = [f"  rank 0: {a}\n  rank {other}: {b}\n" for a, b in pairs if a != b]
+        raise DivergenceError(
+            f"Rank {other} has another {what} than rank 0. First differences:\n{''.join(different[:3])}{advice}"
+        )
+
+    def exchange(self, values: Sequence[int], place: str = ANY_AGREEMENT) -> list[list[int]]:
+        """Every rank's 64-bit integers in rank order, equally many on each.
+
+        ``place`` is what the ranks do here, for people. Collective: every rank; raises ``DivergenceError`` on all if it
+        is not the same: see [Note: one form of message].
+        """
         if self.world_size == 1:
             return [list(values)]
-        with naming_failures(what, self.rank, self.process_group):
-            layout = f"={len(values)}{code}"
-            if self.shortcut is not None and (packed := self.shortcut(struct.pack(layout, *values), what)) is not None:
-                return [list(struct.unpack(layout, row)) for row in packed]
-            mine = torch.tensor(values, dtype=torch.int64 if code == "q" else torch.float64, device="cpu")
-            return self._all_rows(mine).tolist()
+        sent = zlib.crc32(place.encode()) | len(values) << 32  # what it is, and how much
+        message = struct.pack(f"={1 + len(values)}q", sent, *values)
+        size = 8 * self.width
+        with doing(place):
+            rows = self._rows(message[:size].ljust(size, b"\0"))
+            if any(row[:8] != message[:8] for row in rows):
+                places = enumerate(self.gather_objects(place, "places"))
+                raise DivergenceError(_ELSEWHERE.format("\n".join(f"  rank {rank}: {text}" for rank, text in places)))
+            if len(message) > size:
+                rows = [first + more for first, more in zip(rows, self._rows(message[size:]), strict=True)]
+        return [[*struct.unpack_from(f"={len(values)}q", row, 8)] for row in rows]
 
-    def _all_rows(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's row, in rank order.
+    def gather_objects(self, value: Any, place: str = ANY_AGREEMENT) -> list[Any]:
+        """Give every rank's (picklable, small) object to every rank, in two exchanges; in one if all are ``None``.
 
-        In as many exchanges as the number of ranks has binary digits, where gloo's own goes round a ring: each doubles
-        the rows that a rank has. Source: Bruck et al., "Efficient algorithms for all-to-all communications in
-        multiport message-passing systems" (1997), section 3.
+        Collective: every rank.
         """
-        rank, size, group = self.rank, self.world_size, self.process_group
-        rows = mine.new_empty(size, len(mine))  # of this rank, the next one, and so on round
-        rows[0] = mine
-        had = 1
-        while had < size:
-            count = min(had, size - had)
-            coming: Any = dist.irecv(rows[had : had + count], group=group, group_src=(rank + had) % size)
-            going: Any = dist.isend(rows[:count], group=group, group_dst=(rank - had) % size)
-            coming.wait()
-            going.wait()
-            had += count
-        return rows.roll(rank, 0)
+        if self.world_size == 1:
+            return [value]
+        packed = b"" if value is None else pickle.dumps(value)
+        sizes = [size for (size,) in self.exchange([len(packed)], place)]
+        if not any(sizes):
+            return [None] * self.world_size
+        with doing(place):
+            rows = self._rows(packed.ljust(max(sizes), b"\0"))
+        return [pickle.loads(row) if size else None for size, row in zip(sizes, rows, strict=True)]
+
+    def agree_any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on at least one rank. Collective: every rank."""
+        return any(row[0] for row in self.exchange([int(flag)]))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective: every rank."""
+        self.exchange([])
 
     def any_of(self, flags: torch.Tensor) -> torch.Tensor:
         """Overwrite flags (1-D, uint8, on the CPU) with those set on at least one rank. Collective: every rank."""
@@ -179,87 +245,56 @@ class ControlGroup:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         return flags
 
-    def agree_any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on at least one rank. Collective: every rank."""
-        return any(row[0] for row in self.exchange([int(flag)]))
+    def total(self, numbers: torch.Tensor, largest: bool = False) -> torch.Tensor:
+        """As ``Totals`` has it: summed in the order of the parts. Collective: every rank."""
+        return self.put_together(self.exchange(numbers.view(torch.int64).tolist(), ABOUT_GRADIENTS), largest)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Give every rank's (picklable, small) object to every rank. Collective: every rank."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        with naming_failures(ANY_AGREEMENT, self.rank, self.process_group):
-            dist.all_gather_object(values, value, group=self.process_group)
-        return values
+    def put_together(self, rows: Sequence[Sequence[int]], largest: bool = False) -> torch.Tensor:
+        """Of float64 numbers from each rank, whose bits are in its row, the sums or the largest of those parts that
+        make up a whole. Local."""
+        values = torch.tensor([rows[rank] for rank in self.counted], dtype=torch.int64, device="cpu")
+        numbers = values.view(torch.float64)
+        return numbers.amax(0) if largest else sum(numbers[1:], numbers[0])
 
-    def raise_together(self, failure: BaseException | None, what: str, advice: str = "") -> None:
-        """Raise an ``OffloadError`` on every rank, with the first rank's reason, if something went wrong on one.
+    def _rows(self, mine: bytes) -> Sequence[Any]:
+        """Every rank's bytes in rank order, equally many on each.
 
-        ``what`` was tried, in words that follow "could not"; ``advice`` is what to do now. Collective: every rank.
+        In as many exchanges as the number of ranks has binary digits, where gloo's own goes round a ring: each doubles
+        the rows that a rank has. Source: Bruck et al., "Efficient algorithms for all-to-all communications in
+        multiport message-passing systems" (1997), section 3.
         """
-        with doing(what):
-            if not self.agree_any(failure is not None):
-                return
-        reason = None
+        rank, size, group = self.rank, self.world_size, self.process_group
+        with naming_failures(ANY_AGREEMENT, rank, group):
+            if self.shortcut is not None and (quick := self.shortcut(mine)) is not None:
+                return quick
+            memory = bytearray(mine.ljust(size * len(mine)))  # of this rank, the next one, and so on round
+            rows = torch.frombuffer(memory, dtype=torch.uint8).view(size, len(mine))
+            had = 1
+            while had < size:
+                count = min(had, size - had)
+                coming: Any = dist.irecv(rows[had : had + count], group=group, group_src=(rank + had) % size)
+                going: Any = dist.isend(rows[:count], group=group, group_dst=(rank - had) % size)
+                coming.wait()
+                going.wait()
+                had += count
+        places = ((other - rank) % size * len(mine) for other in range(size))
+        return [memory[at : at + len(mine)] for at in places]
+
+
+class _Failed(NamedTuple):
+    """What a rank tells of an action that raised."""
+
+    reason: str
+
+
+def raising(failure: BaseException | None) -> Callable[[], None]:
+    """An action for ``together``: it raises what went wrong on this rank before, if anything did."""
+
+    def action() -> None:
         if failure is not None:
-            reason = str(failure) if isinstance(failure, OffloadError) else f"{type(failure).__name__}: {failure}"
-        reasons = self.gather_objects(reason)
-        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
-        message = f"Rank {rank} could not {what}: {reasons[rank]}"
-        raise OffloadError(f"{message}\n{advice}" if advice else message) from failure
+            raise failure
 
-    def barrier(self) -> None:
-        """Wait until every rank is here. Collective: every rank."""
-        self.exchange([0])
-
-    def agree_equal(self, what: str, lines: Sequence[str], fingerprint: str, advice: str = _SAME_PROGRAM) -> None:
-        """Raise a ``DivergenceError`` on every rank, with the first different lines, unless all hold the same ones.
-
-        The lines describe ``what``, and are compared only where their fingerprints, hex digests, differ. ``advice`` is
-        what to do then. Collective: every rank.
-        """
-        with doing(what):
-            prints = self.gather_objects(fingerprint)
-        other = next((rank for rank, value in enumerate(prints) if value != prints[0]), None)
-        if other is None:
-            return
-        texts = self.gather_objects(list(lines))
-        pairs = list(zip_longest(texts[0], texts[other], fillvalue="(nothing more)"))
-        different = [f"  rank 0: {a}\n  rank {other}: {b}\n" for a, b in pairs if a != b]
-        raise DivergenceError(
-            f"Rank {other} has another {what} than rank 0. First differences:\n{''.join(different[:3])}{advice}"
-        )
-
-
-def collect(control: ControlGroup, what: str, action: Callable[[], T]) -> list[T]:
-    """Run ``action`` here and give every rank's result, which can be pickled, to every rank, in rank order.
-
-    Args:
-        control: the ranks.
-        what: the step, to follow "could not": "write the data of /runs/last.ckpt".
-        action: returns something small.
-
-    Raises:
-        CheckpointError: on every rank if ``action`` raised on any, naming the ranks and their reasons.
-
-    Collective: every rank.
-    """
-    value: Any = None
-    error: BaseException | None = None
-    failure: str | None = None
-    try:
-        value = action()
-    except BaseException as raised:
-        error = raised
-        failure = f"{type(error).__name__} on host {socket.gethostname()}: {error}"
-    with doing(what):
-        outcomes: list[tuple[Any, str | None]] = control.gather_objects((value, failure))
-    if error is not None and not isinstance(error, Exception):
-        raise error  # an interrupt stays one on the rank that received it
-    failures = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
-    if failures:
-        raise CheckpointError(failure_text(what, failures)) from error
-    return [found for found, _ in outcomes]
+    return action
 
 
 def failure_text(what: str, failures: Mapping[int, str]) -> str:

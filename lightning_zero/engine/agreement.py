@@ -1,8 +1,5 @@
 """Rounds in which the ranks tell each other what they are doing, and what user code wrote.
 
-All messages of an engine have one length, so that two ranks in different places of the program still understand each
-other: the first number names the place, and a mismatch becomes an error on every rank instead of a hang.
-
 [Note: external writes]
 Under plain data parallelism a rank that writes something else than the others goes on with a model of its own. Shards
 make one model, of which every rank holds a part, so there it would be a mixture that no rank meant. What user code
@@ -16,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.waiting import NOTES, Note
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.errors import DivergenceError
 
@@ -32,6 +28,7 @@ class Agreement:
     def __init__(self, control: ControlGroup, width: int, spans: Spans | None = None) -> None:
         self.control = control
         self.width = width
+        control.width = max(control.width, width + 2)
         self.notice = 0
         """What this rank was asked for by signals, as bits, which each round tells the others."""
         self.noticed = 0
@@ -43,29 +40,13 @@ class Agreement:
 
         Collective. Raises ``DivergenceError`` on every rank if ``place``, what a rank is doing, differs between them.
         """
-        message = [zlib.crc32(place.encode()), self.notice, *values]
-        message += [0] * (self.width + 2 - len(message))
+        message = [self.notice, *values]
+        message += [0] * (self.width + 1 - len(message))
         with self._spans.of(Phase.AGREE, place) if self._spans.heard else _NOTHING:
-            NOTES.here.append(Note(place))
-            try:
-                rows = self.control.exchange(message)
-            finally:
-                NOTES.here.pop()
-        places, notices, *_ = zip(*rows, strict=True)
-        if len(set(places)) > 1:
-            told = self.control.gather_objects(place)
-            places_told = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told))
-            raise DivergenceError(
-                f"The ranks are in different places of the training program:\n{places_told}\n"
-                "Every rank must run the same number of batches, backward passes and optimizer steps. Usual causes: a "
-                "training_step that returned None on some ranks, dataloaders of different length, a norm or sum of a "
-                "gradient that only some ranks take, or a branch that depends on the rank's data and calls backward or "
-                "the model another number of times."
-            )
-        if any(notices):
-            for notice in notices:
-                self.noticed |= notice
-        return [row[2:] for row in rows]
+            rows = self.control.exchange(message, place)
+        for row in rows:
+            self.noticed |= row[0]
+        return [row[1:] for row in rows]
 
 
 class ExternalWrites:

@@ -92,7 +92,7 @@ class BufferBroadcast:
         return [buffer for _, buffer in named]
 
     def _agree(self) -> None:
-        self._engine.control.agree_equal("set of buffers", self._lines, self._digest, _ADVICE)
+        self._engine.control.alike("set of buffers", self._lines, _ADVICE)
 
     def _send(self, buffers: Sequence[Tensor]) -> None:
         self._engine.collectives.settle()

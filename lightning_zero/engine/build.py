@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm import Collectives, ControlGroup
+from lightning_zero.comm import Collectives, ControlGroup, raising
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.engine.events import Spans
 from lightning_zero.engine.pool import BufferPool
@@ -81,7 +81,7 @@ class UnitBuilder:
                 self._take_room()
             except (OffloadError, MemoryError) as error:
                 self._failure = error
-            self._control.raise_together(self._failure, "find room for what is offloaded")
+            self._control.together("find room for what is offloaded", raising(self._failure), OffloadError)
         if not self._plan.placement.shards_parameters:
             units = [self._replicated(unit) for unit in self._plan.units]
         else:
@@ -90,7 +90,7 @@ class UnitBuilder:
             units = [self._sharded(unit) for unit in self._plan.units]
             self._lent = None
         if self._tiers.can_fail:
-            self._control.raise_together(self._failure, "put the first weights where they rest")
+            self._control.together("put the first weights where they rest", raising(self._failure), OffloadError)
         return units
 
     def _take_room(self) -> None:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from lightning_zero.comm import ControlGroup
+from lightning_zero.comm import ControlGroup, raising
 from lightning_zero.comm.control import parent_rank
 from lightning_zero.config import Tier
 from lightning_zero.engine.build import build_reducer
@@ -172,7 +172,7 @@ class ZeroEngine(Passes):
                     self.weights.publish(unit)
             unit.parameters_changed(parameters)
         if self.tiers.can_fail and not self._returned.issuperset(units):
-            self.control.raise_together(failure, "bring weights back that were changed", _RESUME)
+            self.control.together("bring weights back that were changed", raising(failure), OffloadError, _RESUME)
         self._returned.clear()
         self.weights.after_step(self.computes or self.plan.offload is not None)
         self.updating = False
@@ -194,7 +194,7 @@ class ZeroEngine(Passes):
     def agree_stepped(self, failure: BaseException | None) -> None:
         """Tell the other ranks how the update went. Collective: every rank; raises on all if it failed on one."""
         self._publish_stepped()
-        self.control.raise_together(failure, "take its part of an optimizer step", _RESUME)
+        self.control.together("take its part of an optimizer step", raising(failure), OffloadError, _RESUME)
 
     def take_over_shown(self, on_disk: bool = True) -> None:
         """Bring home what the user wrote to parameters that show their values all the time. Local.

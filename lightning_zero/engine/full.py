@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import current_graph_task, untracked
+from lightning_zero.comm import raising
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.hooks import unhooked
 from lightning_zero.engine.unit import ReplicatedUnit, Unit
@@ -46,7 +47,7 @@ def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what:
             failure = error
         engine.collectives.all_gather(full, what).wait()
     if isinstance(shard, OffloadedTensor):  # on all ranks or on none
-        engine.control.raise_together(failure, f"read its part of {what}")
+        engine.control.together(f"read its part of {what}", raising(failure), OffloadError)
     return full
 
 
@@ -210,7 +211,8 @@ def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
             except OffloadError as error:
                 failure = failure or error
         if engine.tiers.can_fail:
-            engine.control.raise_together(failure, "keep what was written", "The weights may be partly old now.")
+            what = "keep what was written (the weights may be partly old now)"
+            engine.control.together(what, raising(failure), OffloadError)
         changed = engine.control.any_of(flags).tolist()
     return sorted({part.unit.index for part, flag in zip(shown, changed, strict=True) if flag})
 

@@ -87,7 +87,7 @@ class Passes:
         initial: MetaValues | None = None,
     ) -> None:
         collectives.settle()  # what an engine before this one was doing when an error stopped it
-        control.agree_equal("model or plan", plan.summary_lines(), plan.fingerprint())
+        control.alike("model or plan", plan.summary_lines())
         values = initial or MetaValues.by_unit(module, plan)
         self.module, self.plan = module, plan
         self.collectives, self.control = collectives, control
@@ -437,8 +437,7 @@ class Passes:
                 "the rank, or use `with lightning_zero.full_gradients(module):`."
             )
         if at_once:
-            bits = torch.tensor([row[1 : 1 + count] for row in rows], dtype=torch.int64, device="cpu")
-            found = self.control.put_together(bits.view(torch.float64).tolist(), largest)
+            found = self.control.put_together([row[1 : 1 + count] for row in rows], largest)
         else:
             found = self.totals.total(numbers.to(self.totals.device), largest)
         return found.view(self.collectives.world_size, -1) if combine is Combine.EACH else found

@@ -26,7 +26,7 @@ from lightning_zero._torch import (
     in_function_transform,
     is_tracing,
 )
-from lightning_zero.comm import Collectives, Streams
+from lightning_zero.comm import Collectives, Streams, raising
 from lightning_zero.comm.streams import Event
 from lightning_zero.engine.agreement import Agreement, ExternalWrites
 from lightning_zero.engine.events import Phase, Spans
@@ -178,7 +178,7 @@ class UnitSchedule:
         if 1 in [row[0] for row in rows]:
             failure, self._failure = self._failure, None
             advice = "Resume from the last checkpoint, which is intact."
-            self._agreement.control.raise_together(failure, "fetch its part of the weights", advice)
+            self._agreement.control.together("fetch its part of the weights", raising(failure), OffloadError, advice)
         self._writes.compare([row[1] for row in rows], self._agreement.control)
         joined = 1 in [row[2] for row in rows] and self._agree_who_stays()
         rows = [row[3:] for row in rows]

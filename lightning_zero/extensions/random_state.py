@@ -41,7 +41,6 @@ from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.checkpoint.format.typed_json import Decoder, Encoder
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import collect
 
 __all__ = ["RandomState"]
 
@@ -69,7 +68,7 @@ class RandomState:
             return {name: hashlib.sha256(_text(state)).hexdigest() for name, state in states.items()}
 
         rank, ranks = self._control.rank, self._control.world_size
-        digests = collect(self._control, "save the state of the random number generators", look)
+        digests = self._control.together("save the state of the random number generators", look)
         shared = [name for name, digest in digests[rank].items() if all(d.get(name) == digest for d in digests)]
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         row = bytearray(_text({"seed": seed, "shared": shared, "states": states}).ljust(_ROW_NBYTES))
@@ -104,7 +103,7 @@ class RandomState:
             return content["seed"], begun
 
         self._loaded, self._device = {}, device
-        seed, begun = collect(self._control, "load the state of the random number generators", read)[0]
+        seed, begun = self._control.together("load the state of the random number generators", read)[0]
         kept = [name for name in self._loaded if name not in begun]
         new = f"new streams begin for {', '.join(begun)}, from the seed {seed}, the step and the rank"
         if not same:

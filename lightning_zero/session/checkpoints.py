@@ -17,7 +17,6 @@ from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.consolidated import FEEDBACK_KEY, RANDOM_KEY, SUMMARY_KEY, save_consolidated_file
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.comm import ControlGroup, Groups
-from lightning_zero.comm.control import collect
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, CommunicationError, some
@@ -242,7 +241,7 @@ class Checkpoints:
             return place, engine.access.writes.digest
 
         try:
-            found = collect(self._control, what, check)
+            found = self._control.together(what, check)
         except CommunicationError as error:
             raise CommunicationError(
                 f"Could not {what}: not every rank came to do so. Every rank holds a part of the weights, so "

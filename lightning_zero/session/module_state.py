@@ -17,7 +17,6 @@ from lightning_zero.checkpoint import FlatShard, StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.format.flat_shard import memory_identity
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import collect
 from lightning_zero.engine import Slice, ZeroEngine
 from lightning_zero.errors import CheckpointError, ZeroError, some
 from lightning_zero.session.names import adapters_in, under_names_of, unwrapped
@@ -97,7 +96,7 @@ class ModuleState:
 
         self._engine.control.barrier()  # after an error another rank may still be reading weights in a forward
         try:
-            collect(self._engine.control, "load the weights of the checkpoint", read)
+            self._engine.control.together("load the weights of the checkpoint", read)
         except CheckpointError:
             if refused:
                 raise refused[0] from None

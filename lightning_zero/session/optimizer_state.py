@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_zero._torch import tree_map_only
 from lightning_zero.checkpoint import FlatShard, StoredTensor
 from lightning_zero.checkpoint.format.stored import read_slices
-from lightning_zero.comm.control import collect
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import some
 from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
@@ -114,7 +113,7 @@ class OptimizerState:
                 state[entries[name].shard.spec.name] = self._taken(entries[name], values, stored, slices)
             read_slices(slices)
 
-        collect(self._engine.control, f"load the state of {label}", read)
+        self._engine.control.together(f"load the state of {label}", read)
         self._optimizer.load_named_state(state, options)
         if fresh and self._engine.control.rank == 0:
             warnings.warn(

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.activations import Activations
 from lightning_zero.comm import Collectives, Groups, Streams, choose_collectives
-from lightning_zero.comm.control import collect
 from lightning_zero.config import choose_prefetch
 from lightning_zero.engine import BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import gathered_whole, give_back, whole_gradients
@@ -247,7 +246,7 @@ class ZeroSession:
         with self.relaying():
             gradients = whole_gradients(former)
             optimizers = [adapter.optimizer for adapter in self._adapters.values()]
-            collect(former.control, "read optimizer state from files", lambda: keep_in_memory(optimizers))
+            former.control.together("read optimizer state from files", lambda: keep_in_memory(optimizers))
             if self._activations is not None:
                 self._activations.detach()
             self.shard(former.module, self._dtypes, cast=False)

@@ -75,11 +75,11 @@ class Places(ControlGroup):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.seen: list[int] = []
+        self.seen: list[str] = []
 
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        self.seen.append(values[0])
-        return super().exchange(values)
+    def exchange(self, values: Sequence[int], place: str = "") -> list[list[int]]:
+        self.seen.append(place)
+        return super().exchange(values, place)
 
 
 class Run:

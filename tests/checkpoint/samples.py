@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_zero.checkpoint import FlatShard, StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.storage.publish import remove
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import collect
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding.weight": (13, 6),
@@ -152,4 +151,4 @@ def load_and_verify(path: Path, version: int, cut: Cut = end_to_end) -> None:
 def remove_checkpoint_directory(path: Path, ranks: ControlGroup) -> None:
     """Delete a checkpoint as a saver does, but at once and on all ranks or none."""
     ranks.barrier()  # not before every rank has looked whether it is there
-    collect(ranks, f"remove the checkpoint '{path}'", lambda: remove(path) if ranks.rank == 0 else None)
+    ranks.together(f"remove the checkpoint '{path}'", lambda: remove(path) if ranks.rank == 0 else None)

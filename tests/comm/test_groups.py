@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.comm import ControlGroup, Groups
-from lightning_zero.comm.control import naming_failures
+from lightning_zero.comm.control import naming_failures, raising
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
 from tests.helpers.world import run_world
@@ -59,13 +59,13 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_agree_equal_names_the_first_difference_on_every_rank(name: str) -> None:
+def test_lines_that_differ_name_the_first_difference_on_every_rank(name: str) -> None:
     ours, theirs, difference = LINES[name]
 
     def run(control: ControlGroup) -> str:
         lines = theirs if control.rank == 2 else ours
         try:
-            control.agree_equal("plan", lines, "/".join(lines))
+            control.alike("plan", lines)
         except DivergenceError as error:
             return str(error)
         return ""
@@ -98,7 +98,7 @@ def test_one_rank_agrees_with_itself() -> None:
     assert control.gather_objects("x") == ["x"]
     assert control.agree_any(True)
     assert not control.agree_any(False)
-    control.agree_equal("plan", ["a"], "a")
+    control.alike("plan", ["a"])
     control.barrier()
 
 
@@ -118,17 +118,19 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
 
 def test_one_rank_s_failure_is_raised_on_every_rank_with_its_reason() -> None:
     def run(control: ControlGroup) -> list[str]:
-        control.raise_together(None, "do nothing")
+        assert control.together("do nothing", lambda: None) == [None] * 3
+        assert control.together("count", lambda: control.rank) == [0, 1, 2]
         messages = []
         for failing in ([1], [1, 2], [0]):
             failure = OSError(f"disk of rank {control.rank}") if control.rank in failing else None
             with pytest.raises(OffloadError) as caught:
-                control.raise_together(failure, "read its masters")
+                control.together("read its masters", raising(failure), OffloadError, "Resume.")
             assert caught.value.__cause__ is failure
             messages.append(str(caught.value))
         return messages
 
     for messages in in_world(3, run):
-        assert "Rank 1 could not read its masters: OSError: disk of rank 1" in messages[0]
-        assert "Rank 1 could not read its masters: OSError: disk of rank 1" in messages[1]
-        assert "Rank 0 could not" in messages[2]
+        assert messages[0].startswith("Could not read its masters: failed on rank 1.\n  rank 1: OSError on host ")
+        assert messages[0].endswith(": disk of rank 1\nResume.")
+        assert messages[1].startswith("Could not read its masters: failed on ranks 1, 2.\n  rank 1: OSError on host ")
+        assert "failed on rank 0." in messages[2]

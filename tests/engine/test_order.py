@@ -45,12 +45,14 @@ class Control:
     """A ``ControlGroup`` over a meeting of threads."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.world_size = meeting, rank, meeting.world_size
+        self.meeting, self.rank, self.world_size, self.width = meeting, rank, meeting.world_size, 8
 
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        rows = self.meeting.exchange(self.rank, list(values))
-        assert len({len(row) for row in rows}) == 1
-        return rows
+    def exchange(self, values: Sequence[int], place: str = "") -> list[list[int]]:
+        rows = self.meeting.exchange(self.rank, (place, list(values)))
+        if len({place for place, _ in rows}) > 1:
+            raise DivergenceError("\n".join(f"rank {rank}: {place}" for rank, (place, _) in enumerate(rows)))
+        assert len({len(row) for _, row in rows}) == 1
+        return [row for _, row in rows]
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self.meeting.exchange(self.rank, value)

@@ -37,13 +37,13 @@ class Counts(pl.Callback):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[int] = []
         self._count = 0
-        exchange = ControlGroup._exchange
+        rows = ControlGroup._rows
 
         def counted(control: ControlGroup, *arguments: Any) -> Any:
             self._count += 1
-            return exchange(control, *arguments)
+            return rows(control, *arguments)
 
-        monkeypatch.setattr(ControlGroup, "_exchange", counted)
+        monkeypatch.setattr(ControlGroup, "_rows", counted)
 
     def on_train_batch_start(self, *args: Any) -> None:
         self._count = 0

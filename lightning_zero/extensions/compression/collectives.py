@@ -30,7 +30,7 @@ from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.comm.collectives import Content, Pending, WireState
-from lightning_zero.comm.control import ControlGroup, collect
+from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives, PairwiseSum, divide
 from lightning_zero.comm.streams import Event, Streams
@@ -85,7 +85,7 @@ class Residuals(WireState):
                     self.residuals[name] = row
                     read_slices([(rows, self._control.rank * row.numel(), row)])
 
-        collect(self._control, "load what error feedback keeps", read)
+        self._control.together("load what error feedback keeps", read)
         return ""
 
 

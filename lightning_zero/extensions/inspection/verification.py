@@ -34,7 +34,6 @@ from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, read_ch
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, open_range, read_bytes
 from lightning_zero.checkpoint.writing import LARGE_NBYTES, combine
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import collect
 from lightning_zero.errors import CheckpointError, shortened, some
 
 __all__ = ["Verification", "own_checks", "run_checks", "verify_checkpoint", "verify_together"]
@@ -127,7 +126,7 @@ def verify_together(path: str | os.PathLike[str], found: Found, control: Control
             raise CheckpointError("\n    ".join(["it is damaged.", *result[:_NAMED], *more]))
         return result.unverified
 
-    shares = collect(control, f"verify the checkpoint '{os.fspath(path)}'", share)
+    shares = control.together(f"verify the checkpoint '{os.fspath(path)}'", share)
     doubt = Verification([], [name for names in shares for name in names]).doubt()
     if doubt and not sampled and control.rank == 0:
         warnings.warn(f"The checkpoint '{os.fspath(path)}' was loaded. {doubt}.", stacklevel=3)

@@ -7,9 +7,10 @@ import platform
 
 import torch
 
-from lightning_zero.comm import ControlGroup, Streams
+from lightning_zero.comm import ControlGroup, Streams, raising
 from lightning_zero.config import NvmeOffload
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.errors import OffloadError
 from lightning_zero.extensions.nvme.files import FileSystem, FileTensor, fill_from
 from lightning_zero.extensions.nvme.pipeline import Pipeline, Request
 from lightning_zero.extensions.nvme.step import FileSteps
@@ -51,7 +52,7 @@ def make_tiers(
     except Exception as error:
         failure = error
     try:
-        control.raise_together(failure, f"offload to '{offload.path}'")
+        control.together(f"offload to '{offload.path}'", raising(failure), OffloadError)
         if store is None:
             raise RuntimeError("There are no files. This is an error in lightning_zero itself.")
         _check_room(store, expected_disk(plan, optimizer_tensors=0).total, control)  # masters of all ranks are alike
@@ -80,4 +81,4 @@ def _check_room(store: NvmeStore, nbytes: int, control: ControlGroup) -> None:
         store.check_space(sum(need for other, need in needs if other == disk))  # ranks of one machine share its disk
     except Exception as error:
         failure = error
-    control.raise_together(failure, f"offload to '{store.path}'")
+    control.together(f"offload to '{store.path}'", raising(failure), OffloadError)
