@@ -72,11 +72,12 @@ def read(path: Path) -> dict[str, Series]:
 
 
 def draw(metrics: Mapping[str, Series], title: str, path: Path) -> None:
-    """Four fields: memory at rest and at the peak, traffic and time; what was measured, and dashed what was planned."""
-    drawn = figure(2, 2, (12, 7))
+    """Three fields: memory at rest and at the peak, and traffic; what was measured, and dashed what was planned."""
+    drawn = figure(3, 1, (9, 10))
     if drawn is None:
         return
-    picture, ((rest, peak), (traffic, time)) = drawn
+    picture, fields = drawn
+    rest, peak, traffic = fields[:, 0]
     rest.set_title("memory of the engine at rest, MB")
     _stack(rest, metrics, "zero/memory/rest/", 1e-6, ("total", "ratio"))
     _line(rest, metrics, "zero/memory/expected_rest/total", 1e-6, "by plan", planned=True)
@@ -89,9 +90,7 @@ def draw(metrics: Mapping[str, Series], title: str, path: Path) -> None:
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
         _line(traffic, metrics, f"zero/traffic/{kind}/nbytes", 1e-6, kind)
         _line(traffic, metrics, f"zero/traffic/{kind}/expected_nbytes", 1e-6, f"{kind}, by plan", planned=True)
-    time.set_title("time of a step by phase, ms")
-    _stack(time, metrics, "zero/time/", 1e3, ("total",))
-    for field in (rest, peak, traffic, time):
+    for field in (rest, peak, traffic):
         field.set_xlabel("step")
         field.set_ylim(bottom=0, top=1.15 * field.get_ylim()[1])
         field.spines[["top", "right"]].set_visible(False)

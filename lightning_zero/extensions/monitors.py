@@ -14,13 +14,12 @@ device is waited for.
 from __future__ import annotations
 
 import re
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -157,128 +156,25 @@ def logging_step(trainer: pl.Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-# --------------------------------------------------------------------------- what a step sends, and where its time goes
-
-OTHER = "other"
-"""Time of a step in no span of the engine: data on their way, the user's hooks, other callbacks."""
-
-Mark = Any  # seconds on the host (float), or a torch.cuda.Event
-Number = TypeVar("Number", float, CollectiveTraffic)
+# ------------------------------------------------------------------------------------------------- what a step sends
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """The marks of one step, each with the phase that the time from there to the next one belongs to."""
-
-    marks: list[tuple[Mark, str]]
-    end: Mark
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``seconds`` would not have to wait."""
-        return isinstance(self.end, float) or bool(self.end.query())
-
-    def wait(self) -> None:
-        """Wait on the host until the device has got there."""
-        if not isinstance(self.end, float):
-            self.end.synchronize()
-
-    def seconds(self) -> dict[str, float]:
-        """By phase; they add up to the step."""
-        found: dict[str, float] = {}
-        ends = [*(mark for mark, _ in self.marks[1:]), self.end]
-        for (begin, phase), end in zip(self.marks, ends, strict=True):
-            seconds = end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
-            found[phase] = found.get(phase, 0.0) + float(seconds)
-        return found
-
-
-class PhaseClock:
-    """Observes spans; at each moment time belongs to the one that began last among those that have not ended.
-
-    On CUDA a mark is an event on the stream that was current at ``start``: time is what that stream spent there, read
-    when the device has got past it. Elsewhere ``now`` is the clock, in seconds on the host.
-    """
-
-    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._device = device
-        self._open: list[Span] = []
-        self._marks: list[tuple[Mark, str]] = []
-        self._mark: Callable[[], Mark] = now
-
-    def start(self) -> None:
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            self._mark = lambda: stream.record_event(torch.cuda.Event(enable_timing=True))
-        self._open.clear()
-        self._marks = [(self._mark(), OTHER)]
-
-    def stop(self) -> Timeline:
-        return Timeline(self._marks, self._mark())
-
-    def begin(self, span: Span) -> None:
-        self._open.append(span)
-        self._turn()
-
-    def end(self, span: Span) -> None:
-        """A span that was open before the step began is not known here."""
-        if span in self._open:
-            self._open.remove(span)
-            self._turn()
-
-    def _turn(self) -> None:
-        self._marks.append((self._mark(), self._open[-1].phase.name.lower() if self._open else OTHER))
-
-
-class _Measured(NamedTuple):
-    """One measured step, on the logger's axis: when was what, and the collectives by kind."""
-
-    step: int
-    timeline: Timeline
-    sent: dict[str, CollectiveTraffic]
-    expected: dict[str, CollectiveTraffic] | None
-    """Those of the plan; ``None`` where it has nothing to say."""
-
-    def metrics(self, by_phase: dict[str, float]) -> dict[str, float]:
-        """In the loggers' words."""
-        found: dict[str, float] = {}
-        for kind, traffic in self.sent.items():
-            found[f"zero/traffic/{kind}/calls"] = traffic.calls
-            found[f"zero/traffic/{kind}/nbytes"] = traffic.nbytes
-        for kind, traffic in (self.expected or {}).items():
-            found[f"zero/traffic/{kind}/expected_calls"] = traffic.calls
-            found[f"zero/traffic/{kind}/expected_nbytes"] = traffic.nbytes
-            if traffic.nbytes:
-                found[f"zero/traffic/{kind}/ratio"] = self.sent[kind].nbytes / traffic.nbytes
-        found |= {f"zero/time/{phase}": seconds for phase, seconds in by_phase.items()}
-        return found | {"zero/time/total": sum(by_phase.values())}
-
-
+@dataclass
 class _Sums:
-    """Sums over the steps whose times are known: their marks are not kept, on CUDA each is an event."""
+    """Collectives by kind, summed over the measured steps."""
 
-    def __init__(self) -> None:
-        self.steps = self.predicted = 0
-        self.sent: dict[str, CollectiveTraffic] = {}
-        self.expected: dict[str, CollectiveTraffic] = {}
-        self.seconds: dict[str, float] = {}
-
-    def add(self, measured: _Measured, seconds: dict[str, float]) -> None:
-        """Add a step."""
-        self.steps += 1
-        self.predicted += measured.expected is not None
-        _add(self.sent, measured.sent)
-        _add(self.expected, measured.expected or {})
-        _add(self.seconds, seconds)
+    steps: int = 0
+    predicted: int = 0  # of them, those of which the plan has something to say
+    sent: dict[str, CollectiveTraffic] = field(default_factory=dict)
+    expected: dict[str, CollectiveTraffic] = field(default_factory=dict)
 
 
 class CommunicationMonitor(StepMonitor):
-    """Logs collectives and bytes of a step next to what the plan says, and how long each phase took.
+    """Logs collectives and bytes of a step next to what the plan says.
 
     The numbers are those of each rank itself, so a logger gets rank 0's. Bytes count whole flat buffers, as the plan
-    does; of these a rank sends and receives the fraction (world size - 1) / world size. Times are exclusive: what a
-    forward waits for is not in the forward, and all phases together are the step. On CUDA they are the compute
-    stream's, read some steps later, so that nothing is waited for.
+    does; of these a rank sends and receives the fraction (world size - 1) / world size. How long a phase takes, and
+    waits, is in the trace of ``torch.profiler``, whose ranges ``zero: ...`` are the engine's.
 
     A step that sends something else than the plan says is warned of, once. A step that validation interrupts, between
     two of its micro-steps, is left out.
@@ -298,34 +194,26 @@ class CommunicationMonitor(StepMonitor):
 
     def _forget(self) -> None:
         super()._forget()
-        self._clock: PhaseClock | None = None
         self._sent: dict[str, CollectiveTraffic] = {}
         self._inside = False  # a step is running
         self._disturbed = False  # something was sent between the last step and this one, and may still be resident
         self._interrupted = False  # validation ran between two micro-steps of this step
-        self._waiting: list[_Measured] = []  # whose device times are not there yet
         self._warned = False
         self._sums = _Sums()
 
     def attach(self, strategy: ZeroStrategy) -> None:
-        self._clock = PhaseClock(strategy.engine.device)
         strategy.engine.collectives.observers.append(self._note)
 
     def detach(self, engine: ZeroEngine) -> None:
         let_go(engine.collectives.observers, self._note)
-        let_go(engine.spans.observers, self._clock)
 
     def begin(self, engine: ZeroEngine) -> None:
-        """Count anew, and look at the clock if this step is measured."""
+        """Count anew."""
         self._sent = dict.fromkeys(_kinds(engine.plan), CollectiveTraffic())
         self._inside, self._interrupted = True, False
-        if self._measured and self._clock is not None:
-            self._clock.start()
-            if self._clock not in engine.spans.observers:
-                engine.spans.observers.append(self._clock)
 
     def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
-        """Hold what was sent against the plan, and log what is known by now."""
+        """Hold what was sent against the plan, and log it."""
         self._inside = False
         engine, expected = strategy.engine, None
         # The plan knows nothing of steps the user runs by hand.
@@ -335,20 +223,13 @@ class CommunicationMonitor(StepMonitor):
             if self._step >= STEADY and not (self._disturbed or self._interrupted):
                 self._compare(expected)
         self._disturbed = False
-        clock = self._clock
-        if self._measured and clock is not None and clock in engine.spans.observers:
-            engine.spans.observers.remove(clock)
-            if not self._interrupted:
-                self._waiting.append(_Measured(logging_step(trainer), clock.stop(), self._sent, expected))
+        if self._measured and not self._interrupted:
+            self._sums.steps += 1
+            self._sums.predicted += expected is not None
+            _add(self._sums.sent, self._sent)
+            _add(self._sums.expected, expected or {})
+            self.log_numbers(trainer, self._metrics(expected or {}), logging_step(trainer))
         self._interrupted = False
-        self._log_ready(trainer)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what the device had not got to, and show the summary."""
-        for found in self._waiting:
-            found.timeline.wait()
-        self._log_ready(trainer)
-        super().on_train_end(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Between two micro-steps of a step, too. What it sends and takes is not the step's."""
@@ -372,12 +253,19 @@ class CommunicationMonitor(StepMonitor):
                 calls, nbytes = f"{plan.calls / count:g}", readable_size(plan.nbytes // count)
                 ratio = f"{sent.nbytes / plan.nbytes:.3f}" if plan.nbytes else "-"
             rows.append((kind, f"{sent.calls / count:g}", calls, readable_size(sent.nbytes // count), nbytes, ratio))
-        total = sum(sums.seconds.values())
-        times: list[tuple[str, ...]] = [("phase", "seconds", "share")]
-        for phase, seconds in sums.seconds.items():
-            share = f"{seconds / total:.1%}" if total else "-"
-            times.append((phase.replace("_", " "), f"{seconds / count:.6f}", share))
-        return [rows, [*times, ("total", f"{total / count:.6f}", "")]]
+        return [rows]
+
+    def _metrics(self, expected: Mapping[str, CollectiveTraffic]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for kind, traffic in self._sent.items():
+            found[f"zero/traffic/{kind}/calls"] = traffic.calls
+            found[f"zero/traffic/{kind}/nbytes"] = traffic.nbytes
+        for kind, traffic in expected.items():
+            found[f"zero/traffic/{kind}/expected_calls"] = traffic.calls
+            found[f"zero/traffic/{kind}/expected_nbytes"] = traffic.nbytes
+            if traffic.nbytes:
+                found[f"zero/traffic/{kind}/ratio"] = self._sent[kind].nbytes / traffic.nbytes
+        return found
 
     def _note(self, call: CollectiveCall) -> None:
         if self._inside:
@@ -403,15 +291,8 @@ class CommunicationMonitor(StepMonitor):
                 stacklevel=2,
             )
 
-    def _log_ready(self, trainer: pl.Trainer) -> None:
-        while self._waiting and self._waiting[0].timeline.ready:
-            found = self._waiting.pop(0)
-            seconds = found.timeline.seconds()
-            self._sums.add(found, seconds)
-            self.log_numbers(trainer, found.metrics(seconds), found.step)
 
-
-def _add(sums: dict[str, Number], parts: Mapping[str, Number]) -> None:
+def _add(sums: dict[str, CollectiveTraffic], parts: Mapping[str, CollectiveTraffic]) -> None:
     for name, part in parts.items():
         sums[name] = sums[name] + part if name in sums else part
 
