@@ -20,24 +20,29 @@ verdict; in a process group its connections are shut, as if the others had ended
 Our own code notes what it waits for (``comm/waiting.py``). A call of torch.distributed in user code or in Lightning
 notes nothing. The list of all threads' stacks shows, as in a debugger, that a thread is in such a function. Its group
 is the one, of those that are not ours, whose count of collectives has grown last. Where several have, nobody judges.
+
+[Note: stacks as text]
+``faulthandler`` writes the stacks: it makes no objects, holds on to nobody's variables, and no other thread runs
+meanwhile. To make a frame object may begin a garbage collection, which may let other threads run (it frees a tensor);
+in Python 3.11 the frame may have ended then, and its next use is a segmentation fault.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
-import sys
+import re
 import sysconfig
+import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -53,10 +58,8 @@ _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
 _STORE = "(store)"  # in place of a group's name: where processes make groups
 _NO_WAITS = {"_object_to_tensor", "_tensor_to_object", "destroy_process_group", "_shutdown_backend"}
-_MAKE_GROUPS = {
-    "_new_process_group_helper", "_store_based_barrier", "init_process_group",
-    "_create_gloo_process_group", "_create_nccl_process_group",  # since 2.14
-}  # fmt: skip
+_MAKE_GROUPS = {"_new_process_group_helper", "_store_based_barrier", "init_process_group"}
+_MAKE_GROUPS |= {"_create_gloo_process_group", "_create_nccl_process_group"}  # since 2.14
 
 _ADVICE = (
     "Every rank must make the same calls in the same order. Usual causes: dataloaders of different length; a branch "
@@ -84,7 +87,7 @@ def watch_ranks() -> Watch | None:
         _WATCH.end()
         _WATCH = None
     if _WATCH is None and world is not None and dist.get_world_size() > 1:
-        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):  # of a store that has no copies
+        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError, OSError):  # the store has no copies
             _WATCH = Watch(weakref.ref(world))
     return _WATCH
 
@@ -180,11 +183,9 @@ class Watch:
         atexit.unregister(self.end)
         self._over.set()
         self._thread.join(5.0)
-        deadline = time.monotonic() + _LONG_SECONDS
+        deadline = time.monotonic() + (_LONG_SECONDS if self._failure else 0.0)
         with contextlib.suppress(RuntimeError):
-            while self._failure and time.monotonic() < deadline:
-                if all(state["state"] == "over" for state in self._states()):
-                    break
+            while time.monotonic() < deadline and any(state["state"] != "over" for state in self._states()):
                 time.sleep(0.05)
         self._default = None
 
@@ -197,10 +198,8 @@ class Watch:
         with self._lock:
             if self._failure:
                 state |= {"state": "over", "text": f"has failed with {self._failure}", "run": self._runs}
-            state |= {
-                "entered": {_STORE: groups_made(), **entered_collectives(), **passed_on},
-                "process": process_of(os.getpid()),
-            }
+            state["entered"] = {_STORE: groups_made(), **entered_collectives(), **passed_on}
+            state["process"] = process_of(os.getpid())
             self._store.set(self._key(self._rank), json.dumps(state))
 
     def _states(self, rank: int | None = None) -> list[dict[str, Any]]:
@@ -221,10 +220,11 @@ class Watch:
             self._tell(state="runs")
 
     def _run(self) -> None:
-        try:
-            self._look()
-        except RuntimeError:  # of the store, whose process has ended, of which gloo tells; or the connection is cut
-            self._look_alone()
+        with self._stacks.file:
+            try:
+                self._look()
+            except RuntimeError:  # of the store, whose process has ended, of which gloo tells; or the connection is cut
+                self._look_alone()
 
     def _look(self) -> None:
         wait: Wait | None = None
@@ -343,27 +343,32 @@ class _Stacks:
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
+        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._entered: dict[str, int] = {}  # by group, when last looked
         self._latest = ""  # the group that is not ours whose count has grown since then; empty: several have
 
     def wait(self) -> Wait | None:
-        """What the thread waits in, if no other thread does something that ranks may wait for.
-
-        As long as somebody has a frame, all its variables live on. So the frames are let go at once.
-        """
+        """What the thread waits in, if no other thread does something that ranks may wait for."""
         self._note_entered()
-        frame = sys._current_frames().get(self._thread)
-        if frame is None or frame.f_code.co_filename not in _WAITING:
+        stacks = self.written()
+        lines, _ = stacks.pop(self._thread, []), stacks.pop(threading.get_ident())
+        if not lines or lines[0].file not in _WAITING or any(map(_communicates, stacks.values())):
             return None
-        frames = sys._current_frames()
-        try:
-            lines = _lines(frames.pop(self._thread, None))
-            del frames[threading.get_ident()], frame
-            if not lines or any(_communicates(_lines(other)) for other in frames.values()):
-                return None
-        finally:
-            frames.clear()
         return self._noted(lines) or self._foreign(lines)
+
+    def written(self) -> dict[int, list[_Line]]:
+        """The stacks of all threads, the innermost call first."""
+        self.file.seek(0)
+        self.file.truncate()
+        faulthandler.dump_traceback(self.file, all_threads=True)
+        self.file.seek(0)
+        stacks, lines = dict[int, list[_Line]](), list[_Line]()
+        for thread, *line in _STACKS.findall(self.file.read().decode("unicode_escape", "replace")):
+            if thread:
+                lines = stacks[int(thread, 16)] = []
+            else:
+                lines.append(_Line(*line))
+        return stacks
 
     def _note_entered(self) -> None:
         entered = entered_collectives()
@@ -414,15 +419,11 @@ class _Stacks:
 
 class _Line(NamedTuple):
     file: str
-    number: int
+    number: str
     function: str
 
 
-def _lines(frame: FrameType | None) -> list[_Line]:
-    """A stack, the innermost call first."""
-    if frame is None:
-        return []
-    return [_Line(at.f_code.co_filename, number, at.f_code.co_name) for at, number in traceback.walk_stack(frame)]
+_STACKS = re.compile(r'^(?:(?:Current t|T)hread 0x([0-9a-f]+).*|  File "(.*)", line (\S+) in (.*))$', re.MULTILINE)
 
 
 def _operation(lines: list[_Line]) -> str:

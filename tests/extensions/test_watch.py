@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm import Groups
 from lightning_zero.errors import DivergenceError
-from lightning_zero.extensions.watch import _stuck, current_watch, watch_ranks
+from lightning_zero.extensions.watch import _Stacks, _stuck, current_watch, watch_ranks
 from tests.helpers.world import run_world
 
 RUNS: dict[str, Any] = {"state": "runs", "entered": {}}
@@ -205,3 +206,27 @@ def test_other_sockets_of_the_process_do_not_matter() -> None:
         return ends[1].recv(1) == b"1"
 
     assert all(run_world(2, world, init_group=False))
+
+
+def test_looking_at_a_thread_makes_no_frame_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11 other threads may go on while one is made, if a garbage collection begins then; and what is in it
+    afterwards is a segmentation fault. See [Note: stacks as text] of the watch."""
+    scope: dict[str, Any] = {}
+    source = "def all_reduce(begun, over):\n    begun.set()\n    over.acquire()\n"
+    exec(compile(source, dist.distributed_c10d.__file__, "exec"), scope)  # as if it waited in a collective
+    begun, over = threading.Event(), threading.Lock()
+    over.acquire()
+    thread = threading.Thread(target=scope["all_reduce"], args=(begun, over))
+    thread.start()
+    begun.wait()
+    monkeypatch.delattr(sys, "_current_frames")
+    assert thread.ident is not None
+    stacks = _Stacks(thread.ident)
+    deadline, lines = time.monotonic() + 10.0, []
+    while not lines and time.monotonic() < deadline:
+        lines = [line for line in stacks.written()[thread.ident] if line.function == "all_reduce"]
+    assert stacks.wait() is None  # of no group
+    over.release()
+    thread.join()
+    stacks.file.close()
+    assert lines[0].file == dist.distributed_c10d.__file__

@@ -462,7 +462,7 @@ def test_looking_inside() -> None:
 
 
 def test_a_loop_that_clips_and_skips_by_hand() -> None:
-    """As nanoGPT's, with a log of norms, the noise of gradients, and steps left out that are not finite."""
+    """As nanoGPT's, with a log of norms and means of gradients, and steps left out that are not finite."""
 
     def play(strategy: Any) -> dict[str, Any]:
         fabric, module = launched(strategy), built()
@@ -473,9 +473,9 @@ def test_a_loop_that_clips_and_skips_by_hand() -> None:
                 with fabric.no_backward_sync(model, enabled=micro == 0):
                     fabric.backward(model(data(2 * step + micro, fabric.global_rank)[0]).square().mean() / 2)
             if step == 2:
-                next(model.parameters()).grad[0] = float("inf")  # type: ignore[index]
+                next(model.parameters()).grad.mul_(float("inf"))  # type: ignore[union-attr]
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            means = [(p.grad.mean() ** 2 + p.grad.std() ** 2).sqrt() for p in model.parameters() if p.grad is not None]
+            means = [p.grad.mean() for p in model.parameters() if p.grad is not None]
             logged += [norm, *means, *(p.detach().norm() for p in model.parameters())]
             if torch.isfinite(norm):
                 optimizer.step()
