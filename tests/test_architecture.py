@@ -28,13 +28,6 @@ ATTRIBUTES = 15
 OF_LIGHTNING = {"model", "_launcher", "_precision_plugin"}  # which its strategies have, and ours assign
 # Classes that are to be made smaller, and how many they have.
 TOO_MANY = {
-    "ZeroEngine": 45,
-    "GradientBucket": 42,
-    "GradientReducer": 19,
-    "Passes": 40,
-    "UnitSchedule": 28,
-    "ShardedUnit": 34,
-    "ReplicatedUnit": 18,
     "ReplicatedOptimizer": 24,
     "ShardedOptimizer": 22,
 }

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import no_subclasses, storage_key, untracked
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.reducer import GradientBucket
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.unit import ReplicatedUnit
+from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import WORKER, Binding, Owner, get_data, is_absent, set_data, set_gradient
 from lightning_zero.shards.sharded import ShardedTensor, Source
@@ -59,9 +58,9 @@ class GradientPlace(NamedTuple):
     def whole(self) -> Tensor | None:
         """The sum of this rank's gradients over micro-steps, where that stays whole."""
         bucket, position = self.bucket, self.position
-        if bucket.resident is None or bucket.views is None or not bucket.still_local(position):
+        if bucket.resident is None or bucket.room is None or not bucket.still_local(position):
             return None
-        return bucket.views[position]
+        return bucket.room.views[position]
 
 
 class _Gradient(Source):
@@ -71,13 +70,13 @@ class _Gradient(Source):
         super().__init__(f"averaged gradient of '{binding.name}'", _OF_GRADIENTS, engine.put_together)
         self._name, self._engine, self._writes = binding.name, engine, writes
         self._place: GradientPlace = binding.place
-        self._number = self._place.bucket.numbers[self._place.position]
+        self._number = self._place.bucket.shard.numbers[self._place.position]
 
     @property
     def current(self) -> bool:
         """Whether it is the parameter's gradient still."""
         bucket, position, shard, _ = self._place
-        return shard is not None and shard.grad is not None and bucket.numbers[position] == self._number
+        return shard is not None and shard.grad is not None and bucket.shard.numbers[position] == self._number
 
     def check(self, called: str, linear: bool) -> None:
         if not self.current:
@@ -116,7 +115,7 @@ class ParameterAccess(Owner):
 
     def __init__(self, engine: Any) -> None:
         self._engine: Any = proxy(engine)
-        self.writes = ExternalWrites()
+        self.writes: ExternalWrites = engine.means.writes
         self.stepping: Callable[[], bool] | None = None
         """Tells whether an optimizer step is what called; ``None`` while there is none."""
         self.check_trainer: Callable[[nn.Module], object] = lambda module: None
@@ -191,7 +190,7 @@ class ParameterAccess(Owner):
         if not isinstance(unit, ReplicatedUnit) or unit not in self._plain:
             raise self.refusal([binding.name], "an assignment to its .data")
         self._check_apart(binding, value)
-        unit.note_assigned(binding.parameter)
+        unit.count(binding.parameter, -1)
         binding.show(value)
 
     def shows_for_good(self, binding: Binding) -> bool:
@@ -227,14 +226,14 @@ class ParameterAccess(Owner):
             self.whole[parameter] = value
             return
         place: GradientPlace | None = binding.place
-        if place is None or place.shard is None or self._engine.in_backward:
+        if place is None or place.shard is None or self._engine.progress.in_backward:
             set_gradient(parameter, value)
             return
         if value is None:
             with no_subclasses():
                 set_gradient(parameter, None)  # of a backward that this engine has not seen
             if place.shard.grad is not None:
-                if not place.bucket.local[place.position]:
+                if place.position not in place.bucket.round.local:
                     self.writes.cleared += place.cleared
                 place.shard.grad = None
             return
@@ -323,8 +322,7 @@ class ParameterAccess(Owner):
         bucket, position = place.bucket, place.position
         if not self._engine.in_backward:
             return
-        before = bucket.arrived[position] or bucket.used[position] or bucket.still_local(position)
-        if before or (place.shard is not None and place.shard.grad is not None):
+        if bucket.has_gradient(position) or (place.shard is not None and place.shard.grad is not None):
             raise ParameterAccessError(
                 f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody clears "
                 "gradients (of a parameter in no optimizer, say). What came before is elsewhere, so that its sum with "

@@ -1,4 +1,4 @@
-"""Rounds in which the ranks tell each other what they are doing, and what user code wrote.
+"""What the parts of an engine share: the wire, memory, and rounds in which the ranks tell each other what they do.
 
 [Note: external writes]
 Under plain data parallelism a rank that writes something else than the others goes on with a model of its own. Shards
@@ -11,12 +11,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
-from lightning_zero.comm import ControlGroup
+from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.engine.events import Phase, Spans
+from lightning_zero.engine.pool import BufferPool
 from lightning_zero.errors import DivergenceError
+from lightning_zero.offload.transfers import MemoryTiers
 
-__all__ = ["Agreement", "ExternalWrites"]
+__all__ = ["Agreement", "ExternalWrites", "Means"]
 
 _REMEMBERED = 4096
 _NOTHING = nullcontext()
@@ -94,6 +97,29 @@ class ExternalWrites:
             self.forget()
             raise DivergenceError(_difference(notes, digests))
         self.forget()
+
+
+@dataclass(frozen=True, eq=False)
+class Means:
+    """What all parts of one engine work with.
+
+    Attributes:
+        collectives: the wire.
+        control: the control plane.
+        agreement: rounds between the hosts.
+        tiers: where shards are, by tier; and where the module computes.
+        pool: memory for full parameters and gradients.
+        spans: told what time is spent on.
+        writes: what user code wrote.
+    """
+
+    collectives: Collectives
+    control: ControlGroup
+    agreement: Agreement
+    tiers: MemoryTiers
+    pool: BufferPool
+    spans: Spans
+    writes: ExternalWrites = field(default_factory=ExternalWrites)
 
 
 def _difference(notes: list[list[tuple[str, int]]], digests: list[int]) -> str:

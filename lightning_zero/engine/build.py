@@ -12,16 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm import Collectives, ControlGroup, raising
+from lightning_zero.comm import raising
 from lightning_zero.comm.collectives import Pending
-from lightning_zero.engine.events import Spans
-from lightning_zero.engine.pool import BufferPool
+from lightning_zero.engine.agreement import Means
 from lightning_zero.engine.reducer import GradientBucket, GradientReducer
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.unit import ReplicatedUnit, Unit
+from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.meta import MetaValues
-from lightning_zero.offload.transfers import MemoryTiers
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
 from lightning_zero.plan.layout import align_up
 from lightning_zero.shards.binding import set_data
@@ -43,13 +40,10 @@ class UnitBuilder:
         self,
         module: nn.Module,
         plan: Plan,
-        pool: BufferPool,
-        collectives: Collectives,
-        control: ControlGroup,
-        tiers: MemoryTiers,
-        placeholders: Placeholders,
+        means: Means,
         values: MetaValues,
     ) -> None:
+        collectives, control = means.collectives, means.control
         if (plan.group_size, plan.world_size) != (collectives.world_size, control.world_size):
             raise ValueError(
                 f"The plan has shard groups of {plan.group_size} of {plan.world_size} ranks (Placement.span), the wire "
@@ -59,12 +53,11 @@ class UnitBuilder:
         self._module = module
         self._parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         self._plan = plan
-        self._pool = pool
         self._collectives = collectives
         self._control = control
-        self._device = tiers.device
-        self._tiers = tiers
-        self._placeholders = placeholders
+        self._device = means.tiers.device
+        self._tiers = means.tiers
+        self._placeholders = Placeholders()
         self._values = values
         self._offloaded: dict[FlatLayout, tuple[Tensor, Tensor | None]] = {}
         self._failure: Exception | None = None
@@ -163,7 +156,7 @@ class UnitBuilder:
                 self._failure = self._failure or error
             flats.append(flat)
         self._until_read()
-        unit = ShardedUnit(plan, flats, self._pool)
+        unit = ShardedUnit(plan, flats)
         for spec in plan.parameters:
             for name in (spec.name, *spec.aliases):
                 owner, _, key = name.rpartition(".")
@@ -232,17 +225,9 @@ def _values_nbytes(plan: UnitPlan) -> int:
     return sum(layout.numel * layout.dtype.itemsize for layout in plan.layouts)
 
 
-def build_reducer(
-    plan: Plan,
-    units: Sequence[Unit],
-    pool: BufferPool,
-    collectives: Collectives,
-    control: ControlGroup,
-    tiers: MemoryTiers,
-    spans: Spans,
-) -> GradientReducer:
+def build_reducer(plan: Plan, units: Sequence[Unit], means: Means) -> GradientReducer:
     """Memory for gradients, as the plan says where they rest, and the reducer over it."""
-    device = tiers.device
+    collectives, tiers, device = means.collectives, means.tiers, means.tiers.device
     tiers.transfers.reserve(STAGING_BUFFERS, *plan.staging_nbytes)
     collecting_apart = plan.collecting_apart()
     buckets: list[GradientBucket] = []
@@ -264,7 +249,7 @@ def build_reducer(
             transfers = tiers.transfers if flat.rest.offloaded else None
             apart = unit.index in collecting_apart
             buckets.append(GradientBucket(len(buckets), unit, flat, shard, resident, collectives, transfers, apart))
-    return GradientReducer(buckets, pool, control, spans, forwards=plan.placement.shards_parameters)
+    return GradientReducer(buckets, means, forwards=plan.placement.shards_parameters)
 
 
 def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:

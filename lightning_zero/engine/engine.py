@@ -1,34 +1,62 @@
 """The engine: forward and backward of a module, and optimizer steps on its masters, whose results it publishes.
 
-A step: ``before_optimizer_step`` -> ``after_optimizer_step``; where masters are on the host, in between for each unit
-``unit_stepped``, and ``agree_stepped``.
+Forward: ``enter`` (a Lightning step method, or any call of the model) -> for each unit ``before_unit_forward``,
+``after_unit_forward`` -> ``leave``. Backward: ``begin_backward`` -> for each unit ``before_unit_backward``, for each
+gradient ``gradient_arrived`` -> ``end_backward``. A step: ``before_optimizer_step`` -> ``after_optimizer_step``; where
+masters are on the host, in between for each unit ``unit_stepped``, and ``agree_stepped``.
+
+[Note: when a unit's backward is over]
+Autograd runs the nodes of one thread strictly from the last created to the first. So when the first node of unit j
+runs, all units that ran after j in the forward are finished, whatever gradients they got. A unit is resharded then,
+never when its own gradients have arrived: a frozen or detached reader may still need its weights.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
+import sys
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import ControlGroup, raising
+from lightning_zero._torch import (
+    current_graph_task,
+    next_sequence_number,
+    no_subclasses,
+    queue_backward_callback,
+    take_gradient,
+)
+from lightning_zero.comm import Collectives, ControlGroup, Totals, raising
 from lightning_zero.comm.control import parent_rank
 from lightning_zero.config import Tier
-from lightning_zero.engine.build import build_reducer
-from lightning_zero.engine.events import Phase
-from lightning_zero.engine.hooks import EngineHooks, warn_of_formats
-from lightning_zero.engine.passes import Passes, torn
-from lightning_zero.engine.reducer import tied_layers
-from lightning_zero.engine.unit import ReplicatedUnit, Unit
-from lightning_zero.errors import OffloadError
+from lightning_zero.engine.access import ParameterAccess
+from lightning_zero.engine.agreement import Agreement, Means
+from lightning_zero.engine.build import UnitBuilder, build_reducer
+from lightning_zero.engine.events import Phase, Spans
+from lightning_zero.engine.guard import check_weights, explain_failure, refuse_graph_of_gradients
+from lightning_zero.engine.hooks import EngineHooks, ForwardCall, hook_outputs, warn_of_formats
+from lightning_zero.engine.pool import BufferPool
+from lightning_zero.engine.reducer import GradientBucket, GradientReducer, report_width
+from lightning_zero.engine.schedule import UnitSchedule
+from lightning_zero.engine.unit import ShardedUnit, Unit
+from lightning_zero.engine.weights import HALF_UPDATED, PublishedWeights
+from lightning_zero.errors import DivergenceError, OffloadError, ParameterAccessError
+from lightning_zero.meta import MetaValues
+from lightning_zero.offload.transfers import MemoryTiers
+from lightning_zero.plan import FETCH_UNITS, Plan
 from lightning_zero.shards.binding import binding_of
+from lightning_zero.shards.sharded import Combine
+from lightning_zero.shards.slice import Slice
 
 __all__ = ["ZeroEngine", "engine_of"]
 
-_RESUME = "No rank goes on with half-updated weights. Resume from the last checkpoint, which is intact."
+_NOTHING = nullcontext()
 
 # Which engine looks after a module: user code that wants to look inside has only its module in hand, and nothing is
 # ever attached to the user's objects. The one global of the package; both sides are weak.
@@ -47,7 +75,7 @@ def _engines() -> set[ZeroEngine]:
 
 def _before_fork() -> None:
     for engine in _engines():
-        engine.freeze_shown(True)
+        engine.freeze_shown()
 
 
 def _after_fork() -> None:
@@ -61,44 +89,417 @@ def _after_fork() -> None:
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
-class ZeroEngine(Passes):
+def _torn(doing: str) -> RuntimeError:
+    """What is raised where weights are needed, or stepped on, after a step on them has failed."""
+    return RuntimeError(
+        f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old, partly new. Resume "
+        "from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
+    )
+
+
+@dataclass(eq=False)
+class Progress:
+    """Where in the training program this rank is."""
+
+    scope: str = ""  # the step method, or the call of a module, that runs or ran last
+    depth: int = 0  # how many scopes run, one inside of the other
+    segment: int = 0  # how many stretches of forward and backwards the scope has had
+    thread: int = 0  # that runs scopes
+    forwards: int = 0
+    trained: int = 0  # forwards of training steps
+    backwards: int = 0
+    steps: int = 0
+    in_backward: bool = False
+    explicit: bool = False  # ``ZeroEngine.backward`` says when the running one is over
+    reduces: bool = True  # whether the running backward reduces gradients
+    between_micro_steps: bool = False  # the last backward was not the last one before a step
+    replaced: tuple[int, str] = (0, "")  # what got other values last, and after how many forwards
+    stayed: tuple[int, str] = (0, "")  # what had to stay whole for the first time last, likewise
+    calls: list[ForwardCall] = field(default_factory=list)  # forwards of units that run, the innermost last
+
+
+class ZeroEngine:
     """Runs one module as its plan says, and brings what optimizers do to its masters to all ranks.
 
-    Built as ``Passes`` is.
+    Args:
+        module: the user's module. Its parameter objects stay; what they point to is the engine's from now on.
+        plan: who owns what.
+        collectives: the wire.
+        control: agreements between hosts.
+        tiers: where shards are, by tier; and where the module computes.
+        initial: gives values to what is on the meta device; who gives one asks it afterwards what has none.
+
+    Raises:
+        DivergenceError: on every rank, if the ranks' plans differ.
+
+    Collective: every rank.
     """
 
-    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        collectives: Collectives,
+        control: ControlGroup,
+        tiers: MemoryTiers,
+        initial: MetaValues | None = None,
+    ) -> None:
         warn_of_formats(module)
-        super().__init__(module, *args, **options)
-        self.listeners: list[Callable[[], None]] = []  # told when masters were written from outside
-        self._steps = 0
-        self._stepped: Unit | None = None  # whose masters are on their way back from the host
-        self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
+        collectives.settle()  # what an engine before this one was doing when an error stopped it
+        control.alike("model or plan", plan.summary_lines())
+        values = initial or MetaValues.by_unit(module, plan)
+        self.module, self.plan = module, plan
+        spans, pool = Spans(), BufferPool(collectives, tiers.device, plan)
+        width = 6 + report_width(sum(layout.trainable for layout in plan.layouts))
+        self.means = means = Means(collectives, control, Agreement(control, width, spans), tiers, pool, spans)
+        self.units: list[Unit] = UnitBuilder(module, plan, means, values).build()
+        values.place_buffers(tiers.device)
+        if initial is None:
+            values.check(control)
+        shards = [shard for unit in self.units for flat in unit.flats for shard in flat.shards]
+        self.names: dict[nn.Parameter, str] = {shard.user: shard.spec.name for shard in shards}
+        self.shards: dict[str, Slice] = {shard.spec.name: shard for shard in shards}
+        self.progress = Progress(thread=threading.get_ident())
+        self.reduce_gradients = True
+        self.updating = False
+        """Whether an optimizer step has begun and not ended: masters may be half updated."""
+        self.listeners: list[Callable[[], None]] = []
+        """Called when masters were written from outside."""
+        self._reducer: GradientReducer | None = None  # while training
+        self.access = ParameterAccess(self)
+        tiers.fetcher.reserve(FETCH_UNITS, plan.fetch_nbytes)
         self._hooks = EngineHooks(self)
-        self._hooks.keep_apart(module)
-        if self._sharded or self._replicated:
-            root = self._schedule.root
-            scoped = [*self._replicated, *([root] if root is not None else [])]
-            self._hooks.watch_forwards(self.module, self._sharded, scoped)
-            self._hooks.watch_encoders(self.module)
-        mixed = any(flat.layout.dtype != flat.layout.compute_dtype for unit in self.units for flat in unit.flats)
-        if mixed and self.device.type == "cpu":
-            self._hooks.narrow_norms(self.module)
-        self._schedule.stayed = partial(self._hooks.watch_parts, self.module, self._sharded)
-        for part in self.module.modules():
+        self._schedule = UnitSchedule(plan, self.units, means, self._bring_for_backward, self._hooks)
+        self.weights = PublishedWeights(self.units, means, module)
+        self._hooks.watch_module(self.units, plan.root)
+        for part in module.modules():
             _ENGINES[part] = ref(self)
+
+    @property
+    def collectives(self) -> Collectives:
+        """The wire."""
+        return self.means.collectives
+
+    @property
+    def control(self) -> ControlGroup:
+        """Agreements between hosts."""
+        return self.means.control
+
+    @property
+    def tiers(self) -> MemoryTiers:
+        """Where shards are."""
+        return self.means.tiers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self.means.tiers.device
+
+    @property
+    def spans(self) -> Spans:
+        """Told what time is spent on."""
+        return self.means.spans
+
+    @property
+    def agreement(self) -> Agreement:
+        """Rounds between the hosts."""
+        return self.means.agreement
+
+    @property
+    def pool(self) -> BufferPool:
+        """Memory for full parameters and gradients."""
+        return self.means.pool
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs."""
+        return self.progress.in_backward
+
+    @property
+    def between_micro_steps(self) -> bool:
+        """Whether the last backward was not the last one before a step."""
+        return self.progress.between_micro_steps
+
+    @property
+    def computes(self) -> bool:
+        """Whether a forward or a backward runs, in which units are gathered."""
+        return self.progress.depth > 0 or self.progress.in_backward
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the backward of a training step is still to come."""
+        return self.progress.trained > self.progress.backwards
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether this rank has sums of gradients for itself, to be averaged with those of a later micro-step."""
+        return self._reducer is not None and self._reducer.holds_local
+
+    @property
+    def totals(self) -> Totals:
+        """Who puts numbers about gradients together, where these are."""
+        on_host = self.device.type == "cpu" or (self.plan.offload is not None and self.plan.offload.optimizer)
+        return self.means.control if on_host else self.means.collectives
+
+    def thawed(self) -> list[str]:
+        """What is trainable and was not when the module was laid out. Local."""
+        with no_subclasses():  # absent parameters would be asked one by one
+            return [
+                spec.name
+                for unit in self.units
+                for flat in unit.flats
+                if not flat.layout.trainable
+                for spec, parameter in zip(flat.layout.parameters, flat.parameters, strict=True)
+                if parameter.requires_grad
+            ]
+
+    def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
+        """Meet the other ranks outside of a phase and exchange a few numbers: see ``Agreement.round``."""
+        return self.means.agreement.round(place, values)
 
     def prepare_training(self) -> None:
         """Allocate what gradients need and start to collect them. Once; evaluation needs neither."""
         if self._reducer is None:
-            self._reducer = build_reducer(
-                self.plan, self.units, self.pool, self.collectives, self.control, self.tiers, self.spans
-            )
+            self._reducer = build_reducer(self.plan, self.units, self.means)
             self._hooks.watch_gradients(self._reducer.buckets)
             self.access.watch_gradients(self._reducer.buckets)
             named = {spec.name for spec in self.plan.parameters if spec.aliases and spec.trainable}
-            tied = {p for p, name in self.names.items() if name in named}
-            self._tied = list(tied_layers(self.module, tied, self._hold))
+            self._hooks.sum_tied({p for p, name in self.names.items() if name in named}, self._hold)
+
+    # ----------------------------------------------------------------- forward
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Everything a Lightning step method does. Calls of one name share an order of units.
+
+        Collective: every rank, with the same names of methods in the same order.
+        """
+        outermost, training = self.progress.depth == 0, torch.is_grad_enabled()
+        if outermost:
+            if self.updating and self.plan.offload is not None:
+                raise _torn(f"{name} cannot run")
+            if training:
+                self._refuse_thawed()
+            for unit in self._schedule.sharded.values():
+                unit.outstanding = 0
+            self.means.collectives.freeze(())
+        self.enter(name)
+        try:
+            with self._hooks.tied() if outermost and training and self._hooks.sums_tied else _NOTHING:
+                yield
+            self.leave(failed=False)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def enter(self, name: str, called: bool = False) -> None:
+        """Begin a scope in which units may be needed; scopes nest. ``called``: by the call of a module."""
+        self._recover()
+        progress = self.progress
+        progress.depth += 1
+        if progress.depth > 1 or progress.in_backward:
+            return
+        self.means.spans.listen()
+        self.means.collectives.settle()
+        progress.scope, progress.segment, progress.thread = name, 0, threading.get_ident()
+        self.weights.bind(late=True)
+        self._open_forward()
+        if called:
+            self._schedule.guard_root()
+        if not self._schedule.sharded:
+            self.means.spans.start(Phase.FORWARD, name)
+
+    def leave(self, failed: bool) -> None:
+        """End a scope. ``failed``: by an exception; nothing is agreed then, because the others may not get here."""
+        progress = self.progress
+        if progress.depth != 1:  # an inner scope's exception may still be caught by the user's code
+            progress.depth = max(0, progress.depth - 1)
+            return
+        progress.depth = 0
+        if self._schedule.guard.of_root:
+            self._schedule.guard.pop_root()
+        if progress.in_backward:
+            return
+        if failed:
+            self.abandon()
+            return
+        self.means.spans.stop(Phase.FORWARD)
+        self._close_forward()
+        self.weights.unbind()
+
+    @contextmanager
+    def paused(self) -> Iterator[bool]:
+        """Interrupt a running forward, if there is one, for other collectives. Collective: every rank."""
+        depth = 0 if self.progress.in_backward else self.progress.depth
+        if depth:
+            self._close_forward()
+            self.progress.depth = 0
+        yield depth > 0
+        if depth:
+            self.progress.depth = depth
+            self.progress.segment += 1
+            self._open_forward()
+
+    def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None:
+        """Make a unit's full parameters available for its forward. ``called``: what its module is called with."""
+        progress = self.progress
+        implicit = progress.depth == 0 and not progress.in_backward
+        if implicit:
+            self.enter(f"forward of '{unit.name}'")
+        unit.check_holders()
+        self._schedule.unshard(unit)
+        guarded = torch.is_grad_enabled()
+        call = ForwardCall(self, unit, unit.version, next_sequence_number(), guarded, implicit, progress.in_backward)
+        if self.means.spans.heard:
+            call.span = self.means.spans.begin(Phase.FORWARD, unit.name, unit.nbytes)
+        progress.calls.append(call)
+        if guarded:
+            self._schedule.guard.push()
+
+    def after_unit_forward(self, unit: ShardedUnit, *called: Any, failed: bool | None = None) -> None:
+        """Reshard a unit after its forward, and arrange that its backward unshards it again.
+
+        ``called``: the module, what it was called with, and its output; ``None`` after an error, but not only then.
+        """
+        output = called[-1] if called else None
+        if failed is None:
+            failed = output is None and sys.exc_info()[1] is not None
+        calls = self.progress.calls
+        if not calls or calls[-1].unit is not unit:
+            return  # abandoned in between
+        call = calls.pop()
+        if call.span is not None:
+            self.means.spans.end(call.span)
+        if call.guarded:
+            self._schedule.guard.pop()
+            if not failed and hook_outputs(output, call) and not call.recomputed:
+                call.counted = True
+                unit.outstanding += 1
+        self._schedule.reshard(unit)
+        if call.implicit:
+            self.leave(failed)
+
+    def stay(self, unit: ShardedUnit, parameter: str) -> None:
+        """Make a unit whole though no module of it runs: see ``UnitSchedule.stay``. Not on a thread of the user's."""
+        if threading.get_ident() == self.progress.thread or current_graph_task() != -1:
+            self._schedule.stay(unit, parameter)
+        self.progress.stayed = self.progress.forwards, parameter
+
+    # ---------------------------------------------------------------- backward
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """One whole backward, whose end is known even if activation checkpointing runs others inside. Collective."""
+        self._recover()
+        self.begin_backward()
+        progress = self.progress
+        progress.explicit = True
+        try:
+            yield
+        except BaseException as error:
+            self.abandon()
+            known = (progress.replaced, progress.stayed)
+            explain_failure(error, *(what if forwards == progress.forwards else "" for forwards, what in known))
+            raise
+        finally:
+            progress.explicit = False
+        self.end_backward()
+        self._refuse_thawed()
+
+    def begin_backward(self) -> None:
+        """Note that a backward runs. Called by whatever is seen of it first."""
+        progress, sharded = self.progress, self._schedule.sharded
+        if progress.in_backward:
+            return
+        self.access.check_trainer(self.module)
+        if progress.depth > 0:
+            self._close_forward()
+        else:
+            progress.segment = 0
+        self.means.spans.listen()
+        self.weights.bind()
+        progress.in_backward = True
+        progress.between_micro_steps = not self.reduce_gradients
+        progress.reduces = self.reduce_gradients or self.plan.placement.shards_gradients
+        progress.backwards += 1
+        place = f"backward {progress.backwards} (of {progress.scope})"
+        if progress.reduces or sharded:
+            # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
+            self.agree(f"begin of {place}")
+            self.means.collectives.settle()  # what a backward before this one was doing when an error stopped it
+        if not progress.explicit and current_graph_task() != -1:
+            queue_backward_callback(lambda: None if progress.explicit else self.end_backward())
+        name = f"backward {progress.segment} of {progress.scope}"
+        if not sharded:
+            self.means.spans.start(Phase.BACKWARD, progress.scope)
+        self._schedule.open(name, place)
+        if self._reducer is not None:
+            self._reducer.open(name, self._schedule.uniform, self.reduce_gradients)
+
+    def before_unit_backward(self, call: ForwardCall) -> None:
+        """Make a unit available for its backward, and reshard those whose backward is over."""
+        unit, active = call.unit, self._schedule.guard.active
+        if unit.version != call.version:
+            check_weights(unit, call.version)
+        if not self.progress.in_backward:
+            self.begin_backward()
+        if call.counted:
+            call.counted = False
+            unit.outstanding = max(0, unit.outstanding - 1)
+        for other in list(active):
+            if other is not unit and other.plan.index not in unit.plan.ancestors:
+                self._finish(other)
+        if unit not in active:
+            self._schedule.unshard(unit)
+            active[unit] = (
+                self.means.spans.begin(Phase.BACKWARD, unit.name, unit.nbytes) if self.means.spans.heard else None
+            )
+
+    def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None:
+        """Take one finished gradient over from autograd."""
+        gradient = take_gradient(parameter)
+        if gradient is None or self._reducer is None:
+            return
+        if torch.is_grad_enabled():
+            refuse_graph_of_gradients()
+        if not self.progress.in_backward:
+            self.begin_backward()
+        self._reducer.arrive(bucket, position, gradient, self.progress.reduces)
+
+    def bucket_filled(self, bucket: GradientBucket) -> None:
+        """Reduce a bucket whose last gradient has arrived, if no forward of its unit waits for its backward."""
+        if self.progress.reduces and self._reducer is not None and bucket.unit.outstanding == 0:
+            self._reducer.finish([bucket])
+
+    def end_backward(self) -> None:
+        """Reduce what is left, agree that the backward is over, and show gradients to optimizers. Collective."""
+        progress = self.progress
+        if not progress.in_backward:
+            return
+        for unit in list(self._schedule.guard.active):
+            self._finish(unit)
+        self.means.spans.stop(Phase.BACKWARD)
+        reduces = self._reducer is not None and progress.reduces
+        report = self._reducer.report() if self._reducer is not None and reduces else []
+        rows: list[list[int]] = [report]
+        if self._schedule.sharded:
+            rows = self._schedule.close(report)
+            if self.reduce_gradients and not progress.depth:  # a step follows, before which the last shard takes memory
+                self._schedule.vacate()
+        elif reduces:
+            rows = self.agree(f"backward {progress.backwards} (of {progress.scope})", report)
+            rows = [row[: len(report)] for row in rows]
+        if self._reducer is not None:
+            self._reducer.close(rows) if reduces else self._reducer.keep_local()
+        progress.in_backward = False
+        progress.segment += 1
+        if progress.depth > 0:
+            self._refuse_thawed()
+            self._open_forward()
+        else:
+            self.weights.unbind()
+
+    # -------------------------------------------------------------------- step
 
     def before_optimizer_step(
         self,
@@ -118,37 +519,38 @@ class ZeroEngine(Passes):
         Collective: every rank.
         """
         self._recover()
+        progress = self.progress
         if self.accumulates:
             raise RuntimeError(
                 f"{label} is about to step on gradients that were never reduced over the ranks: the last backward ran "
                 "without gradient synchronisation. Let the last backward before a step run outside "
                 "`block_backward_sync` / `no_sync`."
             )
-        if self.between_micro_steps:
+        if progress.between_micro_steps:
             raise RuntimeError(
                 f"{label} is about to step between micro-steps: the last backward ran without gradient "
                 "synchronisation. Under DDP each rank would step on gradients of its own, and here they are averaged "
                 "already. Let the last backward before a step run outside `block_backward_sync` / `no_sync`."
             )
         if self.updating and self.plan.offload is not None:
-            raise torn(f"{label} cannot step")
-        if self._depth > 0 and not self.in_backward:
+            raise _torn(f"{label} cannot step")
+        if progress.depth > 0 and not progress.in_backward:
             self._close_forward()
         if self.plan.offload is not None:
-            with self.spans.of(Phase.OFFLOAD, label):
-                self.tiers.settle()  # copies of what is about to be written
-        self.weights.settle()  # other ranks may still be reading what is about to be written
-        self._returned.clear()
+            with self.means.spans.of(Phase.OFFLOAD, label):
+                self.means.tiers.settle()  # copies of what is about to be written
+        self.weights.begin_step()
         self.take_over_shown(on_disk=False)  # those are stepped on from what is shown
-        self._steps += 1
-        place = f"step {self._steps} of {label}, after {self._trained} forwards and {self._backwards} backwards"
-        rows = self.agreement.round(place, [self.access.writes.digest, *values])
-        self.access.writes.compare([row[0] for row in rows], self.control)
+        progress.steps += 1
+        passed = f"{progress.trained} forwards and {progress.backwards} backwards"
+        writes = self.means.writes
+        rows = self.agree(f"step {progress.steps} of {label}, after {passed}", [writes.digest, *values])
+        writes.compare([row[0] for row in rows], self.means.control)
         if differ is not None and any(row != rows[0] for row in rows):
-            differ(self.control)
+            differ(self.means.control)
         self._schedule.vacate()
         self.updating, self.access.stepping = True, running
-        self._running["step"] = self.spans.begin(Phase.STEP, label)
+        self.means.spans.start(Phase.STEP, label)
 
     def after_optimizer_step(self, units: Mapping[int, Sequence[nn.Parameter]]) -> None:
         """Bring updated masters to the compute copies.
@@ -156,45 +558,29 @@ class ZeroEngine(Passes):
         ``units``: those with parameters of the optimizer, and these, the same on every rank. Collective: every rank.
         """
         self.access.end_step()
-        self._end_span("step")
-        failure: OffloadError | None = None
+        self.means.spans.stop(Phase.STEP)
         # What got its gradients last computes first in a forward, which is where its new weights are waited for.
         places = {} if self._reducer is None else {index: at for at, index in enumerate(self._reducer.units)}
-        for index in sorted(units, key=lambda index: places.get(index, -1), reverse=True):
-            unit, parameters = self.units[index], units[index]
-            if index not in self._returned:
-                try:
-                    for flat in unit.flats:
-                        flat.refresh()
-                except OffloadError as error:  # the gather below must come all the same
-                    failure = failure or error
-                if isinstance(unit, ReplicatedUnit):
-                    self.weights.publish(unit)
-            unit.parameters_changed(parameters)
-        if self.tiers.can_fail and not self._returned.issuperset(units):
-            self.control.together("bring weights back that were changed", raising(failure), OffloadError, _RESUME)
-        self._returned.clear()
+        order = sorted(units, key=lambda index: places.get(index, -1), reverse=True)
+        self.weights.refresh(order)
+        for index in order:
+            self.units[index].parameters_changed(units[index])
         self.weights.after_step(self.computes or self.plan.offload is not None)
         self.updating = False
         self._schedule.masters_changed(list(units))
-        if self._depth > 0 and not self.in_backward:
-            self._segment += 1
+        if self.progress.depth > 0 and not self.progress.in_backward:
+            self.progress.segment += 1
             self._open_forward()
 
     def unit_stepped(self, index: int) -> None:
-        """Bring one unit's updated masters from the host to the compute copies, while the next one is stepped on.
-
-        Collective: every rank, for every unit of the optimizer, in ascending order; also if stepping has failed here.
-        """
-        self._publish_stepped()
-        self._stepped = self.units[index]
-        self._stepped.send_back(self.tiers.transfers)
-        self._returned.add(index)
+        """See ``PublishedWeights.unit_stepped``. Collective."""
+        self.weights.unit_stepped(index)
 
     def agree_stepped(self, failure: BaseException | None) -> None:
         """Tell the other ranks how the update went. Collective: every rank; raises on all if it failed on one."""
-        self._publish_stepped()
-        self.control.together("take its part of an optimizer step", raising(failure), OffloadError, _RESUME)
+        self.weights.publish_stepped()
+        what, control = "take its part of an optimizer step", self.means.control
+        control.together(what, raising(failure), OffloadError, HALF_UPDATED)
 
     def take_over_shown(self, on_disk: bool = True) -> None:
         """Bring home what the user wrote to parameters that show their values all the time. Local.
@@ -212,30 +598,85 @@ class ZeroEngine(Passes):
 
         ``parameters``: those of the units that were written; by default all of them.
         """
-        torn, self.updating = self.updating, False
+        updating, self.updating = self.updating, False
         firsts = [self.units[index].flats[0].layout.parameters[0] for index in units if self.units[index].parameters]
-        self.weights.settle()
-        self.tiers.settle()
-        self._returned.clear()
+        self.weights.begin_step()
+        self.means.tiers.settle()
         written = {index: self.units[index].parameters for index in units}
         if parameters is not None:
             written = {index: [p for p in every if p in parameters] for index, every in written.items()}
         self.after_optimizer_step(written)
-        self.updating = torn
+        self.updating = updating
         self.masters_were_written(", ".join(f"unit of '{spec.name}'" for spec in firsts))
 
     def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None:
-        super().masters_were_written(what, units)
+        """Note that masters got other values past the optimizer. Local.
+
+        ``what``: whose, for a backward that needs the old ones. ``units``: what was gathered of them is void.
+        """
+        if what:
+            self.progress.replaced = self.progress.forwards, what
+        self._schedule.void(units)
         for listener in self.listeners:
             listener()
 
+    # ------------------------------------------------------------ user code
+
+    def put_together(self, what: str, history: int, numbers: Tensor, combine: Combine) -> Tensor:
+        """As ``Together`` has it: the norms and sums that user code asks of tensors of which each rank has a slice."""
+        if self.in_backward:
+            raise ParameterAccessError(
+                f"{what} was called during a backward, which the ranks run at their own pace, so its result could not "
+                "be collected. Call it after the backward, for example in `on_after_backward`."
+            )
+        if threading.get_ident() != self.progress.thread:
+            raise ParameterAccessError(
+                f"{what} was called in a thread of its own, where it would come between other messages of the ranks. "
+                "Call it in the thread that trains, and give the other one the number."
+            )
+        if combine is Combine.EACH:
+            each = numbers.new_zeros(self.means.collectives.world_size, len(numbers))
+            each[self.means.collectives.rank] = numbers
+            numbers = each.view(-1)
+        largest, count = combine is Combine.LARGEST, len(numbers)
+        # Few numbers on the host go with the agreement itself.
+        at_once = self.totals is self.means.control and count < self.means.agreement.width
+        rows = self.agree(what, [history, *(numbers.cpu().view(torch.int64).tolist() if at_once else ())])
+        other = next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), None)
+        if other is not None:
+            raise DivergenceError(
+                f"Rank {other} called {what} with other values or arguments than rank 0. Each rank holds a slice of "
+                "the whole, so all must have done the same to it: look for a mask, a factor or a noise that depends on "
+                "the rank, or use `with lightning_zero.full_gradients(module):`."
+            )
+        if at_once:
+            found = self.means.control.put_together([row[1 : 1 + count] for row in rows], largest)
+        else:
+            found = self.totals.total(numbers.to(self.totals.device), largest)
+        return found.view(self.means.collectives.world_size, -1) if combine is Combine.EACH else found
+
+    def freeze_shown(self) -> None:
+        """Have processes that are forked from now on see what parameters show now, until the next step begins."""
+        self.means.collectives.freeze(self.access.plain_memory)
+
     def abandon(self) -> None:
-        self._stepped = None
-        self._returned.clear()
-        super().abandon()
+        """Forget the running step after an error: no collective, no gradients, nothing pinned or bound."""
+        progress = self.progress
+        self.means.spans.abandon()
+        progress.calls.clear()
+        self._schedule.abandon()
+        self.means.tiers.abandon()
+        if self._reducer is not None:
+            self.means.collectives.abandon(self._reducer.abandon())
+        self.weights.abandon()
+        for unit in self.units:
+            unit.forget_written()
+        self.means.writes.forget()
+        progress.depth, progress.in_backward, progress.segment = 0, False, 0
+        self.weights.unbind()
 
     def leave_to_worker(self) -> None:
-        """Let go of the module in a process that was forked from this rank, which has none of its threads and must not
+        """Release the module in a process that was forked from this rank, which has none of its threads and must not
         use its connections."""
         self._hooks.remove()
         self.access.leave_to_worker()
@@ -248,19 +689,50 @@ class ZeroEngine(Passes):
         for part in self.module.modules():
             _ENGINES.pop(part, None)
 
+    # ----------------------------------------------------------------- private
+
+    def _recover(self) -> None:
+        """Drop a backward that raised: its end callback never came, and gradients would never be reduced again."""
+        if self.progress.in_backward and not self.progress.explicit and current_graph_task() == -1:
+            self.abandon()
+
+    def _refuse_thawed(self) -> None:
+        if thawed := self.thawed():
+            raise ParameterAccessError(
+                f"Parameter '{thawed[0]}' was frozen when this step began and is trainable now, so that its gradient "
+                "has nowhere to go. Set `requires_grad` between steps (`on_train_batch_start`): the next training step "
+                "lays the module out anew then. Or leave it True, and set `.grad = None` where it is not to be stepped."
+            )
+
+    def _open_forward(self) -> None:
+        progress = self.progress
+        progress.forwards += 1
+        progress.trained += progress.scope == "training_step"
+        place = f"forward {progress.forwards} ({progress.scope})"
+        self._schedule.open(f"forward {progress.segment} of {progress.scope}", place, amid=progress.segment > 0)
+
+    def _close_forward(self) -> None:
+        if self._schedule.is_open:
+            self._schedule.close()
+
+    def _finish(self, unit: ShardedUnit) -> None:
+        span = self._schedule.guard.active.pop(unit)
+        if span is not None:
+            self.means.spans.end(span)
+        self._schedule.reshard(unit)
+        if self._reducer is not None and self.progress.reduces and unit.outstanding == 0:
+            self._reducer.finish_unit(unit.plan.index)
+
+    def _bring_for_backward(self, unit: ShardedUnit) -> bool:
+        self.begin_backward()
+        return self._schedule.bring(unit)
+
     def _hold(self, weight: nn.Parameter, part: Tensor) -> Tensor:
         """Put the first part of a weight's gradient where that is to be, if no hook of the user's gets to see it."""
         binding, hooks = binding_of(weight), len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks)
         if self._reducer is None or binding is None or binding.place is None or hooks != 1:  # that one is the engine's
             return part
-        if not self.in_backward:
+        if not self.progress.in_backward:
             self.begin_backward()
         bucket, position = binding.place[:2]
         return self._reducer.hold(bucket, position, part)
-
-    def _publish_stepped(self) -> None:
-        unit, self._stepped = self._stepped, None
-        if unit is not None:
-            unit.settle_weights()
-            if isinstance(unit, ReplicatedUnit):
-                self.weights.publish(unit)

@@ -34,8 +34,10 @@ from lightning_zero._torch import (
     top_saved_tensor_hooks,
     version_probe,
 )
+from lightning_zero.comm import Streams
+from lightning_zero.engine.events import Span
 from lightning_zero.engine.pool import BufferPool
-from lightning_zero.engine.sharded import SavedPlace, ShardedUnit
+from lightning_zero.engine.unit import SavedPlace, ShardedUnit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import original_kind, shown_kind
 
@@ -123,19 +125,18 @@ class SavedTensorGuard:
         pool: of the units' buffers.
         restore: makes a unit's full weights available during backward; returns whether they stay until its backward is
             over.
-        was_read: told when a buffer that will not stay has been copied from.
+        streams: where device work is ordered.
     """
 
-    def __init__(
-        self,
-        pool: BufferPool,
-        restore: Callable[[ShardedUnit], bool],
-        was_read: Callable[[ShardedUnit], None] | None = None,
-    ) -> None:
+    def __init__(self, pool: BufferPool, restore: Callable[[ShardedUnit], bool], streams: Streams) -> None:
         self._restore = restore
-        self._was_read = was_read
+        self._streams = streams
         self._pool = pool
-        self._views: dict[tuple[int, SavedPlace], _SavedView] = {}
+        self.active: dict[ShardedUnit, Span | None] = {}
+        """Units whose backward runs, so that their buffers stay; with what listeners were told of it."""
+        self.of_root = False
+        """Whether one ``push`` was for the root's parameters."""
+        self._views: dict[tuple[ShardedUnit, SavedPlace], _SavedView] = {}
         self._outer: list[tuple[Pack, Unpack] | None] = []
         self._kinds: set[type[Tensor]] = {Tensor}  # classes of which nobody looks at what is done
         # Permanent objects that Dynamo does not trace: a fresh closure per forward would be recompiled every time.
@@ -169,9 +170,21 @@ class SavedTensorGuard:
         self._seen["_user_hooks"] = self._outer[-1] if self._outer else None
         pop_saved_tensor_hooks()
 
+    def pop_root(self) -> None:
+        """Undo the ``push`` for the root's parameters."""
+        self.of_root = False
+        self.pop()
+
+    def abandon(self) -> None:
+        """Undo every ``push``, after an error."""
+        self.of_root = False
+        self.active.clear()
+        while self._outer:
+            self.pop()
+
     def _hooks(self) -> tuple[Pack, Unpack]:
         """Both hooks, with the way that is nearly always taken: some ten times for every unit, so that calls count."""
-        buffers, views, outer, kinds = self._pool.used, self._views, self._outer, self._kinds
+        buffers, views, outer, kinds, active = self._pool.used, self._views, self._outer, self._kinds, self.active
         pack_otherwise, unpack_otherwise = disable_dynamo(self._pack), disable_dynamo(self._unpack)
 
         def pack(tensor: Tensor) -> Any:
@@ -187,7 +200,7 @@ class SavedTensorGuard:
                     return (tensor, version) if version else tensor  # no tuple: less for the collector
             elif (unit := buffer.unit) is not None:
                 place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-                view, writes = views.get((unit.index, place)), tensor._version
+                view, writes = views.get((unit, place)), tensor._version
                 if view is not None and view.probe._version == writes:
                     return _new(_Saved, (view, unit.version, writes))
             return pack_otherwise(tensor)
@@ -198,7 +211,7 @@ class SavedTensorGuard:
                     view, version, writes = packed
                     unit = view.unit
                     current = unit.version == version and view.probe._version == writes
-                    if current and unit.in_backward and not _makes_graph():  # its backward is running, as nearly always
+                    if current and unit in active and not _makes_graph():  # its backward is running, as nearly always
                         found: Tensor | None = unit.storage.made.get(view.place)  # type: ignore[union-attr]
                         return unit.view_at(view.place) if found is None else found
                 elif type(packed) is Tensor and not packed._version:
@@ -212,10 +225,10 @@ class SavedTensorGuard:
         buffer = self._pool.used.get(storage_key(tensor))
         if buffer is not None and (unit := buffer.unit) is not None:
             place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-            view = self._views.get((unit.index, place))
+            view = self._views.get((unit, place))
             if view is None or view.probe._version != tensor._version:  # an alias with a count of its own
                 view = _SavedView(unit, place, tensor)
-                self._views.setdefault((unit.index, place), view)
+                self._views.setdefault((unit, place), view)
             return _new(_Saved, (view, unit.version, tensor._version))
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
@@ -248,6 +261,6 @@ class SavedTensorGuard:
             return weights
         with torch.no_grad():  # a graph of a gradient keeps it, which no hook of a unit's forward sees
             copy = weights.clone()
-        if not stays and self._was_read is not None:
-            self._was_read(unit)
+        if not stays and unit.storage is not None:  # nothing may overwrite it on a device before that
+            unit.storage.free = self._streams.mark()
         return copy

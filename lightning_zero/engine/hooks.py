@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -24,6 +24,7 @@ from lightning_zero._torch import (
     in_function_transform,
     is_compiled_module,
     is_tracing,
+    no_subclasses,
     opaque_to_dynamo,
     sequence_number,
     storage_key,
@@ -31,9 +32,9 @@ from lightning_zero._torch import (
     watched,
 )
 from lightning_zero.engine.events import Span
-from lightning_zero.engine.reducer import GradientBucket, TiedLayer
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.engine.unit import PublishedWeights, ReplicatedUnit, Unit
+from lightning_zero.engine.reducer import GradientBucket
+from lightning_zero.engine.tied import TiedLayer, tied_layers
+from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
 from lightning_zero.shards.binding import (
     binding_of,
@@ -46,34 +47,35 @@ from lightning_zero.shards.binding import (
     shown_kind,
 )
 
-__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "tied", "unhooked", "warn_of_formats"]
-
-
-class Verbs(Protocol):
-    """What hooks call: see ``Passes``."""
-
-    module: nn.Module
-    weights: PublishedWeights
-
-    def enter(self, name: str, called: bool = False) -> None: ...
-    def leave(self, failed: bool) -> None: ...
-    def before_unit_backward(self, call: ForwardCall) -> None: ...
-    def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None: ...
-    def after_unit_forward(self, unit: ShardedUnit, *called: Any) -> None: ...
-    def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None: ...
-    def bucket_filled(self, bucket: GradientBucket) -> None: ...
+__all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "unhooked", "warn_of_formats"]
 
 
 class EngineHooks:
     """Hooks of one engine on one module tree."""
 
-    def __init__(self, engine: Verbs) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine  # the ``ZeroEngine``
         self._handles: list[Any] = []
-        self._recurrent: list[nn.Module] = []  # layers that ``keep_apart`` has seen
+        self._recurrent: list[nn.Module] = []  # layers that ``_keep_apart`` has seen
         self._watched: set[str] = set()  # names of modules whose forwards have hooks
+        self._tied: list[TiedLayer] = []
 
-    def watch_forwards(self, module: nn.Module, units: Sequence[ShardedUnit], scoped: Sequence[Unit]) -> None:
+    def watch_module(self, units: Sequence[Unit], root: int | None) -> None:
+        """Watch whatever the module of an engine with these units needs. ``root``: which of them is the root."""
+        module, device = self._engine.module, self._engine.device
+        self._keep_apart(module)
+        sharded = [unit for unit in units if isinstance(unit, ShardedUnit)]
+        scoped = [unit for unit in units if isinstance(unit, ReplicatedUnit) and not unit.always_bound]
+        if sharded or scoped:
+            self._watch_forwards(module, sharded, [*scoped, *(unit for unit in sharded if unit.index == root)])
+            self._watch_encoders(module)
+        layouts = [flat.layout for unit in units for flat in unit.flats]
+        if device.type == "cpu" and any(layout.dtype != layout.compute_dtype for layout in layouts):
+            for child in module.modules():
+                if isinstance(child, _NORMS):
+                    self._handles.append(child.register_forward_pre_hook(_Narrowed()))
+
+    def _watch_forwards(self, module: nn.Module, units: Sequence[ShardedUnit], scoped: Sequence[Unit]) -> None:
         """Watch every unit's module, and every module around units or with parameters that no unit's forward brings.
 
         Those of ``scoped`` units are in place in a scope: of the root, or replicated ones of 16-bit copies.
@@ -98,11 +100,12 @@ class EngineHooks:
             elif name in scopes:
                 self._watch_scope(child, name or type(child).__name__, tuple(brought.get(name, ())))
 
-    def watch_parts(self, module: nn.Module, units: Sequence[ShardedUnit]) -> None:
+    def watch_parts(self, units: Iterable[ShardedUnit]) -> None:
         """Watch the modules inside units as the units' own: somebody calls these past the module around them.
 
         Once is enough, twice does no harm. Not where ``torch.compile`` would meet the hooks.
         """
+        module = self._engine.module
         if any(is_compiled_module(child) for child in module.modules()):
             return
         for unit in units:
@@ -113,7 +116,7 @@ class EngineHooks:
                 self._watched.add(part)
                 self._watch_unit(module.get_submodule(part), unit)
 
-    def watch_encoders(self, module: nn.Module) -> None:
+    def _watch_encoders(self, module: nn.Module) -> None:
         """Let torch's encoders evaluate on the path that they take where the weights of their first layer are there.
 
         They look at these, not at their values, before they call the layer. What is padding is zero on that path.
@@ -122,13 +125,6 @@ class EngineHooks:
             if isinstance(child, nn.TransformerEncoder) and len(child.layers):
                 before, after = partial(_look_present, child.layers[0]), partial(_look_absent, child.layers[0])
                 self._around(child, before, after)
-
-    def narrow_norms(self, module: nn.Module) -> None:
-        """Have norms with 16-bit weights take inputs in 16 bits: on CPUs, autocast leaves them what they get, and torch
-        takes no wider ones there."""
-        for child in module.modules():
-            if isinstance(child, _NORMS):
-                self._handles.append(child.register_forward_pre_hook(_Narrowed()))
 
     def _watch_unit(self, module: nn.Module, unit: ShardedUnit) -> None:
         """Gather ``unit`` around every forward of ``module``, before the user's own hooks see it."""
@@ -163,13 +159,14 @@ class EngineHooks:
         register: Any = Tensor.register_post_accumulate_grad_hook
         for bucket in buckets:
             for position, parameter in enumerate(bucket.flat.parameters):
-                handle = register(parameter, _collector(bucket, position, self._engine))
+                with no_subclasses():  # absent parameters would be asked one by one
+                    handle = register(parameter, _collector(bucket, position, self._engine))
                 self._handles.append(handle)
                 binding = binding_of(parameter)
                 if binding is not None:
                     binding.last_hook = handle.id
 
-    def keep_apart(self, module: nn.Module) -> None:
+    def _keep_apart(self, module: nn.Module) -> None:
         """Have recurrent layers leave their weights where they are.
 
         On a GPU ``flatten_parameters`` moves them into one block of memory, past everything that sees a parameter be
@@ -180,6 +177,30 @@ class EngineHooks:
             if isinstance(child, nn.RNNBase):
                 vars(child)["flatten_parameters"] = nullcontext().__enter__
                 self._recurrent.append(child)
+
+    def sum_tied(self, weights: Collection[nn.Parameter], hold: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
+        """Have the parts of these weights' gradients added up where ``hold`` puts the first one."""
+        self._tied = list(tied_layers(self._engine.module, weights, hold))
+
+    @property
+    def sums_tied(self) -> bool:
+        """Whether there are such layers."""
+        return bool(self._tied)
+
+    @contextmanager
+    def tied(self) -> Iterator[None]:
+        """While active, each layer of a tied weight computes with an alias of it. Not in what copies a module."""
+        handles: list[Any] = []
+        for one in self._tied:
+            handles.append(one.layer.register_forward_pre_hook(one.begin))
+            handles.append(one.layer.register_forward_hook(one.end, prepend=True, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for one in self._tied:
+                one.end()
 
     def remove(self) -> None:
         """Take all hooks off the module again."""
@@ -202,7 +223,7 @@ def _around(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _collector(bucket: GradientBucket, position: int, engine: Verbs) -> Callable[[Tensor], None]:
+def _collector(bucket: GradientBucket, position: int, engine: Any) -> Callable[[Tensor], None]:
     """What autograd calls with a parameter whose gradient is finished.
 
     Nearly all only have to be copied into a buffer that is there: this is the whole way of theirs."""
@@ -213,15 +234,15 @@ def _collector(bucket: GradientBucket, position: int, engine: Verbs) -> Callable
         bucket, engine = weak_bucket(), weak_engine()
         if bucket is None or engine is None:
             return
-        views = bucket.views if bucket.plain and not bucket.arrived[position] else None
-        if views and not torch.is_grad_enabled() and not watched():
+        now, room = bucket.round, bucket.room
+        if now.plain and room and position not in now.arrived and not torch.is_grad_enabled() and not watched():
             gradient = get_gradient(parameter)  # past what user code sees
             if gradient is not None and gradient.layout is torch.strided:
-                views[position].copy_(gradient)
+                room.views[position].copy_(gradient)
                 set_gradient(parameter, None)
-                bucket.arrived[position] = bucket.dirty = True
-                bucket.missing -= 1
-                if not bucket.missing:
+                now.arrived.add(position)
+                now.dirty = True
+                if len(now.arrived) == len(room.views):
                     engine.bucket_filled(bucket)
                 return
         engine.gradient_arrived(bucket, position, parameter)
@@ -307,27 +328,14 @@ def warn_of_formats(root: nn.Module) -> None:
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-@contextmanager
-def tied(layers: Sequence[TiedLayer]) -> Iterator[None]:
-    """While active, each of ``layers`` computes with an alias of its weight. Not in what copies or scripts a module."""
-    handles: list[Any] = []
-    for one in layers:
-        handles.append(one.layer.register_forward_pre_hook(one.begin))
-        handles.append(one.layer.register_forward_hook(one.end, prepend=True, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for one in layers:
-            one.end()
-
-
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class _Narrowed:
-    """Casts a norm's input to the dtype of its weight, where that is narrower. A pickle of it does nothing."""
+    """Casts a norm's input to the dtype of its weight, where that is narrower. A pickle of it does nothing.
+
+    On CPUs, autocast leaves norms what they get, and torch takes no wider inputs there.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Narrowed:
         return self
@@ -386,7 +394,7 @@ def _look_absent(layer: nn.Module, *called: Any) -> None:
             binding.hide()
 
 
-def _keep(engine: Verbs, *args: Any) -> None:
+def _keep(engine: Any, *args: Any) -> None:
     """A hook that does nothing but hold the engine."""
 
 
@@ -394,7 +402,7 @@ def _keep(engine: Verbs, *args: Any) -> None:
 class ForwardCall:
     """One forward of a unit, and what autograd calls before its backward."""
 
-    engine: Verbs
+    engine: Any
     unit: ShardedUnit
     version: int  # the weights it computes with
     first_node: int  # autograd's next sequence number when it began: nodes from here on are its own

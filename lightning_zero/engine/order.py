@@ -22,7 +22,7 @@ does not count on it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -161,7 +161,7 @@ class UnitOrder:
         self._remember(phase, agreed)
         return [row[3:] for row in rows], change, agreed
 
-    def forget(self, units: Sequence[int]) -> None:
+    def forget(self, units: Collection[int]) -> None:
         """Note that the full weights of some units are void. The same call on every rank."""
         void = set(units)
         self._ledger = {slot: unit for slot, unit in self._ledger.items() if unit not in void}

@@ -16,21 +16,35 @@ allocates anything. On a CPU they go between steps (``trim``), because there the
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import WeakStorage, bytes_of, outside_of_transforms, storage_key, untracked, users_of
+from lightning_zero._torch import (
+    WeakStorage,
+    bytes_of,
+    held_in_python,
+    outside_of_transforms,
+    storage_key,
+    untracked,
+    users_of,
+)
 from lightning_zero.comm import Collectives
 from lightning_zero.comm.streams import Event
+from lightning_zero.errors import some
 from lightning_zero.plan import KEPT_NBYTES, FlatLayout, Plan, pack
 from lightning_zero.shards.slice import views_of
 
 __all__ = ["Buffer", "BufferPool", "FlatBuffer", "carve"]
 
 T = TypeVar("T")
+
+_MOMENT_SECONDS = 0.02
+_LOOKS = 3  # at who has old weights, to warn of it: each takes a while
 
 
 class FlatBuffer(NamedTuple):
@@ -63,13 +77,15 @@ class Buffer:
     """Bytes for one unit at a time.
 
     Args:
+        pool: has made it.
         memory: 1-D uint8, with a storage of its own.
         place: what it was taken for.
     """
 
-    __slots__ = ("free", "key", "made", "memory", "own", "place", "unit")
+    __slots__ = ("free", "key", "made", "memory", "own", "place", "pool", "unit")
 
-    def __init__(self, memory: Tensor, place: Hashable) -> None:
+    def __init__(self, pool: BufferPool, memory: Tensor, place: Hashable) -> None:
+        self.pool = pool
         self.memory = memory
         self.place = place
         self.key = storage_key(memory)
@@ -108,6 +124,7 @@ class BufferPool:
         self._sizes: dict[Hashable, int] = {("parameters", slot.index): slot.nbytes for slot in plan.slots}
         self._sizes |= {("gradients", slot.index): slot.nbytes for slot in plan.gradient_slots}
         self._idle: dict[Hashable, Buffer] = {}
+        self._looks = _LOOKS
         self._left: list[tuple[Any, WeakStorage]] = []  # whose weights are where others have tensors
         self.used: dict[int, Buffer] = {}
         """Buffers that were taken, by the key of their storage."""
@@ -124,7 +141,7 @@ class BufferPool:
                 memory = self._wire.lend(nbytes) if lent else self._wire.allocate_gathered(nbytes, self._device)
                 if memory is None:
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            buffer = Buffer(memory, place)
+            buffer = Buffer(self, memory, place)
         self.used[buffer.key] = buffer
         return buffer
 
@@ -143,7 +160,26 @@ class BufferPool:
             if buffer.memory.numel() >= KEPT_NBYTES or (buffer.unit is None and self._wire.world_size == 1):
                 self._leave(self._idle.pop(buffer.place))
 
-    def kept_of(self, units: Container[Any]) -> list[tuple[Any, Tensor]]:
+    def warn_of_kept(self, units: Container[Any]) -> None:
+        """Warn of tensors of the user's that show weights of these units, which have just got other values."""
+        kept = self._kept_of(units) if self._looks else []
+        if not kept:
+            return
+        self._looks -= 1
+        time.sleep(_MOMENT_SECONDS)  # another thread may hold a frame of ours for a moment, with what stands there
+        for unit, memory in kept:
+            names = {unit.name_at(alias.storage_offset() * alias.element_size()) for alias in held_in_python(memory)}
+            if names:  # a graph alone says itself that its weights have changed
+                self._looks = 0
+                warnings.warn(
+                    f"A tensor that shares memory with {some(map(repr, sorted(names)))} (a view, `detach()` or `data`) "
+                    "was kept while the weight got new values. Under DDP such a tensor follows its weight; here it "
+                    "goes on showing the old values. Clone it where it is made, or read the weight anew, in a step or "
+                    "inside of `full_parameters`.",
+                    stacklevel=2,
+                )
+
+    def _kept_of(self, units: Container[Any]) -> list[tuple[Any, Tensor]]:
         """Memory in which others have tensors, and where the weights of one of these ``units`` are, with the unit.
 
         The pool lets go of it, so that nobody but them has tensors there, and asks once only.

@@ -1,46 +1,24 @@
-"""Units, what user code wrote to their parameters, and the updated weights of replicated ones on the way to all ranks.
-
-[Note: who may wait late]
-The gather of updated weights is issued at the end of an optimizer step. Where the module computes in a dtype of its own
-(mixed precision), its parameters show placeholders between steps, so that nobody can see a half-gathered weight: there
-each unit's gather is waited for when the first module that owns one of its parameters, under any name, is called. Until
-then its parameters go on showing NaN.
-
-Where the module computes with what the user sees (one dtype), weights may be read and written at any moment after the
-step, and no hook would notice. A torn read is the worst that could happen, so there the step itself waits. Placeholders
-would not do, although they ask for their values. An address that was taken before is not counted as an alias is, and
-shows old values. What is written in C++ and gets the parameter without asking torch reads NaN, where it reads weights
-now. And a forked process, a loader's worker, has no thread that a gather could arrive at. It would save as much as a
-forward takes, at most: of 10M at 200 Mbit/s 0.84 s of a step of 2.1 s are waited for, and 0.80 s (``zero1``) or 0.77 s
-(``zero2``) if only forwards wait; 0.75 s and 0.51 s of 2.8 s where a forward takes 0.3 s. Gathers that begin while the
-next unit is stepped on would save less: all steps take 10 ms.
-
-[Note: weights that are read where no module is called]
-``F.linear(x, self.head.weight)`` in a training step reads a weight that no forward has brought. Its parameter is absent
-then (``shards/binding.py``), asks for its values, and gets them. Dynamo cannot trace that, so where parts of the module
-are compiled everything is waited for at the beginning of a scope.
-
-[Note: who may write]
-A rank has its result before the others have read its part. Until then nothing may be written to it. The engine waits
-for them before it writes, at the next step. User code may not write to these copies at all: its masters are of another
-dtype, so what is written is refused at the end of the scope.
-"""
+"""Units: parameters that are gathered together, and what of them is in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from enum import Enum
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import is_compiled_module, untracked, version_of
-from lightning_zero.comm import Collectives, Content, Pending
+from lightning_zero._torch import called_functionally, untracked, version_of
+from lightning_zero.comm import Content, Pending, Streams
+from lightning_zero.comm.streams import Event
 from lightning_zero.config import Tier
-from lightning_zero.engine.agreement import ExternalWrites
-from lightning_zero.engine.events import Phase, Spans
-from lightning_zero.errors import ParameterAccessError
-from lightning_zero.offload.transfers import Copy, Transfer, Transfers
-from lightning_zero.plan import UnitPlan
+from lightning_zero.engine.agreement import ExternalWrites, Means
+from lightning_zero.engine.pool import Buffer, carve
+from lightning_zero.errors import OffloadError, ParameterAccessError
+from lightning_zero.offload.transfers import Fetcher
+from lightning_zero.plan import UnitPlan, pack
 from lightning_zero.shards.binding import (
     Bound,
     absent_kind,
@@ -54,7 +32,12 @@ from lightning_zero.shards.binding import (
 )
 from lightning_zero.shards.slice import FlatParameters, checksum, views_of
 
-__all__ = ["PublishedWeights", "ReplicatedUnit", "Unit"]
+__all__ = ["ReplicatedUnit", "SavedPlace", "ShardedUnit", "Unit", "UnitState"]
+
+SavedPlace = tuple[Any, torch.Size, tuple[int, ...], torch.dtype]
+"""What of a buffer a tensor shows: first element, shape, strides, and dtype."""
+
+_NOTHING = nullcontext()
 
 
 class Unit:
@@ -62,24 +45,29 @@ class Unit:
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
         self.plan = plan
-        self.index = plan.index
-        self.name = plan.name or "(root)"
         self.flats = tuple(flats)
         self.parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self.version = 0
+        self.outstanding = 0
+        """Forward calls of the running step whose backward has not started: their gradients are still to come."""
+        self.held = False
+        """Whether the user's parameters show full values of their own (``full_parameters``), and must go on to."""
         placeholders = [placeholder for flat in flats for placeholder in flat.placeholders]
         self._absent: list[Bound] = [
             (parameter, placeholder, absent_kind(original_kind(parameter)))
             for parameter, placeholder in zip(self.parameters, placeholders, strict=True)
         ]
-        self._positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
         self._versions = [parameter._version for parameter in self.parameters]
-        self.version = 0
-        # Forward calls of the running step whose backward has not started: their gradients are still to come.
-        self.outstanding = 0
-        # The user's parameters show full values of their own (``full_parameters``) and must go on doing so.
-        self.held = False
-        self.altered = ""  # how the wire changes what it computes with, in words
-        self._returning: Transfer | None = None
+
+    @property
+    def index(self) -> int:
+        """Its place among the engine's units."""
+        return self.plan.index
+
+    @property
+    def name(self) -> str:
+        """For people: the path of its module."""
+        return self.plan.name or "(root)"
 
     def show_placeholders(self) -> None:
         """Let the user's parameters stand for values that are not there."""
@@ -93,32 +81,28 @@ class Unit:
             for parameter, view in zip(flat.parameters, views_of(buffer, flat.layout), strict=True)
         ]
 
-    def void(self, parameter: nn.Parameter) -> None:
-        """Let a graph that has saved the parameter notice that it was changed."""
-        torch.autograd.graph.increment_version(parameter)
-        self._versions[self._positions[id(parameter)]] += 1
-
     @property
     def written(self) -> bool:
         """Whether user code has written to parameters since ``forget_written``. Only while they show values."""
         return list(map(version_of, self.parameters)) != self._versions
 
-    def note_assigned(self, parameter: nn.Parameter) -> None:
-        """Note that a parameter is another tensor now, which its version does not tell."""
-        self._versions[self._positions[id(parameter)]] -= 1
-
     def forget_written(self) -> None:
         """Begin anew to look for writes to parameters."""
         self._versions = [parameter._version for parameter in self.parameters]
 
-    def _written_names(self) -> list[str]:
+    def count(self, parameter: nn.Parameter, writes: int) -> None:
+        """Note that a parameter's version says ``writes`` more than user code has written to it."""
+        self._versions[next(i for i, known in enumerate(self.parameters) if known is parameter)] += writes
+
+    def written_names(self) -> list[str]:
+        """The parameters that user code has written to."""
         names = [spec.name for flat in self.flats for spec in flat.layout.parameters]
         versions = zip(names, self.parameters, self._versions, strict=True)
         return [name for name, parameter, before in versions if parameter._version != before]
 
-    def refuse_written(self) -> None:
+    def refuse_written(self) -> NoReturn:
         """Raise ParameterAccessError: user code wrote to values that are gathered, or rounded, for a while only."""
-        name = self._written_names()[0]
+        name = self.written_names()[0]
         self.forget_written()
         raise ParameterAccessError(
             f"'{name}' was written to while its values were gathered for a forward or backward. They are let go "
@@ -128,27 +112,6 @@ class Unit:
             "by `lightning_zero.ema_update(teacher, student, momentum)`, on every rank."
         )
 
-    def send_back(self, transfers: Transfers) -> None:
-        """Start to bring updated masters from the host to the weights; those on disk went there piece by piece."""
-        copies = [
-            Copy(flat.master, flat.weights)
-            for flat in self.flats
-            if flat.layout.trainable and flat.rest.master is Tier.HOST and flat.weights is not None
-        ]
-        if copies:
-            self._returning = transfers.back(copies)
-
-    def settle_weights(self) -> None:
-        """Order everything from now on behind ``send_back``. The host may still be reading the masters."""
-        if self._returning is not None:
-            self._returning.order()
-            self._returning = None
-
-    def forget_step(self) -> None:
-        """Forget, after an error, what was written, and what ``send_back`` started, which is over by now."""
-        self._returning = None
-        self.forget_written()
-
     def parameters_changed(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that some weights changed, so that a graph of the old ones is refused as plain torch refuses it."""
         self.version += 1
@@ -157,7 +120,7 @@ class Unit:
             self._versions = [version + 1 for version in self._versions]
             return
         for parameter in parameters:
-            self._versions[self._positions[id(parameter)]] += 1
+            self.count(parameter, 1)
 
 
 class ReplicatedUnit(Unit):
@@ -169,13 +132,17 @@ class ReplicatedUnit(Unit):
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], buffers: Sequence[Tensor]) -> None:
         super().__init__(plan, flats)
         self.buffers = tuple(buffers)
-        self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self._views = self._bindings(buffers)
         # Another compute dtype must not be seen from outside a step: there the parameter shows its own dtype (and NaN).
         self.always_bound = all(flat.layout.dtype == flat.layout.compute_dtype for flat in flats)
         for flat in self.flats:
             if self.always_bound and flat.rest.offloaded:
                 flat.shown = flat.weights
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full parameters."""
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def content_of(self, number: int) -> Content:
         """What is gathered into a buffer; ``None`` where the user's parameters are that, and so have to be exact."""
@@ -195,14 +162,12 @@ class ReplicatedUnit(Unit):
         """Where the full values of each parameter are."""
         yield from ((parameter, view) for parameter, view, _ in self._views)
 
-    def note_written(self, writes: ExternalWrites) -> bool:
-        """Tell ``writes`` what user code wrote, and begin anew. Returns whether it did."""
+    def note_written(self, writes: ExternalWrites) -> None:
+        """Tell ``writes`` what user code wrote, and begin anew."""
         parameters = {one.spec.name: one.user for flat in self.flats for one in flat.shards}
-        names = self._written_names()
-        for name in names:
+        for name in self.written_names():
             writes.note(f"'{name}'", checksum(get_data(parameters[name])))
         self.forget_written()
-        return bool(names)
 
     def bring_home(self) -> None:
         """Take values over from tensors that user code made parameters of (``set_``, ``parameter.data = ...``).
@@ -223,111 +188,217 @@ class ReplicatedUnit(Unit):
                 with untracked():
                     view.copy_(value)
                 set_data(parameter, view)
-                self.void(parameter)
+                torch.autograd.graph.increment_version(parameter)  # a graph that has saved it shall notice
+                self.count(parameter, 1)
 
 
-class PublishedWeights:
-    """The weights of replicated units between an optimizer step and their next use.
+class UnitState(Enum):
+    """What of a sharded unit's full parameters is in memory. Its verbs go through these in this order."""
 
-    Args:
-        units: those whose parameters show placeholders between scopes.
-        collectives: the wire.
-        spans: told what is waited for.
-        writes: told what user code wrote.
-        module: which they are of.
-    """
+    SHARDED = "nothing but this rank's shard"
+    GATHERING = "a buffer that a gather fills"
+    UNSHARDED = "a buffer, full and valid, parameters show placeholders"
+    BOUND = "a buffer, full and valid, parameters are views of it"
 
-    def __init__(
-        self,
-        units: Sequence[ReplicatedUnit],
-        collectives: Collectives,
-        spans: Spans,
-        writes: ExternalWrites,
-        module: nn.Module,
-    ) -> None:
-        self._scoped = tuple(units)
-        self._collectives = collectives
-        self._spans = spans
-        self._writes = writes
-        self._module = module
-        self._arriving: dict[ReplicatedUnit, list[Pending]] = {}
-        self._lent: list[Pending] = []  # arrived; other ranks may still be reading this rank's part
-        self._open = False  # parameters show values
-        self._compiled: dict[str, bool] = {}  # by scope
 
-    def publish(self, unit: ReplicatedUnit) -> None:
-        """Start to bring a unit's new weights to all ranks. Collective: every rank, in the same order."""
-        self.settle([unit])
-        with self._spans.of(Phase.PUBLISH, unit.name, unit.nbytes), untracked():
-            what = f"parameters of '{unit.name}'"
-            self._arriving[unit] = [
-                self._collectives.all_gather(buffer, what, content=unit.content_of(number))
-                for number, buffer in enumerate(unit.buffers)
-            ]
+class ShardedUnit(Unit):
+    """A unit whose full parameters exist only while it computes, in a buffer of the pool."""
 
-    def after_step(self, inside: bool) -> None:
-        """Wait for what cannot be waited for later. ``inside``: of a scope, where parameters are in use."""
-        if inside or self._open or self._collectives.world_size == 1:
-            self.settle()
+    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
+        super().__init__(plan, flats)
+        self.place: Hashable = ("parameters", plan.slot)
+        """What it takes a buffer for."""
+        self.holders: list[tuple[dict[str, Any], str, str, nn.Parameter]] = []
+        """Where each parameter is an attribute: the module's ``vars``, the name there, and the full one."""
+        self.storage: Buffer | None = None  # where the full parameters are
+        self.filled_at = -1  # version of the weights there
+        self.pending: list[Pending] = []  # transfers that still write there
+        self.pins = 0  # who computes with them
+        self.content = 0
+        """A number for the values of its weights, alike on all ranks, of which each comes once."""
+
+    @property
+    def state(self) -> UnitState:
+        """What is in memory."""
+        if self.storage is None:
+            return UnitState.SHARDED
+        if self.pins:
+            return UnitState.BOUND
+        return UnitState.GATHERING if self.pending else UnitState.UNSHARDED
+
+    @property
+    def resident(self) -> bool:
+        """Whether the full, current weights are here or on their way."""
+        return self.storage is not None and self.filled_at == self.version
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full parameters."""
+        return sum(flat.layout.numel * flat.layout.compute_dtype.itemsize for flat in self.flats)
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """What the full parameters are gathered from, of each layout: 1-D, on whatever tier it is."""
+        return [flat.master if flat.weights is None else flat.weights for flat in self.flats]
+
+    def launch(self, means: Means, masters: Event, version: int | None = None) -> OffloadError | None:
+        """Start gathering the full parameters.
+
+        ``masters``: event after which the shards hold the current weights. ``version``: of the shards; ``None`` if they
+        may change before all ranks have gathered them.
+
+        Returns why this rank's part could not be fetched: it is NaN then, and the other ranks have to be told.
+        Collective: every rank, in the agreed order of units.
+        """
+        failure: OffloadError | None = None
+        what = f"parameters of unit '{self.plan.name or '(root)'}'"
+        pending: list[Pending] = []
+        if self.storage is not None and not self.pins:
+            self.release()
+        collectives, streams = means.collectives, means.tiers.streams
+        index, target = self.plan.index, means.pool.take(self.place)
+        target.unit = self
+        buffers, _ = target.made.get(index) or target.keep(index, self._bound_in)
+        with untracked(), streams.gathering(target.free) if streams.beside else _NOTHING:
+            if streams.beside:
+                streams.wait(masters)
+            for number, (flat, buffer) in enumerate(zip(self.flats, buffers, strict=True)):
+                content, source = ((index, number), self.content), flat.master if flat.weights is None else flat.weights
+                if flat.rest.master is not Tier.DEVICE:  # this rank's part of the gather must come, whatever happens
+                    failure = _fetch(means.tiers.fetcher, source, collectives.own_range(buffer)) or failure
+                    pending.append(collectives.all_gather(buffer, what, content=content))
+                else:
+                    pending.append(collectives.all_gather(buffer, what, None, source, version, content))
+        if self.pins:  # this rank only takes part: it has the weights in use already
+            for handle in pending:
+                handle.wait()
+            means.pool.drop(target)
         else:
-            self.settle([unit for unit in self._arriving if unit.always_bound])
+            self.storage, self.filled_at, self.pending = target, self.version, pending
+        return failure
 
-    def settle(self, units: Iterable[ReplicatedUnit] | None = None) -> None:
-        """Wait until nothing is on its way any more, in either direction, of some units or of all.
+    def wait(self) -> None:
+        """Order everything from now on behind the gather."""
+        for handle in self.pending:
+            handle.wait()
+        self.pending = []
 
-        Raises ``CommunicationError`` if a peer died.
+    def bind(self) -> None:
+        """Let the user's parameters be views of the full values, and pin these."""
+        if self.pending:
+            self.wait()
+        if self.storage is None:
+            self._refuse("be bound")
+        self.pins += 1
+        if self.pins == 1 and not self.held:
+            show(self.storage.made[self.plan.index][1])
+
+    def check_holders(self) -> None:
+        """Raise ParameterAccessError if user code has put another parameter in the place of one of these."""
+        for owner, key, name, parameter in self.holders:
+            shown = owner["_parameters"].get(key)  # another tensor, for a moment, in `torch.func.functional_call`
+            if shown is parameter:
+                continue
+            own = isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter)
+            if not own and not _holds(owner, parameter) and not called_functionally():
+                raise ParameterAccessError(
+                    f"Parameter '{name}' of unit '{self.name}' was replaced by another object after set-up "
+                    "(load_state_dict(assign=True), a re-assigned attribute, or a re-tied weight). Change its values "
+                    "inside `with lightning_zero.full_parameters(module):` instead."
+                )
+
+    def unbind(self, streams: Streams) -> bool:
+        """Take back one ``bind``. After the last one parameters show placeholders, and the buffer keeps the values.
+
+        Returns whether another unit may have the memory. Raises ``ParameterAccessError`` if user code wrote there.
         """
-        self._receive(list(self._arriving) if units is None else units)
-        while self._lent:
-            self._lent.pop(0).wait()
-
-    def bind(self, scope: str | None = None) -> None:
-        """Let parameters show their values.
-
-        Of a ``scope`` that begins, what its modules bring themselves is left for them. ``None``: everything is needed.
-        """
-        if self._arriving and (scope is None or self._is_compiled(scope)):
-            self._receive(list(self._arriving))
-        self._open = True
-        for unit in self._scoped:
-            if unit not in self._arriving:
-                unit.bind()
-
-    def unbind(self) -> None:
-        """Let parameters show placeholders again. Raises ``ParameterAccessError`` if user code wrote to one."""
-        self._open = False
+        self.pins -= 1
+        if self.pins > 0:
+            return False
         try:
-            for unit in self._scoped:
-                if unit not in self._arriving and not unit.held and unit.written:
-                    unit.refuse_written()
+            if not self.held and list(map(version_of, self.parameters)) != self._versions:
+                self.refuse_written()
         finally:
-            for unit in self._scoped:
-                unit.unbind()
+            if not self.held:
+                hide(self._absent)
+            if streams.beside and self.storage is not None:
+                self.storage.free = streams.mark()
+        return True
 
-    def bring(self, units: Iterable[ReplicatedUnit]) -> None:
-        """Parameters of these units are about to be computed with; not between scopes."""
-        if self._arriving and self._open:
-            self._receive(units)
+    def release(self) -> None:
+        """Give the buffer back: only this rank's shard stays. Raises ``RuntimeError`` if somebody computes with it."""
+        if self.storage is None:
+            return
+        if self.pins:
+            self._refuse(f"give its buffer back ({self.pins} pins)")
+        if self.pending:
+            self.wait()
+        self.storage.pool.give(self.storage)
+        self.storage = None
 
     def abandon(self) -> None:
-        """Leave what is under way to the wire, after an error."""
-        under_way = [handle for handles in self._arriving.values() for handle in handles]
-        self._collectives.abandon([*under_way, *self._lent])
-        self._arriving.clear()
-        self._lent.clear()
+        """Forget every claim after an error in the middle of a step; values are gathered anew when next needed."""
+        if not self.held:
+            self.show_placeholders()
+        self.storage, self.pending, self.pins, self.outstanding = None, [], 0, 0
+        self.content += 1  # ranks have come to different places
 
-    def _is_compiled(self, scope: str) -> bool:
-        if scope not in self._compiled:
-            self._compiled[scope] = any(is_compiled_module(module) for module in self._module.modules())
-        return self._compiled[scope]
+    def view_at(self, place: SavedPlace) -> Tensor:
+        """What autograd has saved as ``place``, where the full parameters are now."""
+        if self.storage is None:
+            self._refuse("be read")
+        found: Tensor | None = self.storage.made.get(place)
+        if found is not None:
+            return found
+        offset, shape, stride, dtype = place
 
-    def _receive(self, units: Iterable[ReplicatedUnit]) -> None:
-        for unit in units:
-            if unit not in self._arriving:
-                continue
-            with self._spans.of(Phase.WAIT_PUBLISH, unit.name, unit.nbytes):
-                for handle in self._arriving[unit]:
-                    handle.receive()
-            self._lent += self._arriving.pop(unit)
-            if self._open:
-                unit.bind()
+        def make(memory: Tensor) -> tuple[Tensor, int]:
+            with untracked():  # not ``as_strided``, whose result holds what it is a view of
+                view = torch.empty(0, dtype=dtype, device=memory.device)
+                return view.set_(memory.untyped_storage(), offset, shape, stride), 1
+
+        return self.storage.keep(place, make)
+
+    def name_at(self, offset: int) -> str:
+        """The name of the parameter at a byte of its buffer."""
+        layouts = [flat.layout for flat in self.flats]
+        starts, _ = pack((layout.numel, layout.compute_dtype) for layout in layouts)
+        found = self.name
+        for start, layout in zip(starts, layouts, strict=True):
+            for spec, first in zip(layout.parameters, layout.offsets, strict=True):
+                if spec.numel and start + first * layout.compute_dtype.itemsize <= offset:
+                    found = spec.name
+        return found
+
+    def _bound_in(self, memory: Tensor) -> tuple[tuple[list[Tensor], list[Bound]], int]:
+        """The flat buffers of all layouts in a buffer's memory, and what parameters show then."""
+        layouts = [flat.layout for flat in self.flats]
+        buffers = carve(memory, layouts, [layout.compute_dtype for layout in layouts])
+        bound = self._bindings(buffers)
+        return (buffers, bound), len(buffers) + len(bound)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"Unit '{self.name}' is {self.state.name} and cannot {what}. This is an error in lightning_zero itself; "
+            "please report it with the model that shows it."
+        )
+
+
+def _holds(owner: dict[str, Any], parameter: nn.Parameter) -> bool:
+    """Whether a module, by its ``vars``, still has the parameter under another name: ``torch.nn.utils.prune`` and
+    ``register_parametrization`` put it there, and take it back."""
+    inside = (part for child in owner["_modules"].values() if child is not None for part in child.parameters())
+    return any(part is parameter for part in (*owner["_parameters"].values(), *inside))
+
+
+def _fetch(fetcher: Fetcher, source: Tensor, own: Tensor) -> OffloadError | None:
+    """Bring a shard from where it rests. Returns why that was not possible: it is NaN then."""
+    try:
+        if source.dtype == own.dtype:
+            fetcher.fetch(source, own)
+        else:
+            own.copy_(source)
+    except OffloadError as error:
+        own.fill_(float("nan") if own.dtype.is_floating_point else 0)
+        return error
+    return None

@@ -500,7 +500,7 @@ def memory_stats(
         found["weights"] = claim(flat.weights for flat in flats if flat.rest.weights is tier)
         found["masters"] = claim(flat.master for flat in flats if flat.rest.master is tier)
     device["weights"] += claim(engine.collectives.kept)
-    moved["gradients"] = claim(bucket.shard for bucket in buckets)
+    moved["gradients"] = claim(bucket.shard.there for bucket in buckets)
     device["gradients"] += claim(bucket.resident for bucket in buckets)
     moved["optimizer"] = claim(optimizers)
     device["slots"] = claim(buffer.memory for buffer in engine.pool if buffer.unit is not None)
@@ -541,5 +541,5 @@ def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:
     yield from (buffer.memory for buffer in engine.pool)
     if engine._reducer is not None:
         for bucket in engine._reducer.buckets:
-            yield bucket.full
-            yield bucket._carry
+            yield None if bucket.room is None else bucket.room.flat
+            yield bucket.round.carry

@@ -13,14 +13,13 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from lightning_zero import HostOffload
 from lightning_zero._torch import top_saved_tensor_hooks
-from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
+from lightning_zero.comm import LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.guard import SavedTensorGuard
-from lightning_zero.engine.pool import BufferPool
-from lightning_zero.engine.sharded import ShardedUnit
-from lightning_zero.offload import MemoryTiers
+from lightning_zero.engine.unit import ShardedUnit
+from lightning_zero.meta import MetaValues
 from lightning_zero.plan.costs import build_plan
-from lightning_zero.shards.slice import Placeholders
+from tests.helpers.wires import make_means
 
 CPU = torch.device("cpu")
 SIZE = 6
@@ -36,21 +35,19 @@ class World:
         offload = HostOffload(optimizer=False, parameters=True)  # without it one rank would keep whole parameters
         plan = build_plan(self.module, stage=3, world_size=1, units=["Linear"], prefetch=0, offload=offload)
         self.wire = LocalCollectives()
-        pool = BufferPool(self.wire, CPU, plan)
-        built = UnitBuilder(
-            self.module, plan, pool, self.wire, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None
-        ).build()
+        self.means = make_means(plan, self.wire)
+        built = UnitBuilder(self.module, plan, self.means, MetaValues.by_unit(self.module, plan)).build()
         self.units = [unit for unit in built if isinstance(unit, ShardedUnit) and unit.plan.module]
         assert self.units[0].place == self.units[1].place, "the test wants one buffer for both"
         self.restored: list[str] = []
         self.stays = True
-        self.guard = SavedTensorGuard(pool, self.restore)
+        self.guard = SavedTensorGuard(self.means.pool, self.restore, Streams(CPU))
 
     def gather(self, unit: ShardedUnit) -> None:
         if not unit.resident:
             for other in self.units:
                 other.release()
-            unit.launch(self.wire, Streams(CPU), None, None)
+            unit.launch(self.means, None)
             unit.wait()
 
     def restore(self, unit: ShardedUnit) -> bool:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
 from lightning_zero.engine.events import Phase, Span
-from lightning_zero.engine.unit import PublishedWeights
+from lightning_zero.engine.weights import PublishedWeights
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 

@@ -10,19 +10,17 @@ import torch
 from torch import nn
 
 from lightning_zero import HostOffload, build_plan
-from lightning_zero.comm import ControlGroup, LocalCollectives, Streams
+from lightning_zero.comm import LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
-from lightning_zero.engine.pool import BufferPool
-from lightning_zero.engine.sharded import ShardedUnit, UnitState
-from lightning_zero.offload import MemoryTiers
-from lightning_zero.shards.slice import Placeholders
+from lightning_zero.engine.unit import ShardedUnit, UnitState
+from lightning_zero.meta import MetaValues
+from tests.helpers.wires import make_means
 
 CPU = torch.device("cpu")
 SHARDED, GATHERING, UNSHARDED, BOUND = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED, UnitState.BOUND
 WIRE = LocalCollectives()
 
 VERBS: dict[str, Callable[[ShardedUnit], Any]] = {
-    "launch": lambda unit: unit.launch(WIRE, Streams(CPU), None, None),
     "wait": lambda unit: unit.wait(),
     "bind": lambda unit: unit.bind(),
     "unbind": lambda unit: unit.unbind(Streams(CPU)),
@@ -47,9 +45,9 @@ def unit_in(state: UnitState) -> ShardedUnit:
     module = nn.ModuleDict({"block": nn.Linear(4, 4)})
     offload = HostOffload(optimizer=False, parameters=True)  # without it one rank would keep whole parameters
     plan = build_plan(module, stage=3, world_size=1, units=["Linear"], offload=offload)
-    builder = UnitBuilder(
-        module, plan, BufferPool(WIRE, CPU, plan), WIRE, ControlGroup(None), MemoryTiers(CPU), Placeholders(), None
-    )
+    means = make_means(plan, WIRE)
+    builder = UnitBuilder(module, plan, means, MetaValues.by_unit(module, plan))
+    VERBS["launch"] = lambda unit: unit.launch(means, None)
     unit = next(unit for unit in builder.build() if unit.name == "block")
     assert isinstance(unit, ShardedUnit)
     for verb in ROADS[state]:

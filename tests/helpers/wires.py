@@ -1,4 +1,4 @@
-"""A wire around another one, for tests that change one verb."""
+"""A wire around another one, for tests that change one verb; and what a unit needs to be tested alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Collectives, Pending
+from lightning_zero.comm import Collectives, ControlGroup, Pending
 from lightning_zero.config import Placement
+from lightning_zero.engine.agreement import Agreement, Means
+from lightning_zero.engine.events import Spans
+from lightning_zero.engine.pool import BufferPool
+from lightning_zero.offload import MemoryTiers
+from lightning_zero.plan import Plan
+
+
+def make_means(plan: Plan, wire: Collectives) -> Means:
+    """What the parts of an engine of one rank work with."""
+    control, device = ControlGroup(None), torch.device("cpu")
+    pool = BufferPool(wire, device, plan)
+    return Means(wire, control, Agreement(control, 6), MemoryTiers(device), pool, Spans())
 
 
 class WrappedCollectives(Collectives):

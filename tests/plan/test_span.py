@@ -14,16 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.comm import ControlGroup, LocalCollectives
+from lightning_zero.comm import LocalCollectives
 from lightning_zero.config import HostOffload, Placement
 from lightning_zero.engine.build import UnitBuilder
-from lightning_zero.engine.pool import BufferPool
 from lightning_zero.extensions.planner.estimate import estimate_memory
 from lightning_zero.meta import MetaValues
-from lightning_zero.offload import MemoryTiers
 from lightning_zero.plan import deal_out
 from lightning_zero.plan.costs import CollectiveTraffic, OptimizerCost, ZeroPlan, build_plan
-from lightning_zero.shards.slice import Placeholders
+from tests.helpers.wires import make_means
 
 LAYERS, WIDTH = 8, 512
 P = LAYERS * WIDTH * WIDTH  # each layer's shards are whole multiples of 64 elements, in groups of 4 and of 8
@@ -141,10 +139,10 @@ def test_a_span_divides_the_world(span: Any, error: str) -> None:
 
 def test_the_engine_refuses_what_it_cannot_run_yet() -> None:
     plan = spanned(3, 1, world_size=2)
-    wire, tiers, module = LocalCollectives(), MemoryTiers(torch.device("cpu")), layers()
-    pool, values = BufferPool(wire, tiers.device, plan), MetaValues(module, ())
+    wire, module = LocalCollectives(), layers()
+    values = MetaValues(module, ())
     with pytest.raises(ValueError, match=r"shard groups of 1 of 2 ranks \(Placement\.span\)"):
-        UnitBuilder(module, plan, pool, wire, ControlGroup(None), tiers, Placeholders(), values)
+        UnitBuilder(module, plan, make_means(plan, wire), values)
 
 
 @pytest.mark.parametrize("narrow", [False, True])

@@ -135,7 +135,7 @@ def categories(strategy: Any, training: bool = True) -> dict[str, Storages]:
     moved = strategy.offload is not None and strategy.offload.optimizer
     states = [strategy.adapter(optimizer).state for optimizer in strategy.optimizers]
     state = [value for found in states for values in found.values() for value in values.values()]
-    shards = [] if moved else [bucket.shard for bucket in reducer.buckets]
+    shards = [] if moved else [bucket.shard.there for bucket in reducer.buckets]
     return {
         **found,
         "gradients": storages([*shards, *(bucket.resident for bucket in reducer.buckets)]),
@@ -158,7 +158,7 @@ def on_host(strategy: Any) -> dict[str, Storages]:
     return {
         "weights": storages(flat.weights for flat in flats if flat.rest.weights is Tier.HOST),
         "masters": storages(flat.master for flat in flats if flat.rest.master is Tier.HOST),
-        "gradients": storages(bucket.shard for bucket in engine._reducer.buckets),
+        "gradients": storages(bucket.shard.there for bucket in engine._reducer.buckets),
         "optimizer": storages(value for value in state if value.dim()),
         "buffers": buffers | storages(region.checksums._sums for region in regions.values()),
     }
@@ -201,7 +201,7 @@ def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
             if isinstance(value, Tensor) and not value.dim()
         ),
         "step counters": storages(value for value in state if not value.dim()),
-        "placeholders": storages(engine.placeholders._sentinels.values()),
+        "placeholders": storages(binding.placeholder for binding in engine.access.bindings.values()),
         "buffers": storages(probe.buffers()),
         "losses": storages(probe.losses),
         "data": storages(tensor for batch in trainer.train_dataloader.dataset for tensor in batch),
