@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ from lightning_zero.comm import (
 )
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers
-from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.optim.sharded import ShardedOptimizer
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
 
@@ -99,9 +99,9 @@ def fake_world(size: int) -> Iterator[None]:
 class Alone(ControlGroup):
     """Agreements of a rank with others that are always of its opinion."""
 
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Everybody's numbers are this rank's."""
-        return [list(values) for _ in range(self.world_size)]
+    def _rows(self, mine: bytes) -> list[bytes]:
+        """Everybody's bytes are this rank's."""
+        return [mine] * self.world_size
 
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         """Likewise."""
@@ -110,10 +110,6 @@ class Alone(ControlGroup):
     def any_of(self, flags: Tensor) -> Tensor:
         """Likewise."""
         return flags
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Likewise."""
-        return [value] * self.world_size
 
 
 class Way:
@@ -274,12 +270,7 @@ class Zero(Way):
         )
         engine.prepare_training()
         self._optimizer = task.optimizer(self._model)
-        owned = {
-            parameter: OwnedParameter(shard, unit.index, flat, position)
-            for unit in engine.units
-            for flat in unit.flats
-            for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
-        }
+        owned = {one.user: one for one in engine.shards.values()}
         self._adapter = ShardedOptimizer(
             self._optimizer,
             "AdamW",
