@@ -107,10 +107,9 @@ class GradientShard:
 
     def parts(self) -> list[Tensor]:
         """Its memory, cut by parameters."""
-        if not self.lasts:
-            return cut(self.memory(), self._flat.slices)
-        self._parts = self._parts or cut(self.memory(), self._flat.slices)
-        return self._parts
+        parts = self._parts or cut(self.memory() if self.held is None else self.held, self._flat.slices)
+        self._parts = parts if self.lasts else []
+        return parts
 
     def show(self, position: int, part: Tensor) -> None:
         """Let a parameter's gradient be its part of this."""
@@ -120,9 +119,8 @@ class GradientShard:
         self.numbers[position] += 1
 
     def leave(self) -> None:
-        """Leave its memory to those who have a gradient in it, unless it lasts."""
-        if not self.lasts:
-            self.held = None
+        """Leave its memory, which comes and goes, to those who have a gradient in it."""
+        self.held = None
 
 
 @dataclass(eq=False, slots=True)
@@ -222,7 +220,8 @@ class GradientBucket:
         part = self.shard.parts()[position]
         part.copy_(own)
         self.shard.show(position, part)
-        self.shard.leave()
+        if not self.shard.lasts:
+            self.shard.leave()
 
     def drainable(self, seconds: float) -> bool:
         """Whether ``drain`` would return within ``seconds``."""
@@ -333,17 +332,20 @@ class GradientBucket:
             self._save_reduced()
         # What was cleared by zero_grad since it was put aside does not come back.
         if now.carry is not None and not now.further:
-            now.carried = set(filter(self._has_grad, now.carried))
+            now.carried &= self._with_gradient()
         with untracked():
             if not everything:
-                missing = [i for i in range(len(views)) if i not in now.arrived and not self.still_local(i)]
+                missing = [
+                    i for i in range(len(views)) if i not in now.arrived and not (i in now.local and self._has_grad(i))
+                ]
                 empty = [*(views[position] for position in missing), *empty]
             if empty:
                 foreach_zero(empty)
             apart = self._exact and self.resident is None
             way.direct = full is self.shard.held or (apart and not self._keeps())
             target = self.shard.memory(whole=True) if way.direct else self._collectives.own_range(full)
-            way.pending = self._collectives.reduce_scatter(full, target, self._what, patience, self.index)
+            what = f"gradients of '{self.unit.plan.name or '(root)'}'"
+            way.pending = self._collectives.reduce_scatter(full, target, what, patience, self.index)
             self.grouped = self._collectives.grouped
             if self.grouped and last:
                 self.average_across()
@@ -387,7 +389,8 @@ class GradientBucket:
                 self._bring(copies)
         on_host = way.total is not None
         shard = self.shard.memory() if way.total is None else way.total
-        reduced, averaging = self._collectives.average_across(shard, self._what, way.pending, self.index)
+        what = f"gradients of '{self.unit.name}'"
+        reduced, averaging = self._collectives.average_across(shard, what, way.pending, self.index)
         way.pending, way.averaging = (averaging, None) if on_host else (reduced, averaging)
         self.grouped, way.direct = False, not on_host
 
@@ -440,22 +443,23 @@ class GradientBucket:
         """Forget the backward, not the gradients."""
         self.round, self.under_way = Round(), Reduction()
         self.room = None if self.resident is None else self._lasting
-        self.shard.leave()
-
-    @property
-    def _what(self) -> str:
-        return f"gradients of '{self.unit.plan.name or '(root)'}'"
+        if not self.shard.lasts:
+            self.shard.leave()
 
     def _has_grad(self, position: int) -> bool:
         parameter = self.flat.shards[position].parameter
         return parameter is not None and parameter.grad is not None
 
+    def _with_gradient(self) -> set[int]:
+        return {
+            i for i, one in enumerate(self.flat.shards) if one.parameter is not None and one.parameter.grad is not None
+        }
+
     def _save_reduced(self) -> None:
         now = self.round
         if now.carry is not None or now.local or self.room is None:
             return
-        every = range(len(self.flat.parameters))
-        kept = set(every) if now.further else set(filter(self._has_grad, every))
+        kept = set(range(len(self.flat.parameters))) if now.further else self._with_gradient()
         if kept:
             with untracked():
                 now.carry, now.carried = self._collectives.own_range(self.room.flat).clone(), kept
@@ -542,7 +546,7 @@ class GradientReducer:
         self._running = _Backward(order=self._plan_order)
         self._siblings: dict[int, list[GradientBucket]] = {}
         for bucket in self.buckets:
-            self._siblings.setdefault(bucket.unit.index, []).append(bucket)
+            self._siblings.setdefault(bucket.unit.plan.index, []).append(bucket)
         self._taken: dict[Hashable, tuple[int, Buffer]] = {}  # by place: which unit collects there, and where
         self._further: list[Buffer] = []  # for units whose place was taken
         self.holds_local = False
@@ -551,7 +555,7 @@ class GradientReducer:
     @property
     def units(self) -> list[int]:
         """Indices of the buckets' units in the order in which a backward ends with them: alike on all ranks."""
-        return [self.buckets[index].unit.index for index in next(iter(self._orders.values()), self._plan_order)]
+        return [self.buckets[index].unit.plan.index for index in next(iter(self._orders.values()), self._plan_order)]
 
     def open(self, name: str, uniform: bool = True, last: bool = True) -> None:
         """Begin a backward. Those of one ``name`` share an order of buckets.
@@ -712,11 +716,11 @@ class GradientReducer:
         if bucket.resident is not None or (bucket.is_alone and bucket.collect_in_shard()):
             return
         unit = bucket.unit
-        group, place = self._siblings[unit.index], ("gradients", unit.plan.gradient_slot)
-        holder, buffer = self._taken.get(place, (unit.index, None))
-        if buffer is not None and holder != unit.index:
+        group, place = self._siblings[unit.plan.index], ("gradients", unit.plan.gradient_slot)
+        holder, buffer = self._taken.get(place, (unit.plan.index, None))
+        if buffer is not None and holder != unit.plan.index:
             holders = self._siblings[holder]
-            busy = any(one.round.dirty or (not one.round.launched and one.touched) for one in holders)
+            busy = [one for one in holders if one.round.dirty or (not one.round.launched and one.touched)]
             if not busy and self._drainable(holders):
                 for other in holders:
                     if other.under_way.pending is not None:
@@ -731,7 +735,7 @@ class GradientReducer:
                 self._further.append(buffer)
         if buffer is None:
             buffer = self._means.pool.take(place, lent=True)
-            self._taken[place] = unit.index, buffer
+            self._taken[place] = unit.plan.index, buffer
 
         def rooms(memory: Tensor) -> tuple[list[FlatBuffer], int]:
             layouts = [member.flat.layout for member in group]
@@ -739,7 +743,7 @@ class GradientReducer:
             rooms = [FlatBuffer.of(flat, layout) for flat, layout in zip(flats, layouts, strict=True)]
             return rooms, sum(1 + len(room.views) + len(room.gaps) for room in rooms)
 
-        found: list[FlatBuffer] = buffer.made.get(unit.index) or buffer.keep(unit.index, rooms)
+        found: list[FlatBuffer] = buffer.made.get(unit.plan.index) or buffer.keep(unit.plan.index, rooms)
         for member, room in zip(group, found, strict=True):
             if member.room is None or not member.round.dirty:
                 if member.under_way.pending is not None:

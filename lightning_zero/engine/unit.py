@@ -285,8 +285,9 @@ class ShardedUnit(Unit):
 
     def bind(self) -> None:
         """Let the user's parameters be views of the full values, and pin these."""
-        if self.pending:
-            self.wait()
+        for handle in self.pending:
+            handle.wait()
+        self.pending = []
         if self.storage is None:
             self._refuse("be bound")
         self.pins += 1
