@@ -48,7 +48,7 @@ class Averages:
         for callback in self._callbacks:
             if not any(_part(p) for p in callback._average_model.parameters()):
                 self._slice(callback._average_model)  # else it is that of a fit before, to be evaluated
-            replaced.put(callback._average_model, "state_dict", _saves)
+                callback._average_model.state_dict = partial(_saved, callback._average_model)
             if isinstance(callback, WeightAveraging):
                 model: Any = callback._average_model
                 _check_elementwise(callback, model.avg_fn, model.multi_avg_fn)
@@ -137,17 +137,14 @@ def _part(average: Tensor) -> tuple[torch.Size, int] | None:
     return getattr(average, "zero_part", None)
 
 
-def _saves(state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``state_dict`` of a callback's copy have averages as what is saved sharded, under full names."""
-
-    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = state_dict(*args, **{**kwargs, "keep_vars": True})
-        return {
-            unwrapped(key): FlatShard(value.detach(), *part) if (part := _part(value)) else _detached(value)
-            for key, value in state.items()
-        }
-
-    return call
+def _saved(copy: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What a callback's copy answers to ``state_dict``, for good, because the Trainer may save it after the fit:
+    averages as what is saved sharded, under full names."""
+    state = type(copy).state_dict(copy, *args, **{**kwargs, "keep_vars": True})
+    return {
+        unwrapped(key): FlatShard(value.detach(), *part) if (part := _part(value)) else _detached(value)
+        for key, value in state.items()
+    }
 
 
 def _detached(value: Any) -> Any:

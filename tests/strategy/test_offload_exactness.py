@@ -262,7 +262,7 @@ def test_a_late_step_hook_counts_for_whole_matrices(tmp_path: Path) -> None:
 
 
 class Late2(pl.Callback):
-    """Drops the gradients of every other row right before each step."""
+    """Clamps gradients right before each step."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         trainer.optimizers[0].register_step_pre_hook(self.drop)
@@ -271,7 +271,7 @@ class Late2(pl.Callback):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad[::2] = 0
+                    parameter.grad.clamp_(-1e-3, 1e-3)
 
 
 class Two(Probe):
@@ -471,9 +471,8 @@ class Writing(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, out: Any, batch: Any, i: int) -> None:
         if i == 1:
             self.write(trainer.optimizers[0], 2, lambda p: p.add_(0.01))
-        if not trainer.strategy.placement.shards_parameters:
-            with torch.no_grad():
-                list(module.parameters())[3].data.mul_(0.8)
+        with torch.no_grad():
+            list(module.parameters())[3].data.mul_(0.8)
 
     def write(self, optimizer: Optimizer, first: int, change: Callable[[Tensor], Any]) -> None:
         with torch.no_grad():
@@ -482,7 +481,7 @@ class Writing(pl.Callback):
                     change(parameter)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_what_the_user_writes_through_param_groups_counts(stage: int, tmp_path: Path) -> None:
     """From the next forward on, on all ranks."""
 

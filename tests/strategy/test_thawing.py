@@ -502,13 +502,17 @@ def moved(moment: Any, trainer: pl.Trainer, module: Any, resumed: bool) -> None:
         second.add_param_group({"params": list(module.backbone[0].parameters())})
 
 
-def test_state_that_moves_to_another_optimizer() -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Turns(two=True)
-        with quiet():
-            return made(module, fit(strategy, module, 2, callbacks=[At(moved, False)], max_epochs=4))
+def test_state_that_moves_to_another_optimizer_is_an_error_by_name() -> None:
+    def world(rank: int) -> list[str]:
+        errors: list[str] = []
+        for stage in STAGES.values():
+            with quiet(), raised(errors):
+                fit(zero(stage), Turns(two=True), 2, callbacks=[At(moved, False)], max_epochs=4)
+        return errors
 
-    assert_same(each_strategy(play))
+    for errors in run_world(2, world):
+        assert len(errors) == len(STAGES)
+        assert all("ParameterAccessError: The optimizer state of 'model.2.weight'" in error for error in errors), errors
 
 
 def test_state_that_nobody_takes_is_an_error_by_name(tmp_path: Path) -> None:
