@@ -19,7 +19,7 @@ _FOLDER = "lightning_zero.extensions"
 
 # What each extension does, as an error about a missing one says it.
 EXTENSIONS = {
-    "closures": "optimizer steps with closures over partitioned parameters (LBFGS, SAM)",
+    "closures": "optimizers that need a closure in their step (LBFGS, SAM)",
     "compression": "quantised communication (`Compression`)",
     "formats": "checkpoints of DeepSpeed and FSDP, and models of Hugging Face",
     "hops": "communication in two hops, within a host and between hosts, and secondary shards",

@@ -28,7 +28,6 @@ ATTRIBUTES = 15
 OF_LIGHTNING = {"model", "_launcher", "_precision_plugin"}  # which its strategies have, and ours assign
 # Classes that are to be made smaller, and how many they have.
 TOO_MANY = {
-    "ReplicatedOptimizer": 24,
     "ShardedOptimizer": 22,
 }
 # Files that still read frames, and in how many places.

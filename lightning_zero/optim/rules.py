@@ -33,12 +33,12 @@ from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
 from lightning_zero.optim.agreement import Fingerprint
 from lightning_zero.plan.costs import OptimizerCost
 
-__all__ = ["check_offloadable", "naming_closures", "needs_closure", "optimizer_rule", "try_in_parts"]
+__all__ = ["check_offloadable", "needs_closure", "optimizer_rule", "refuse_closure", "try_in_parts"]
 
 
 def optimizer_rule(optimizer: Optimizer) -> str:
     """How an optimizer is served: ``elementwise`` (on slices), ``whole`` (on whole parameters at their owner) or
-    ``replicated`` (on whole parameters on every rank), which is for one that runs forward and backward in its step.
+    ``closure``, by the extension for those that run forward and backward in their step.
 
     Optimizers we do not know treat each parameter on its own as a rule, so they get whole parameters: always right, at
     the price of two more exchanges per step. Raises ``UnsupportedOptimizerError``, with the reason and an alternative,
@@ -56,7 +56,7 @@ def optimizer_rule(optimizer: Optimizer) -> str:
             "with the same options instead."
         )
     if needs_closure(optimizer):
-        return "replicated"
+        return "closure"
     return "whole" if OptimizerCost.of(optimizer).whole else "elementwise"
 
 
@@ -64,11 +64,6 @@ def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, d
     """Raise ``UnsupportedOptimizerError`` for what cannot step where its masters rest, in ``tier``, for a module that
     computes on ``device``."""
     name = type(optimizer).__name__
-    if rule == "replicated" and tier is not Tier.DEVICE:
-        raise UnsupportedOptimizerError(
-            f"{label}: {name} needs a closure in step(), so it steps on whole parameters on every rank, which offload "
-            "would only carry to the device and back. Leave `offload` out, or use an optimizer that needs no closure."
-        )
     if rule == "whole" and tier is Tier.DISK:
         raise UnsupportedOptimizerError(
             f"{label}: {name} needs whole parameters at one rank, which cannot be stepped on in pieces from files. Use "
@@ -98,7 +93,7 @@ _REASON = (
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether an optimizer needs a closure: ``step`` has an argument ``closure`` without a default, or a copy on small
-    tensors raises without one and calls one that it gets. What is not seen here ends in ``naming_closures``."""
+    tensors raises without one and calls one that it gets. What is not seen here ends in ``refuse_closure``."""
     step: Any = inspect.unwrap(type(optimizer).step)  # without what torch has wrapped around it
     try:
         parameters = list(inspect.signature(step).parameters.values())[1:]
@@ -125,16 +120,9 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return False
 
 
-@contextmanager
-def naming_closures(optimizer: Optimizer) -> Iterator[None]:
-    """Around a step without a closure: the error of an optimizer that wants one says what to do instead."""
-    try:
-        yield
-    except ZeroError:
-        raise
-    except Exception as error:
-        if "closure" not in f"{type(error).__name__} {error}".lower():
-            raise
+def refuse_closure(optimizer: Optimizer, error: BaseException) -> None:
+    """Raise what to do instead if ``error``, of a step without a closure, says that the optimizer wants one."""
+    if isinstance(error, Exception) and not isinstance(error, ZeroError) and "closure" in repr(error).lower():
         raise UnsupportedOptimizerError(_REASON.format(name=type(optimizer).__name__)) from error
 
 
@@ -166,12 +154,11 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
     if type(optimizer).__module__.startswith("torch.optim"):
         return
     try:
-        with _own_random_numbers(), naming_closures(optimizer), warnings.catch_warnings():
+        with _own_random_numbers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _tried(optimizer)
-    except UnsupportedOptimizerError:
-        raise
     except Exception as error:
+        refuse_closure(optimizer, error)
         warnings.warn(
             f"{label} could not be tried out on small tensors ({type(error).__name__}: {error}). It gets "
             "whole parameters, each at one rank, which is right if its step() treats every parameter on its own.",

@@ -16,16 +16,16 @@ from lightning_zero.activations import Activations
 from lightning_zero.comm import Collectives, Groups, Streams, choose_collectives
 from lightning_zero.config import choose_prefetch
 from lightning_zero.engine import BufferBroadcast, ZeroEngine, engine_of
-from lightning_zero.engine.full import gathered_whole, give_back, whole_gradients
+from lightning_zero.engine.full import give_back, whole_gradients
 from lightning_zero.errors import DivergenceError, ParameterAccessError, some
 from lightning_zero.meta import MetaValues
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.hooks import keep_in_memory
-from lightning_zero.optim.replicated import ReplicatedOptimizer
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.plan import refuse_shared_memory, warn_of_views
 from lightning_zero.plan.costs import ZeroPlan, build_plan
+from lightning_zero.registry import extension
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState, load_initial_weights
 from lightning_zero.session.offloading import make_steps, make_tiers
@@ -238,7 +238,7 @@ class ZeroSession:
                 f"{some(thawed)} thawed in the middle of an accumulation, whose gradients every rank still has for "
                 "itself. Set `requires_grad` when an epoch starts, or after an optimizer step."
             )
-        if any(adapter.rule == "replicated" for adapter in self._adapters.values()):
+        if any(adapter.rule == "closure" for adapter in self._adapters.values()):
             raise ParameterAccessError(
                 f"{some(thawed)} thawed in the middle of a fit, with an optimizer that needs a closure: it keeps whole "
                 "parameters. Thaw before the fit."
@@ -288,10 +288,9 @@ class ZeroSession:
         labels = agree_on_set_up(list(optimizers), schedulers, owned, engine.control)
         steps = make_steps(engine, self.local_ranks)
         for label, optimizer in zip(labels, optimizers, strict=True):
-            if optimizer_rule(optimizer) == "replicated":
-                whole = partial(gathered_whole, engine)
-                replicated = ReplicatedOptimizer(optimizer, label, owned, engine.collectives, engine.agree, whole)
-                self._adapters[id(optimizer)] = replicated
+            if optimizer_rule(optimizer) == "closure":
+                closures = extension("closures", "use an optimizer whose step needs no closure")
+                self._adapters[id(optimizer)] = closures.ClosureOptimizer(optimizer, label, owned, engine)
                 continue
             self._adapters[id(optimizer)] = ShardedOptimizer(
                 optimizer,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from lightning.fabric.plugins import precision as fabric
@@ -32,8 +32,7 @@ from lightning_zero._torch import BatchNorm, is_traceable_wrapper_subclass
 from lightning_zero.comm import ControlGroup, Totals
 from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError, ZeroError
 from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_value, gradient_norm
-from lightning_zero.optim.replicated import ReplicatedOptimizer
-from lightning_zero.optim.rules import naming_closures
+from lightning_zero.optim.rules import refuse_closure
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.session.settings import MIXED_DTYPES, TRUE_DTYPES
 
@@ -274,14 +273,14 @@ class ZeroPrecision(Precision):
 
         Collective: every rank.
         """
-        replicated = self._sharded(optimizer)
-        if isinstance(replicated, ReplicatedOptimizer):
+        adapter = self._sharded(optimizer)
+        if adapter.rule == "closure":
             if self.scaler is not None:
                 raise UnsupportedOptimizerError(
-                    f"{replicated.label} needs a closure in step(), where the loss scale of 16-mixed cannot tell "
+                    f"{adapter.label} needs a closure in step(), where the loss scale of 16-mixed cannot tell "
                     "whether gradients have overflowed. Use precision='bf16-mixed' or '32-true'."
                 )
-            return replicated.step(partial(self._wrap_closure, model, optimizer, closure), **kwargs)
+            return cast(Any, adapter).step(partial(self._wrap_closure, model, optimizer, closure), **kwargs)
         result = closure()
         nothing = result is None and model.automatic_optimization
         scaler = None if nothing else self.scaler
@@ -289,12 +288,12 @@ class ZeroPrecision(Precision):
             if scaler is not None:
                 scaler.unscale_once(optimizer)
             self._after_closure(model, optimizer)
-            with naming_closures(optimizer):
-                optimizer.step(**kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
-        except BaseException:  # torch calls no hook then, and the user may catch it
+            optimizer.step(**kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
+        except BaseException as error:  # torch calls no hook then, and the user may catch it
             if scaler is not None:
                 scaler.forget(optimizer)
-            self._sharded(optimizer).abandon()
+            adapter.abandon()
+            refuse_closure(optimizer, error)
             raise
         if scaler is not None and scaler.stepped(optimizer) and self._on_skip is not None:
             self._on_skip(optimizer)

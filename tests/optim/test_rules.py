@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
-from lightning_zero.optim.rules import naming_closures, needs_closure, optimizer_rule
+from lightning_zero.optim.rules import needs_closure, optimizer_rule, refuse_closure
 from lightning_zero.plan.costs import OptimizerCost
 
 KNOWN = [
@@ -80,7 +80,7 @@ def made(cls: type[Optimizer]) -> Optimizer:
 @pytest.mark.parametrize("cls", [Required, Asserting, AssertingTruth, Raising, Inheriting, torch.optim.LBFGS])
 def test_seen_to_need_one(cls: type[Optimizer]) -> None:
     assert needs_closure(made(cls))
-    assert optimizer_rule(made(cls)) == "replicated"
+    assert optimizer_rule(made(cls)) == "closure"
 
 
 @pytest.mark.parametrize("cls", [*KNOWN, Base, Guarding, Ignoring, Positional])
@@ -115,9 +115,7 @@ def test_the_source_need_not_be_there() -> None:
 
 def test_only_errors_about_closures_are_renamed() -> None:
     optimizer = made(Base)
-    with pytest.raises(UnsupportedOptimizerError, match="Base cannot be sharded"), naming_closures(optimizer):
-        raise TypeError("step() missing 1 required positional argument: 'closure'")
-    with pytest.raises(ValueError, match="a shape"), naming_closures(optimizer):
-        raise ValueError("a shape")
-    with pytest.raises(OffloadError), naming_closures(optimizer):
-        raise OffloadError("a closure of the disk")
+    with pytest.raises(UnsupportedOptimizerError, match="Base cannot be sharded"):
+        refuse_closure(optimizer, TypeError("step() missing 1 required positional argument: 'closure'"))
+    refuse_closure(optimizer, ValueError("a shape"))
+    refuse_closure(optimizer, OffloadError("a closure of the disk"))

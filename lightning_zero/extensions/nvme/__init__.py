@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from lightning_zero.comm import ControlGroup, Streams, raising
+from lightning_zero.comm import ControlGroup, Streams
 from lightning_zero.config import NvmeOffload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import OffloadError
@@ -36,8 +36,9 @@ def make_tiers(
     Collective: every rank; ``OffloadError`` on all, if the files of one cannot be made, or have no room for the
     masters.
     """
-    store, failure = None, None
-    try:
+    made: list[NvmeStore] = []
+
+    def make() -> None:
         store = NvmeStore(
             offload.path,
             rank=control.rank,
@@ -49,18 +50,16 @@ def make_tiers(
             report=local_rank == 0,
             checksums=offload.checksums,
         )
-    except Exception as error:
-        failure = error
+        made.append(store)
+
     try:
-        control.together(f"offload to '{offload.path}'", raising(failure), OffloadError)
-        if store is None:
-            raise RuntimeError("There are no files. This is an error in lightning_zero itself.")
-        _check_room(store, expected_disk(plan, optimizer_tensors=0).total, control)  # masters of all ranks are alike
+        control.together(f"offload to '{offload.path}'", make, OffloadError)
+        _check_room(made[0], expected_disk(plan, optimizer_tensors=0).total, control)  # masters of all ranks are alike
     except BaseException:
-        if store is not None:
+        for store in made:
             store.close()
         raise
-    return FileTiers(store, device, streams)
+    return FileTiers(made[0], device, streams)
 
 
 def make_steps(engine: ZeroEngine, steps: Steps) -> FileSteps:
@@ -76,9 +75,5 @@ def _check_room(store: NvmeStore, nbytes: int, control: ControlGroup) -> None:
     """
     disk = (platform.node(), os.stat(store.path).st_dev)
     needs = control.gather_objects((disk, nbytes))
-    failure = None
-    try:
-        store.check_space(sum(need for other, need in needs if other == disk))  # ranks of one machine share its disk
-    except Exception as error:
-        failure = error
-    control.together(f"offload to '{store.path}'", raising(failure), OffloadError)
+    nbytes = sum(need for other, need in needs if other == disk)  # ranks of one machine share its disk
+    control.together(f"offload to '{store.path}'", lambda: store.check_space(nbytes), OffloadError)

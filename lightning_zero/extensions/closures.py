@@ -2,60 +2,53 @@
 
 Such an optimizer relates all parameters to one another, and looks at them before and after every closure. So every rank
 steps on whole parameters, of which it finds the user's own in its groups, with whole averaged gradients; its state is
-whole on every rank, as under plain data parallelism. While a closure runs, parameters are in shards, as in any other
+whole on every rank, as under plain data parallelism. While a closure runs, parameters are sharded, as in any other
 forward and backward. What a step has made of the parameters is compared between the ranks.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import tree_leaves
-from lightning_zero.comm import Collectives
-from lightning_zero.errors import DivergenceError
+from lightning_zero.config import Tier
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.engine.full import gathered_whole
+from lightning_zero.errors import DivergenceError, UnsupportedOptimizerError
 from lightning_zero.optim.groups import OwnedParameter, ParamGroups, restore_options
-from lightning_zero.optim.rules import check_offloadable
-from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.shards.slice import fingerprint
 
-__all__ = ["ReplicatedOptimizer"]
+__all__ = ["ClosureOptimizer"]
 
 
-class ReplicatedOptimizer(ShardedOptimizer):
-    """One optimizer that steps on whole parameters on every rank. It is never changed, and neither is its state.
+class ClosureOptimizer:
+    """One optimizer that steps on whole parameters on every rank, and is not changed. A session uses this in the place
+    of a ``ShardedOptimizer``. ``UnsupportedOptimizerError`` with offload."""
 
-    Args:
-        agree: meets the other ranks at a place of the program, and exchanges numbers.
-        whole: lets parameters and their gradients be whole for a while; collective.
-
-    Raises:
-        UnsupportedOptimizerError: where masters do not rest on the device.
-        ValueError: if it holds parameters that are not the model's.
-    """
+    rule = "closure"
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        label: str,
-        owned: Mapping[nn.Parameter, OwnedParameter],
-        collectives: Collectives,
-        agree: Callable[[str, Sequence[int]], list[list[int]]],
-        whole: Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]],
+        self, optimizer: Optimizer, label: str, owned: Mapping[nn.Parameter, OwnedParameter], engine: ZeroEngine
     ) -> None:
-        self.optimizer, self.label, self.rule = optimizer, label, "replicated"
+        self.optimizer, self.label = optimizer, label
         self._members = ParamGroups(optimizer, label, owned)
-        self._agree, self._show = agree, whole
-        for entry in self.entries:
-            check_offloadable(optimizer, label, self.rule, entry.flat.rest.master, entry.user.device)
-        if collectives.rank == 0:
-            mib = sum(entry.user.numel() * entry.shard.data.element_size() for entry in self.entries) / 2**20
+        self.adopt_new_groups = self._members.current  # raises if new parameters are not the model's
+        self._engine = engine
+        if any(entry.flat.rest.master is not Tier.DEVICE for entry in self.entries):
+            raise UnsupportedOptimizerError(
+                f"{label}: {type(optimizer).__name__} needs a closure in step(), so it steps on whole parameters on "
+                "every rank, which offload would only carry to the device and back. Leave `offload` out, or use an "
+                "optimizer that needs no closure."
+            )
+        if engine.collectives.rank == 0:
+            mib = sum(entry.user.numel() * entry.data.element_size() for entry in self.entries) / 2**20
             warnings.warn(
                 f"{label} needs a closure in step(), so every rank steps on whole parameters, as under DDP. While it "
                 f"steps that takes {mib:.1f} MiB for values and as much for gradients, and its state is not sharded.",
@@ -68,12 +61,11 @@ class ReplicatedOptimizer(ShardedOptimizer):
         Returns what the optimizer's step does. Raises ``DivergenceError`` on every rank, with all as it was at the last
         closure, if the ranks did different things. Collective: every rank.
         """
-        parameters = [entry.user for entry in self.entries]
-        calls = 0
+        parameters, calls = [entry.user for entry in self.entries], 0
         with ExitStack() as shown:
 
             def leave(place: str) -> None:
-                rows = self._agree(place, [fingerprint(*(parameter.data for parameter in parameters))])
+                rows = self._engine.agree(place, [fingerprint(*(parameter.data for parameter in parameters))])
                 if any(row[0] != rows[0][0] for row in rows):
                     raise DivergenceError(
                         f"The ranks left different weights at {place}. Every rank steps on all of them and must do the "
@@ -88,33 +80,27 @@ class ReplicatedOptimizer(ShardedOptimizer):
                 calls += 1
                 leave(f"closure {calls} of a step of {self.label}")
                 result = closure()
-                shown.enter_context(self._show(parameters))
+                shown.enter_context(gathered_whole(self._engine, parameters))
                 return result
 
-            shown.enter_context(self._show(parameters))
+            shown.enter_context(gathered_whole(self._engine, parameters))
             result = self.optimizer.step(closure=run, **options)
             leave(f"the end of a step of {self.label}, after {calls} closures")
         return result
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
+    # What sessions, checkpoints and monitors ask of a ``ShardedOptimizer``, where it is said what each is for.
 
-    @property
-    def groups(self) -> list[list[OwnedParameter]]:
-        return self._members.current()
+    state = property(lambda self: self.optimizer.state)
+    groups = property(lambda self: self._members.current())
+    entries = property(lambda self: [entry for group in self.groups for entry in group])
 
-    def masters_changed(self) -> None:
-        """Nothing is held that could be old."""
+    def gradients(self) -> list[Tensor]:
+        return [g for e in self.entries if e.parameter is not None and (g := e.parameter.grad) is not None]
 
-    def abandon(self) -> None:
-        """A step that raised has put everything back."""
+    def nothing(self) -> None:
+        """There is nothing to forget, and nothing to give back: the optimizer is as the user made it."""
 
-    def retire(self) -> None:
-        """The optimizer keeps its state itself."""
-
-    def adopt_new_groups(self) -> None:
-        self._members.current()  # raises if new parameters are not the model's
+    masters_changed = abandon = retire = make_room = nothing
 
     def named_state(self) -> dict[str, WholeState]:
         found = {entry.name: self.state.get(entry.user) for entry in self.entries}
@@ -123,8 +109,8 @@ class ReplicatedOptimizer(ShardedOptimizer):
     def slices_state(self, entry: OwnedParameter, key: str, shape: Sequence[int]) -> bool:
         return False
 
-    def make_room(self) -> None:
-        self.state.clear()
+    def steps_on_device(self, entry: OwnedParameter) -> bool:
+        return any(g.get("fused") or g.get("capturable") for g in self.optimizer.param_groups)
 
     def load_named_state(self, state: Mapping[str, WholeState], groups: Sequence[Mapping[str, Any]]) -> None:
         restore_options(self.optimizer, groups, ("params",))
