@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from enum import Enum
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from lightning_zero.registry import extension
 
 __all__ = [
     "ActivationsLike",
@@ -31,6 +33,7 @@ __all__ = [
     "Placement",
     "Residence",
     "RoundedFormat",
+    "SessionSettings",
     "ShardWithin",
     "Stage",
     "StageLike",
@@ -38,7 +41,6 @@ __all__ = [
     "TimeoutLike",
     "Uneven",
     "check_whole",
-    "choose_prefetch",
     "parse_size",
     "validate_activations",
     "validate_bucket_mib",
@@ -46,7 +48,6 @@ __all__ = [
     "validate_loaders",
     "validate_offload",
     "validate_prefetch",
-    "validate_shard_within",
     "validate_timeout",
     "validate_units",
 ]
@@ -60,6 +61,42 @@ UnitsLike = str | type | Sequence[str | type] | Set[str | type]
 TimeoutLike = timedelta | float | None
 
 _LEAST_NBYTES = 100_000  # of a size without a unit
+
+
+def _number(default: float | None, unit: str, *, least: int, whole: bool = False) -> Any:
+    """A field of a policy that holds a number of at least ``least``, or None where its type allows that."""
+    return field(default=default, metadata={"unit": unit, "least": least, "whole": whole})
+
+
+def _check_fields(policy: Any) -> None:
+    """Raise ValueError, naming class and field, for a switch that is no bool, an unknown word, or a wrong number.
+
+    jsonargparse checks types of a configuration. This is for settings that come from Python.
+    """
+    hints = get_type_hints(type(policy))
+    for one in fields(policy):
+        name, value, hint = f"{type(policy).__name__}.{one.name}", getattr(policy, one.name), hints[one.name]
+        kinds = get_args(hint) or (hint,)
+        if value is None and type(None) in kinds:
+            continue
+        words = [word for kind in (hint, *kinds) if get_origin(kind) is Literal for word in get_args(kind)]
+        if hint is bool and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}.")
+        if words and value not in words:
+            raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}.")
+        if one.metadata:
+            least, unit, whole = one.metadata["least"], one.metadata["unit"], one.metadata["whole"]
+            right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            if not right or not least <= value < float("inf"):
+                what = f"a {'whole ' * whole}number of {unit}, {least} or more"
+                raise ValueError(f"{name} must be {what}, got {value!r}.")
+
+
+def check_whole(name: str, value: object, *, least: int, unit: str) -> int:
+    """Return ``value`` if it is a whole number of at least ``least``; else raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of {unit}, {least} or more, got {value!r}.")
+    return value
 
 
 class Residence(Enum):
@@ -173,15 +210,13 @@ class HostOffload:
 
     optimizer: bool = True
     parameters: bool = False
-    pin_mib: float | None = None
-    threads: int | None = None
+    pin_mib: float | None = _number(None, "MiB", least=0)
+    threads: int | None = _number(None, "threads", least=1, whole=True)
 
     tier: ClassVar[Tier] = Tier.HOST
 
     def __post_init__(self) -> None:
-        _check_offloaded(self)
-        if self.pin_mib is not None:
-            _check_mib("HostOffload.pin_mib", self.pin_mib, least=0.0)
+        _check_offload(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,52 +244,29 @@ class NvmeOffload:
     path: str = field(kw_only=False)
     optimizer: bool = True
     parameters: bool = False
-    buffer_mib: float = 256.0
-    io_threads: int = 4
-    threads: int | None = None
+    buffer_mib: float = _number(256.0, "MiB", least=1)
+    io_threads: int = _number(4, "threads", least=1, whole=True)
+    threads: int | None = _number(None, "threads", least=1, whole=True)
     checksums: bool = True
 
     tier: ClassVar[Tier] = Tier.DISK
 
     def __post_init__(self) -> None:
-        _check_offloaded(self)
-        _check_switches(self, "checksums")
+        _check_offload(self)
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
             raise ValueError(f"NvmeOffload.path must be a directory, got {self.path!r}.")
         object.__setattr__(self, "path", os.fspath(self.path))
-        _check_mib("NvmeOffload.buffer_mib", self.buffer_mib, least=1.0)
-        check_whole("NvmeOffload.io_threads", self.io_threads, least=1, unit="threads")
 
 
 Offload = HostOffload | NvmeOffload
 OffloadLike = Offload | Literal["cpu", "host"] | bool | None
 
 
-def _check_offloaded(policy: Offload) -> None:
-    name = type(policy).__name__
-    _check_switches(policy, "optimizer", "parameters")
+def _check_offload(policy: Offload) -> None:
+    _check_fields(policy)
     if not policy.optimizer and not policy.parameters:
+        name = type(policy).__name__
         raise ValueError(f"{name} with optimizer=False and parameters=False offloads nothing: leave `offload` out.")
-    if policy.threads is not None:
-        check_whole(f"{name}.threads", policy.threads, least=1, unit="threads")
-
-
-def _check_switches(policy: object, *names: str) -> None:
-    for name in names:
-        if not isinstance(value := getattr(policy, name), bool):
-            raise ValueError(f"{type(policy).__name__}.{name} must be true or false, got {value!r}.")
-
-
-def _check_mib(name: str, mib: float, least: float) -> None:
-    if isinstance(mib, bool) or not isinstance(mib, (int, float)) or not least <= mib < float("inf"):
-        raise ValueError(f"{name} must be a number of MiB, {least:g} or more, got {mib!r}.")
-
-
-def check_whole(name: str, value: object, *, least: int, unit: str) -> int:
-    """Return ``value`` if it is a whole number of at least ``least``; else raise ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of {unit}, {least} or more, got {value!r}.")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,23 +294,11 @@ class Compression:
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("weights", ("bfloat16", "int8")), ("gradients", get_args(RoundedFormat))):
-            if getattr(self, name) not in (None, *known):
-                raise ValueError(f"Compression.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        _check_fields(self)
         if self.weights is None and self.gradients is None:
             raise ValueError("Compression of nothing: give weights, gradients or both, for example gradients='int8'.")
-        if not isinstance(self.error_feedback, bool):
-            raise ValueError(f"Compression.error_feedback must be True or False, got {self.error_feedback!r}.")
         if self.error_feedback and self.gradients is None:
             raise ValueError("Compression.error_feedback is for rounded gradients: give gradients, too, as 'int4'.")
-
-    def check(self, within: ShardWithin) -> None:
-        """Raise ValueError where it does not go with other settings."""
-        if within is not None and self.weights is not None:
-            raise ValueError(
-                f"Compression.weights={self.weights!r} does not go with shard_within, whose groups gather weights as "
-                "they are: leave weights out, and compress gradients, which is what goes between groups."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,9 +324,10 @@ class ActivationPolicy:
 
     checkpointing: UnitsLike | None = field(default=None, kw_only=False)
     offload: bool = False
-    min_kib: float = 64.0
+    min_kib: float = _number(64.0, "KiB", least=0)
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.checkpointing is not None and self.checkpointing != "units":
             try:
                 object.__setattr__(self, "checkpointing", list(validate_units(self.checkpointing) or ()))
@@ -335,9 +336,6 @@ class ActivationPolicy:
                     "ActivationPolicy.checkpointing must be 'units', a list of class names such as ['Block'], or left "
                     f"out; got {self.checkpointing!r}."
                 ) from None
-        _check_switches(self, "offload")
-        if isinstance(self.min_kib, bool) or not isinstance(self.min_kib, (int, float)) or not self.min_kib >= 0:
-            raise ValueError(f"ActivationPolicy.min_kib must be a number of KiB, 0 or more, got {self.min_kib!r}.")
 
 
 ActivationsLike = ActivationPolicy | UnitsLike | None
@@ -379,9 +377,7 @@ class CheckpointPolicy:
     frozen_as_built: bool = False
 
     def __post_init__(self) -> None:
-        if self.format not in get_args(Format):
-            raise ValueError(f"CheckpointPolicy.format must be 'sharded' or 'consolidated', got {self.format!r}.")
-        _check_switches(self, "async_save", "exclude_frozen", "verify", "strict_initial_weights", "frozen_as_built")
+        _check_fields(self)
         if self.initial_weights is not None and not (isinstance(self.initial_weights, str) and self.initial_weights):
             raise ValueError(
                 f"CheckpointPolicy.initial_weights must be a path or URL as a string, got {self.initial_weights!r}."
@@ -428,10 +424,7 @@ class LoaderPolicy:
     evaluation: Uneven = "join"
 
     def __post_init__(self) -> None:
-        for name in ("training", "evaluation"):
-            if getattr(self, name) not in get_args(Uneven):
-                known = ", ".join(get_args(Uneven))
-                raise ValueError(f"LoaderPolicy.{name} must be one of {known}, got {getattr(self, name)!r}.")
+        _check_fields(self)
 
 
 LoadersLike = LoaderPolicy | Uneven
@@ -466,12 +459,6 @@ def validate_timeout(timeout: TimeoutLike) -> timedelta | None:
 
 
 _MAX_SECONDS = timedelta.max.total_seconds()
-
-
-def validate_shard_within(within: ShardWithin) -> None:
-    """Who shares what is sharded is nobody in particular, a node, or two ranks or more."""
-    if within is not None and within != "node":
-        check_whole("shard_within, where it is not 'node',", within, least=2, unit="ranks")
 
 
 def validate_offload(offload: OffloadLike, placement: Placement) -> Offload | None:
@@ -534,11 +521,6 @@ def validate_prefetch(prefetch: int | None) -> None:
         check_whole("prefetch", prefetch, least=0, unit="units gathered ahead (0: none)")
 
 
-def choose_prefetch(asked: int | None, *, at_once: bool) -> int:
-    """Units gathered ahead; if nobody has asked, one, where a gather is not over ``at_once`` when it has begun."""
-    return int(not at_once) if asked is None else asked
-
-
 def parse_size(size: str | int) -> int:
     """Bytes of ``"5G"`` or ``"5GB"`` (10^9 bytes each), ``"2Gi"`` or ``"2GiB"`` (2^30), or of a number of bytes.
 
@@ -576,3 +558,71 @@ def validate_units(units: UnitsLike | None) -> tuple[str, ...] | None:
             raise ValueError(f"units must hold class names such as 'Block', got {name!r}.")
     names = [name.rpartition(".")[2] for name in names]
     return tuple(sorted(set(names)) if isinstance(units, Set) else dict.fromkeys(names))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """How a module is sharded, and what is saved of it: the arguments of ``ZeroStrategy``, which explains them.
+
+    They may be given as users write them there: the fields hold what the functions above make of that.
+
+    Raises:
+        ValueError: if a setting is not usable.
+        ExtensionError: if it needs an extension that this copy of the package has not.
+    """
+
+    placement: Placement
+    units: tuple[str, ...] | None = None
+    shard_within: ShardWithin = None
+    compression: Compression | None = None
+    secondary_shards: bool = False
+    bucket_mib: float = 100.0
+    prefetch: int | None = None
+    offload: Offload | None = None
+    activations: ActivationPolicy | None = None
+    checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    broadcast_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        validate_bucket_mib(self.bucket_mib)
+        validate_prefetch(self.prefetch)
+        usable = {
+            "units": validate_units(self.units),
+            "offload": validate_offload(self.offload, self.placement),
+            "activations": validate_activations(self.activations),
+            "checkpoint": validate_checkpoint(self.checkpoint),
+        }
+        for name, value in usable.items():
+            object.__setattr__(self, name, value)
+        for name in ("broadcast_buffers", "secondary_shards"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.shard_within is not None and self.shard_within != "node":
+            check_whole("shard_within, where it is not 'node',", self.shard_within, least=2, unit="ranks")
+        compression, within = self.compression, self.shard_within is not None
+        if compression is not None and not isinstance(compression, Compression):
+            raise ValueError(
+                f"compression must be a Compression, got {compression!r}. Write Compression(gradients='int8')."
+            )
+        if within and compression is not None and compression.weights is not None:
+            raise ValueError(
+                f"Compression.weights={compression.weights!r} does not go with shard_within, whose groups gather "
+                "weights as they are: leave weights out, and compress gradients, which is what goes between groups."
+            )
+        if self.secondary_shards and not self.placement.shards_parameters:
+            raise ValueError("secondary_shards is for stage 3: in stages 1 and 2 weights are gathered once a step.")
+        if self.secondary_shards and within:
+            raise ValueError("shard_within keeps all shards within groups: leave secondary_shards out, or the other.")
+        asked = {
+            "nvme": isinstance(self.offload, NvmeOffload),
+            "compression": compression,
+            "hops": self.secondary_shards,
+        }
+        for name, needed in asked.items():
+            if needed:
+                extension(name)
+
+    @classmethod
+    def from_user(cls, stage: StageLike, **settings: Any) -> SessionSettings:
+        """The settings of a strategy, with a stage in the place of ``placement``."""
+        return cls(placement=Placement.from_stage(stage), **settings)

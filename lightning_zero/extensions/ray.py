@@ -18,9 +18,6 @@ class RayZeroStrategy(ZeroStrategy):
     ``prepare_trainer``, as with ``RayDDPStrategy``. Ray makes the default process group: its backend and its timeout
     are those of Ray's ``TorchConfig``, ``process_group_backend`` and ``timeout`` are for the groups of the strategy.
 
-    Args:
-        args, kwargs: as for ``ZeroStrategy``.
-
     Raises:
         ModuleNotFoundError: if Ray Train is not installed.
         ValueError: if a setting is not usable.

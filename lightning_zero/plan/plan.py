@@ -48,7 +48,24 @@ from lightning_zero.plan.layout import (
 from lightning_zero.plan.tree import ModuleTree, refuse_modules
 from lightning_zero.plan.units import UnitSpec, find_named, find_units, names_inside
 
-__all__ = ["FETCH_UNITS", "KEPT_NBYTES", "STAGING_BUFFERS", "Plan", "SlotPlan", "UnitPlan", "assign_slots", "pack"]
+__all__ = [
+    "MIXED_DTYPES",
+    "TRUE_DTYPES",
+    "FETCH_UNITS",
+    "KEPT_NBYTES",
+    "STAGING_BUFFERS",
+    "Plan",
+    "SlotPlan",
+    "UnitPlan",
+    "assign_slots",
+    "pack",
+]
+
+TRUE_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+"""What everything is in, by the names of Lightning's precisions; in ``32-true`` it stays as it is."""
+
+MIXED_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What modules compute in, with masters in ``float32``."""
 
 FETCH_UNITS = 2
 """Units whose shards may be on their way from host memory or files, or have arrived, ahead of their gather."""

@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.activations import Activations
-from lightning_zero.comm import Collectives, Groups, Streams, choose_collectives
-from lightning_zero.config import choose_prefetch
+from lightning_zero.comm import Collectives, Exchange, Groups, Streams, choose_collectives
+from lightning_zero.config import SessionSettings
 from lightning_zero.engine import BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import give_back, whole_gradients
 from lightning_zero.errors import DivergenceError, ParameterAccessError, some
@@ -30,15 +30,14 @@ from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState, load_initial_weights
 from lightning_zero.session.offloading import make_steps, make_tiers
 from lightning_zero.session.optimizer_state import OptimizerState
-from lightning_zero.session.settings import SessionSettings
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.slice import fingerprint
 
 __all__ = ["Dtypes", "ZeroSession"]
 
 
-class Dtypes(Protocol):
-    """What a session asks of the precision of a run; the answers here are those of one where all keeps its dtype."""
+class Dtypes:
+    """The precision of a run, where all keeps its own dtype. ``ZeroPrecision`` overrides what it changes."""
 
     @property
     def param_dtype(self) -> torch.dtype | None:
@@ -63,10 +62,6 @@ class Dtypes(Protocol):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast the masters, in place, and what else the precision wants to be cast."""
         return module
-
-
-class _OwnDtypes(Dtypes):
-    """Everything keeps its own."""
 
 
 class ZeroSession:
@@ -101,14 +96,15 @@ class ZeroSession:
         if settings.shard_within == "node":
             groups.check_hosts()
         self.device, self.local_rank, self.local_ranks = device, local_rank, local_ranks
-        self.wire = wire or partial(choose_collectives, exchange=settings.exchange)
+        exchange = Exchange(settings.compression, settings.secondary_shards)
+        self.wire = wire or partial(choose_collectives, exchange=exchange)
         self.checkpoints = Checkpoints(settings.checkpoint, groups)
         self._engine: ZeroEngine | None = None
         self._buffers: BufferBroadcast | None = None
         self._activations: Activations | None = None
         self._adapters: dict[int, ShardedOptimizer] = {}
         self.relaying: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._dtypes: Dtypes = _OwnDtypes()
+        self._dtypes: Dtypes = Dtypes()
         self._schedulers: Sequence[Mapping[str, Any]] = ()
         self._writable = True
 
@@ -148,12 +144,14 @@ class ZeroSession:
 
         Collective: every rank.
         """
-        self._dtypes = dtypes = dtypes or _OwnDtypes()
+        self._dtypes = dtypes = dtypes or Dtypes()
         existing, torn = _own_engine(module, is_running), False
         convert = dtypes.convert_module if cast else lambda module: module
         if existing is not None:
+            settings = self.settings
+            exchange = Exchange(settings.compression, settings.secondary_shards)
             had = (existing.device, existing.plan.offload, existing.collectives.asked)
-            fits = had == (self.device, self.settings.offload, self.settings.exchange)
+            fits = had == (self.device, settings.offload, exchange)
             fits = fits and not dtypes.would_cast(module) and existing.names.keys() >= {*module.parameters()}
             plan = self._plan(convert(module), dtypes, existing.collectives) if fits else None
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
@@ -197,14 +195,15 @@ class ZeroSession:
             world_size=self.groups.control.world_size,
             units=settings.units,
             bucket_mib=settings.bucket_mib,
-            prefetch=choose_prefetch(settings.prefetch, at_once=collectives.gathers_at_once),
+            prefetch=int(not collectives.gathers_at_once) if settings.prefetch is None else settings.prefetch,
             offload=settings.offload,
             param_dtype=dtypes.param_dtype,
             reduce_dtype=dtypes.reduce_dtype,
             full_precision=dtypes.full_precision,
             broadcast_buffers=settings.broadcast_buffers,
         )
-        settings.check(plan, dtypes.scales_loss)
+        if settings.compression is not None:
+            extension("compression").check(settings.compression, plan, dtypes.scales_loss)
         return plan
 
     def begin(self, training: bool) -> None:

@@ -30,14 +30,13 @@ from torch.optim import Optimizer
 from lightning_zero._torch import compiler_of_frames, opaque_to_dynamo, tree_map_only, without_swaps
 from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
-from lightning_zero.config import StageLike, TimeoutLike, validate_timeout
+from lightning_zero.config import SessionSettings, StageLike, TimeoutLike, validate_timeout
 from lightning_zero.debug import full_parameters, note_optimizers
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.rules import refuse_closure
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
-from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.callbacks import attribute_of_ddp, refuse_synced_norms
 from lightning_zero.trainer.foreign import answer_foreign_names
 from lightning_zero.trainer.precision import ZeroPrecision

@@ -34,7 +34,8 @@ from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerErro
 from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.rules import refuse_closure
 from lightning_zero.optim.sharded import ShardedOptimizer
-from lightning_zero.session.settings import MIXED_DTYPES, TRUE_DTYPES
+from lightning_zero.plan.plan import MIXED_DTYPES, TRUE_DTYPES
+from lightning_zero.session.session import Dtypes
 
 __all__ = ["PrecisionName", "ZeroPrecision"]
 
@@ -61,7 +62,7 @@ _IN_16_BITS = (
 )
 
 
-class ZeroPrecision(Precision):
+class ZeroPrecision(Dtypes, Precision):
     """Precision of a sharded run.
 
     Args:

@@ -31,12 +31,12 @@ from lightning_zero.comm.control import naming_failures, raise_failure
 from lightning_zero.comm.groups import Groups, destroy_default_group_at_exit, order_launches, orders_differ, shard_span
 from lightning_zero.comm.hosts import connections
 from lightning_zero.comm.waiting import current_watch, watch_ranks
+from lightning_zero.config import SessionSettings
 from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ZeroError, point_to_page
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.session import ZeroSession
-from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.precision import unwrapped
 
 __all__ = ["DEFAULT_TIMEOUT", "Processes", "StartMethod", "leave_group_of_one"]

@@ -30,6 +30,7 @@ from lightning_zero.config import (
     Offload,
     OffloadLike,
     Placement,
+    SessionSettings,
     ShardWithin,
     StageLike,
     TimeoutLike,
@@ -42,7 +43,6 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
 from lightning_zero.session.module_state import left_out_of
-from lightning_zero.session.settings import SessionSettings
 from lightning_zero.trainer.averaging import Averages, copy_whole
 from lightning_zero.trainer.callbacks import (
     TRAINERS,

@@ -35,11 +35,10 @@ from lightning_zero.comm import (
 from lightning_zero.comm.collectives import CollectiveCall
 from lightning_zero.comm.groups import COMMUNICATORS, order_launches
 from lightning_zero.comm.hosts import RANKS_PER_HOST
-from lightning_zero.config import Placement
+from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers
 from lightning_zero.session.session import ZeroSession
-from lightning_zero.session.settings import SessionSettings
 from tests.helpers.world import run_world
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Collectives, Groups, Pending, choose_collectives
-from lightning_zero.config import Placement
+from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.plan.costs import expected_traffic
 from lightning_zero.session.session import ZeroSession
-from lightning_zero.session.settings import SessionSettings
 from tests.helpers.models import ZOO
 from tests.helpers.probe import masters
 from tests.helpers.training import build

@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_zero
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm import Groups
-from lightning_zero.config import Placement
+from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.extensions.shared_memory.heap import Heap
 from lightning_zero.session.session import ZeroSession
-from lightning_zero.session.settings import SessionSettings
 from tests.helpers.world import run_world
 
 

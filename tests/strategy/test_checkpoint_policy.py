@@ -30,7 +30,7 @@ def trainer(*callbacks: pl.Callback, policy: CheckpointPolicy, stage: int = 3, *
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"format": "one"}, "CheckpointPolicy.format must be 'sharded' or 'consolidated', got 'one'"),
+        ({"format": "one"}, "CheckpointPolicy.format must be one of sharded, consolidated, got 'one'"),
         ({"async_save": 1}, "CheckpointPolicy.async_save must be true or false, got 1"),
         ({"exclude_frozen": "no"}, "CheckpointPolicy.exclude_frozen must be true or false, got 'no'"),
         ({"initial_weights": Path("x")}, "CheckpointPolicy.initial_weights must be a path or URL as a string"),

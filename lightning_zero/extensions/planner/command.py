@@ -50,6 +50,7 @@ from lightning_zero.extensions.planner.settings import (
     tokens_for,
 )
 from lightning_zero.plan.costs import ADAM, OptimizerCost, ZeroPlan, build_plan
+from lightning_zero.registry import extension
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -224,7 +225,8 @@ class Planner:
         if self.model is None:
             raise ValueError("--parameters is a number, of which there is no plan: give the model.")
         plan = build_plan(self.model, **self.settings)
-        self.asked.check(plan)
+        if self.asked.compression is not None:
+            extension("compression").check(self.asked.compression, plan, scales_loss=False)
         return plan
 
     def estimate(self, exchange: Mapping[str, Any] | None = None) -> MemoryEstimate:

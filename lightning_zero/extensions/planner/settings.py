@@ -24,12 +24,13 @@ from lightning_zero.config import (
     NvmeOffload,
     Offload,
     Placement,
+    SessionSettings,
     Stage,
     Tier,
     parse_size,
     validate_offload,
 )
-from lightning_zero.session.settings import MIXED_DTYPES, TRUE_DTYPES, SessionSettings
+from lightning_zero.plan.plan import MIXED_DTYPES, TRUE_DTYPES
 
 if TYPE_CHECKING:
     from lightning_zero.trainer.precision import ZeroPrecision
@@ -90,7 +91,8 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
     world_size = config.world_size or _world_size(config.trainer.devices, config.trainer.num_nodes)
     hosts: int = config.trainer.num_nodes
     exchange["shard_within"] = span = shard_span(asked.shard_within, world_size // hosts, world_size)
-    settings["placement"] = asked.placement.on_hosts(hosts, world_size, span=span, **asked.exchange._asdict())
+    sent: dict[str, Any] = {"secondary_shards": asked.secondary_shards, "compression": asked.compression}
+    settings["placement"] = asked.placement.on_hosts(hosts, world_size, span=span, **sent)
     settings["world_size"] = world_size
     return settings, exchange, asked
 

@@ -24,12 +24,11 @@ from lightning_zero import (
 )
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.hosts import RANKS_PER_HOST
-from lightning_zero.config import Placement
+from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.errors import DivergenceError, ParameterAccessError
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
 from lightning_zero.extensions.compression.collectives import CompressedCollectives
 from lightning_zero.session.session import ZeroSession
-from lightning_zero.session.settings import SessionSettings
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
