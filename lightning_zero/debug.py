@@ -11,16 +11,15 @@ import torch
 from lightning.fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 
-from lightning_zero._torch import untracked, version_of
-from lightning_zero.comm import raising
+from lightning_zero._torch import version_of
 from lightning_zero.engine import ZeroEngine, engine_of
-from lightning_zero.engine.full import average_into, check_between_steps, gather_layout, gathered, gathered_gradients
-from lightning_zero.errors import OffloadError, ParameterAccessError, UnsupportedOptimizerError
+from lightning_zero.engine.full import average_into, check_between_steps, gathered, gathered_gradients, whole
+from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError
 from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.optim.gradients import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
-from lightning_zero.shards.slice import FlatParameters, Slice, fingerprint
+from lightning_zero.shards.slice import Slice, fingerprint
 
 __all__ = [
     "LocalSlice",
@@ -146,14 +145,11 @@ def full_gradient(module: nn.Module, name: str) -> Tensor | None:
 
     Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``.
     """
-    engine, flat, position = _locate(module, name)
-    shard = flat.shards[position]
-    if shard.parameter is None:
+    engine, one = _locate(module, name)
+    if one.parameter is None:
         raise ValueError(f"'{name}' is frozen and has no gradient.")
-    rows = engine.agree(f"full_gradient('{shard.spec.name}')", [int(shard.parameter.grad is not None)])
-    if not any(row[0] for row in rows):
-        return None
-    return _assemble(engine, flat, position, shard.parameter.grad, f"gradient of '{name}'")
+    rows = engine.agree(f"full_gradient('{one.name}')", [int(one.gradient is not None)])
+    return _whole(engine, one, one.gradient, f"gradient of '{name}'") if any(row[0] for row in rows) else None
 
 
 @contextmanager
@@ -216,16 +212,15 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
 
     Collective: every rank.
     """
-    engine, flat, position = _locate(module, name)
-    spec = flat.shards[position].spec
-    engine.agree(f"full_optimizer_state('{spec.name}', '{key}')")
+    engine, one = _locate(module, name)
+    engine.agree(f"full_optimizer_state('{one.name}', '{key}')")
     known: list[str] | None = None
-    for optimizer in filter(None, [weak() for weak in _OPTIMIZERS.get(engine, [])]):
-        if all(entry.shard.spec.name != spec.name for entry in optimizer.entries):
+    for optimizer in _optimizers(engine):
+        if one not in optimizer.entries:
             continue
-        state = optimizer.named_state().get(spec.name, WholeState())
+        state = optimizer.named_state().get(one.name, WholeState())
         if key in state.slices:
-            return _assemble(engine, flat, position, state.slices[key], f"state '{key}' of '{name}'")
+            return _whole(engine, one, state.slices[key], f"state '{key}' of '{name}'")
         if key in state.values:
             value = state.values[key]
             return value.clone() if isinstance(value, Tensor) else value
@@ -255,9 +250,8 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
     if engine is None:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
-    wanted = {engine.names[p] for p in module.parameters() if p in engine.names}
-    shards = [shard.parameter for name, shard in engine.shards.items() if name in wanted]
-    slices = [shard.grad for shard in shards if shard is not None and shard.grad is not None]
+    wanted = set(module.parameters())
+    slices = [one.gradient for one in engine.shards.values() if one.user in wanted and one.gradient is not None]
     engine.agree("grad_norm")
     return gradient_norm(slices, engine.totals, norm_type)
 
@@ -290,20 +284,19 @@ class LocalSlice:
         """To read and to edit; what is written there is what the optimizer uses. ``None`` if there is none."""
         if self._engine.accumulates or self._engine.in_backward:
             raise ParameterAccessError(f"The gradient of '{self.name}' is not averaged yet: this rank has its own sum.")
-        return None if self._slice.parameter is None else self._slice.parameter.grad
+        return self._slice.gradient
 
     @property
     def state(self) -> dict[str, Any]:
         """By key: 1-D tensors, to read and to edit, and numbers such as ``step``. Empty before the first step."""
-        for optimizer in filter(None, [weak() for weak in _OPTIMIZERS.get(self._engine, [])]):
-            for entry in optimizer.entries:
-                if entry.shard is self._slice:
-                    if optimizer.rule == "whole":
-                        raise UnsupportedOptimizerError(
-                            f"{optimizer.label} needs whole parameters, so the state of '{self.name}' is at one "
-                            "process only: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
-                        )
-                    return dict(optimizer.state.get(entry.target, {}))
+        for optimizer in _optimizers(self._engine):
+            if self._slice in optimizer.entries:
+                if optimizer.rule == "whole":
+                    raise UnsupportedOptimizerError(
+                        f"{optimizer.label} needs whole parameters, so the state of '{self.name}' is at one "
+                        "process only: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
+                    )
+                return dict(optimizer.state.get(self._slice.target, {}))
         return {}
 
     def keep(self) -> bool:
@@ -346,34 +339,38 @@ def local_slices(module: nn.Module, *, write: bool = False) -> Iterator[LocalSli
 
 
 def _slices(engine: ZeroEngine, module: nn.Module, write: bool) -> Iterator[LocalSlice]:
-    changed: dict[nn.Parameter, str] = {}
-    units = {parameter: unit.index for unit in engine.units for parameter in unit.parameters}
+    changed: list[LocalSlice] = []
     ended = False
     try:
         for name, parameter in nn.Module.named_parameters(module):
-            if parameter not in engine.names:
-                continue
-            part = LocalSlice(engine, name, parameter)
-            yield part
-            if part.keep():
-                changed[parameter] = engine.names[parameter]
-                if not write:
-                    raise ParameterAccessError(
-                        f"The value of '{name}' was written to in local_slices: pass `write=True`, on every rank."
-                    )
+            if parameter in engine.names:
+                part = LocalSlice(engine, name, parameter)
+                yield part
+                if part.keep():
+                    changed.append(part)
+                    if not write:
+                        raise ParameterAccessError(
+                            f"The value of '{name}' was written to in local_slices: pass `write=True`, on every rank."
+                        )
         ended = True
     finally:
         if changed and not ended:
-            engine.access.torn = f"A loop over local_slices that wrote to '{next(iter(changed.values()))}'"
+            engine.access.torn = f"A loop over local_slices that wrote to '{engine.names[changed[0].parameter]}'"
     if write:
-        engine.access.writes.note("values in local_slices", fingerprint([*changed.values()]))
-        wrote = engine.control.any_of(torch.tensor([units[p] in {units[c] for c in changed} for p in units]))
-        every = sorted({index for index, had in zip(units.values(), wrote.tolist(), strict=True) if had})
-        if every:
-            engine.masters_changed(every)
+        engine.access.writes.note(
+            "values in local_slices", fingerprint([engine.names[part.parameter] for part in changed])
+        )
+        written = {engine.shards[engine.names[part.parameter]].unit for part in changed}
+        wrote = engine.control.any_of(torch.tensor([unit.index in written for unit in engine.units])).tolist()
+        if any(wrote):
+            engine.masters_changed([index for index, had in enumerate(wrote) if had])
 
 
-def _locate(module: nn.Module, name: str) -> tuple[ZeroEngine, FlatParameters, int]:
+def _optimizers(engine: ZeroEngine) -> list[ShardedOptimizer]:
+    return [optimizer for weak in _OPTIMIZERS.get(engine, []) if (optimizer := weak()) is not None]
+
+
+def _locate(module: nn.Module, name: str) -> tuple[ZeroEngine, Slice]:
     module = _without_fabric(module)
     engine = engine_of(module)
     if engine is None:
@@ -381,26 +378,9 @@ def _locate(module: nn.Module, name: str) -> tuple[ZeroEngine, FlatParameters, i
     parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)
     if parameter is None or parameter not in engine.names:
         raise ValueError(f"{type(module).__name__} has no sharded parameter '{name}'.")
-    one = engine.shards[engine.names[parameter]]
-    flat = next(flat for unit in engine.units for flat in unit.flats if flat.layout is one.layout)
-    return engine, flat, one.position
+    return engine, engine.shards[engine.names[parameter]]
 
 
-def _assemble(engine: ZeroEngine, flat: FlatParameters, position: int, piece: Tensor | None, what: str) -> Tensor:
-    layout, place = flat.layout, flat.slices[position]
-    with untracked():
-        dtype = piece.dtype if piece is not None else layout.dtype
-        shard = torch.zeros(layout.shard_numel, dtype=dtype, device=engine.device)
-        failure: OffloadError | None = None
-        if piece is not None and place.numel:
-            try:
-                shard.narrow(0, place.shard_start, place.numel).copy_(piece.reshape(-1))
-            except OffloadError as error:
-                failure = error
-        if engine.tiers.can_fail:
-            engine.control.together(f"read its part of the {what}", raising(failure), OffloadError)
-        with engine.paused():
-            full = gather_layout(engine, flat, shard, what)
-        spec = layout.parameters[position]
-        start = layout.offsets[position] if spec.numel else 0
-        return full.narrow(0, start, spec.numel).view(spec.shape).clone()
+def _whole(engine: ZeroEngine, one: Slice, piece: Tensor | None, what: str) -> Tensor:
+    with engine.paused():
+        return whole(engine, {one: piece}, what)[one.user]

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import current_graph_task, untracked
 from lightning_zero.comm import raising
+from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.hooks import unhooked
 from lightning_zero.engine.unit import ReplicatedUnit, Unit
-from lightning_zero.errors import DivergenceError, OffloadError, ParameterAccessError
+from lightning_zero.errors import OffloadError, ParameterAccessError
 from lightning_zero.offload.host import OffloadedTensor, in_memory
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
-from lightning_zero.shards.slice import FlatParameters, Slice, checksum, cut, fingerprint, views_of
+from lightning_zero.shards.slice import FlatParameters, Slice, checksum, fingerprint, views_of
 
 __all__ = [
     "average_into",
@@ -27,9 +28,8 @@ __all__ = [
     "gathered_gradients",
     "gathered_whole",
     "give_back",
-    "left_with_error",
+    "whole",
     "whole_gradients",
-    "whole_slices",
 ]
 
 
@@ -85,8 +85,8 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
             except Exception as error:
                 failure = error
             failure = failure or _wrong_shape(bindings)
-            failed = _who_failed(engine, failure, what)
-            if failed is None:
+            failed = [row[0] for row in engine.agree(f"the end of {what}", [int(failure is not None)])]
+            if not any(failed):
                 changed = _keep(engine, shown)
             else:
                 _undo(engine, shown)
@@ -97,24 +97,16 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
     _raise_failure(failure, failed, what)
 
 
-def _who_failed(engine: ZeroEngine, failure: Exception | None, what: str) -> int | None:
-    """The first rank whose block raised. Collective."""
-    rows = engine.agree(f"the end of {what}", [int(failure is not None)])
-    return next((rank for rank, row in enumerate(rows) if row[0]), None)
-
-
-def _raise_failure(failure: Exception | None, failed: int | None, what: str) -> None:
+def _raise_failure(failure: Exception | None, failed: Sequence[int], what: str) -> None:
+    """Raise on every rank if the block raised on one: this rank's own error, or one that names the other."""
     if failure is not None:
         raise failure
-    if failed is not None:
-        raise left_with_error(failed, what)
-
-
-def left_with_error(rank: int, what: str) -> RuntimeError:
-    """What the other ranks are told when one has raised in a block whose writes all keep, or none."""
-    return RuntimeError(
-        f"Rank {rank} left {what} with an error, so no rank keeps what was written there. Its own log says more."
-    )
+    for rank, it_did in enumerate(failed):
+        if it_did:
+            raise RuntimeError(
+                f"Rank {rank} left {what} with an error, so no rank keeps what was written there. Its own log says "
+                "more."
+            )
 
 
 def give_back(engine: ZeroEngine) -> None:
@@ -248,21 +240,39 @@ def check_between_steps(engine: ZeroEngine, what: str) -> None:
     engine.tiers.settle()
 
 
-def whole_slices(engine: ZeroEngine, slices: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """Full shapes of what is cut as the masters are: 1-D slices by parameter, of one dtype in each unit. On the host.
+def whole(engine: ZeroEngine, pieces: Mapping[Slice, Tensor | None], what: str) -> dict[nn.Parameter, Tensor]:
+    """Full shapes, by parameter, of what is cut as the masters are: a gradient, a state, an average, a master.
 
-    Collective: every rank, with the same parameters.
+    ``pieces`` are 1-D, on any tier, of one dtype in each layout; ``None``: this rank has zeros. Only what is asked for
+    is sent, a layout at a time. Collective: every rank, with the same parameters. Raises ``OffloadError`` on every rank
+    if one could not read its part from a disk.
     """
-    found: dict[nn.Parameter, Tensor] = {}
-    for flat in (flat for unit in engine.units for flat in unit.flats if not slices.keys().isdisjoint(flat.parameters)):
+    layouts: dict[int, list[Slice]] = {}
+    for one in pieces:
+        layouts.setdefault(id(one.layout), []).append(one)
+    collectives, found, failure = engine.collectives, dict[nn.Parameter, Tensor](), None
+    for members in layouts.values():
+        numels = [[numel for _, numel in one.ranges(collectives.world_size)] for one in members]
+        width = max(map(sum, zip(*numels, strict=True)))
+        sizes = [[*row, width - sum(row)] for row in zip(*numels, strict=True)]
+        mine = [piece for one in members if (piece := pieces[one]) is not None]
         with untracked():
-            dtype = next(slices[parameter].dtype for parameter in flat.parameters if parameter in slices)
-            shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=engine.device)
-            for parameter, part in zip(flat.parameters, cut(shard, flat.slices), strict=True):
-                if parameter in slices:
-                    part.copy_(slices[parameter])
-            views = views_of(gather_layout(engine, flat, shard, "slices of the whole module"), flat.layout)
-        found.update((p, view.cpu()) for p, view in zip(flat.parameters, views, strict=True) if p in slices)
+            dtype = mine[0].dtype if mine else members[0].layout.dtype
+            buffer = torch.zeros(len(sizes) * width, dtype=dtype, device=engine.device)
+            if width:
+                own = collectives.own_range(buffer).split(sizes[collectives.rank])
+                for one, target in zip(members, own, strict=False):
+                    piece = pieces[one]
+                    try:
+                        target.copy_(piece if piece is not None else target)
+                    except OffloadError as error:  # this rank's part of the gather must come all the same
+                        failure = error
+                collectives.all_gather(buffer, what).wait()
+            rows = [row.split(size) for row, size in zip(buffer.view(len(sizes), width), sizes, strict=True)]
+            for index, one in enumerate(members):
+                found[one.user] = torch.cat([row[index] for row in rows]).view(one.spec.shape)
+    if engine.tiers.can_fail:
+        engine.control.together(f"read its part of {what}", raising(failure), OffloadError)
     return found
 
 
@@ -287,45 +297,45 @@ def average_into(
     what = "ema_update"
     for engine in engines:
         check_between_steps(engine, what)
-    owner = {parameter: engine for engine in engines for parameter in engine.access.bindings}
-    absent = [pair for pair in pairs if is_absent(pair[0]) or is_absent(pair[1])]
-    with torch.no_grad():
+    slices = {one.user: (engine, one) for engine in engines for one in engine.shards.values()}
+    changed: dict[ZeroEngine, list[nn.Parameter]] = {engine: [] for engine in engines}
+    apart: dict[nn.Parameter, list[nn.Parameter]] = {}  # by a source that is gathered: what is averaged with it
+    with torch.no_grad(), torch.inference_mode(False):
         for target, source in pairs:
-            if not (is_absent(target) or is_absent(source)):
-                _mix(target, source, momentum)
-    with untracked():
-        masters = {p: owner[p].shards[owner[p].names[p]] for pair in absent for p in pair if is_absent(p)}
-        apart: dict[nn.Parameter, list[nn.Parameter]] = {}  # by the second of them: what is made of its whole values
-        for target, source in absent:
-            if is_absent(target) and is_absent(source) and masters[target].cut == masters[source].cut:
-                _mix(masters[target].data, masters[source].data, momentum)
-            elif is_absent(source):
-                apart.setdefault(source, []).append(target)
+            if is_absent(target):
+                changed[slices[target][0]].append(target)
+            if not is_absent(source):
+                _mix(target, slices, get_data(source), momentum)
+            elif is_absent(target) and slices[target][1].cut == slices[source][1].cut:
+                _average(slices[target][1].data, slices[source][1].data, momentum)
             else:
-                _mix(masters[target].data, masters[target].of(get_data(source)), momentum)
+                apart.setdefault(source, []).append(target)
         for engine in engines if apart else ():
             engine.access.compare(f"the beginning of {what}")
             for flat in (flat for unit in engine.units for flat in unit.flats):
-                if apart.keys().isdisjoint(flat.parameters):
-                    continue
-                views = views_of(gather_layout(engine, flat, flat.master, what), flat.layout)
-                for source, view in zip(flat.parameters, views, strict=True):
-                    for target in apart.get(source, ()):
-                        if target in masters:
-                            _mix(masters[target].data, masters[target].of(view), momentum)
-                        else:
-                            _mix(target, view, momentum)
-    changed = [target for target, _ in absent if is_absent(target)]
-    for engine in engines:
-        own = {target: None for target in changed if owner[target] is engine}  # in an order that all ranks have
+                wanted = {one: one.data for one in flat.shards if one.user in apart}
+                for source, full in whole(engine, wanted, what).items():
+                    for target in apart[source]:
+                        _mix(target, slices, full, momentum)
+    for engine, own in changed.items():
         if own:
             engine.access.writes.note(f"the average of {what}", fingerprint(momentum, [engine.names[p] for p in own]))
-            engine.masters_changed(
-                [unit.index for unit in engine.units if not own.keys().isdisjoint(unit.parameters)], own
-            )
+            units = sorted({slices[parameter][1].unit for parameter in own})
+            engine.masters_changed(units, dict.fromkeys(own))
 
 
-def _mix(target: Tensor, source: Tensor, momentum: float) -> None:
+def _mix(
+    target: nn.Parameter, slices: Mapping[nn.Parameter, tuple[ZeroEngine, Slice]], source: Tensor, momentum: float
+) -> None:
+    """Average a parameter, or this rank's slice of it, with the whole values of another."""
+    if is_absent(target):
+        own = slices[target][1]
+        _average(own.data, own.of(source), momentum)
+    else:
+        _average(target, source, momentum)
+
+
+def _average(target: Tensor, source: Tensor, momentum: float) -> None:
     target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
 
 
@@ -347,33 +357,32 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
             "full_gradients was called in a backward, whose gradients are this rank's own. Call it after the backward, "
             "for example in on_after_backward."
         )
-    whole = engine.access.whole
-    slices = _trained(engine, set(parameters) - set(whole))
+    shown = engine.access.whole
+    slices = _trained(engine, set(parameters) - set(shown))
     if not slices:
         yield
         return
-    what = f"full_gradients('{slices[0].spec.name}'{f' and {len(slices) - 1} more' if slices[1:] else ''})"
+    what = f"full_gradients('{slices[0].name}'{f' and {len(slices) - 1} more' if slices[1:] else ''})"
     with engine.paused():
         rows = engine.agree(f"the beginning of {what}", [int(engine.accumulates)])
         if any(row[0] for row in rows):
-            hidden = any(_gradient(one) is not None and one.user.grad is None for one in slices)
+            hidden = any(one.gradient is not None and one.user.grad is None for one in slices)
             if engine.control.agree_any(hidden):
                 raise RuntimeError(f"{what}: the last backward did not reduce gradients, so there are no averages yet.")
             yield
             return
         failure: Exception | None = None
         try:
-            whole.update(_whole_gradients(engine, slices, what))
+            shown.update(_whole_gradients(engine, slices, what))
             try:
                 yield
             except Exception as error:
                 failure = error
-            left = [whole[one.user] for one in slices]
-            failure = failure or _unfit(engine, slices, left)
-            _finish(engine, slices, left, failure, what)
+            left = [shown[one.user] for one in slices]
+            _keep_gradients(engine, slices, left, failure or _unfit(engine, slices, left), what)
         finally:
             for one in slices:
-                whole.pop(one.user, None)
+                shown.pop(one.user, None)
 
 
 @contextmanager
@@ -386,8 +395,7 @@ def gathered_whole(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> It
 
 def whole_gradients(engine: ZeroEngine) -> dict[nn.Parameter, Tensor]:
     """A copy of all averaged gradients that there are, by parameter, full shapes. Collective: every rank."""
-    slices = _trained(engine, set(engine.names))
-    found = _whole_gradients(engine, slices, "gradients of the whole module") if slices else {}
+    found = _whole_gradients(engine, _trained(engine, set(engine.names)), "gradients of the whole module")
     return {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
 
 
@@ -395,40 +403,14 @@ def _trained(engine: ZeroEngine, wanted: set[nn.Parameter]) -> list[Slice]:
     return [one for one in engine.shards.values() if one.user in wanted and one.parameter is not None]
 
 
-def _gradient(one: Slice) -> Tensor | None:
-    return None if one.parameter is None else one.parameter.grad
-
-
 def _whole_gradients(engine: ZeroEngine, slices: Sequence[Slice], what: str) -> dict[nn.Parameter, Tensor | None]:
-    """Whole gradients, layout by layout; ``None`` where no rank has one."""
-    flags = torch.tensor([_gradient(one) is not None for one in slices], dtype=torch.uint8, device="cpu")
-    layouts: dict[int, list[Slice]] = {}
-    for one, had in zip(slices, engine.control.any_of(flags).tolist(), strict=True):
-        if had:
-            layouts.setdefault(id(one.layout), []).append(one)
-    shown: dict[nn.Parameter, Tensor | None] = {one.user: None for one in slices}
-    for together in layouts.values():
-        shown.update(zip((one.user for one in together), _assemble(engine, together, what), strict=True))
-    return shown
-
-
-def _assemble(engine: ZeroEngine, slices: Sequence[Slice], what: str) -> list[Tensor]:
-    """The whole gradients of parameters of one layout. Only their parts are sent, all of a rank's in one piece."""
-    collectives, layout = engine.collectives, slices[0].layout
-    every = [layout.slices(rank) for rank in range(collectives.world_size)]
-    numels = [[row[one.position].numel for one in slices] for row in every]
-    width = max(map(sum, numels))
-    sizes = [[*row, width - sum(row)] for row in numels]
-    with untracked():
-        buffer = torch.zeros(len(sizes) * width, dtype=layout.dtype, device=engine.device)
-        if width:
-            own = collectives.own_range(buffer).split(sizes[collectives.rank])
-            for target, gradient in zip(own[:-1], map(_gradient, slices), strict=True):
-                if gradient is not None:
-                    target.copy_(gradient)
-            collectives.all_gather(buffer, what).wait()
-        rows = [row.split(size) for row, size in zip(buffer.view(len(sizes), width), sizes, strict=True)]
-        return [torch.cat([row[index] for row in rows]).view(one.spec.shape) for index, one in enumerate(slices)]
+    """``None`` where no rank has one."""
+    if not slices:
+        return {}
+    flags = torch.tensor([one.gradient is not None for one in slices], dtype=torch.uint8, device="cpu")
+    had = engine.control.any_of(flags).tolist()
+    found = whole(engine, {one: one.gradient for one, some in zip(slices, had, strict=True) if some}, what)
+    return {one.user: found.get(one.user) for one in slices}
 
 
 def _unfit(engine: ZeroEngine, slices: Sequence[Slice], left: Sequence[Tensor | None]) -> Exception | None:
@@ -436,43 +418,32 @@ def _unfit(engine: ZeroEngine, slices: Sequence[Slice], left: Sequence[Tensor | 
     for one, gradient in zip(slices, left, strict=True):
         if gradient is None:
             continue
-        name, shape, dtype = one.spec.name, torch.Size(one.spec.shape), one.layout.dtype
+        shape, dtype = torch.Size(one.spec.shape), one.layout.dtype
         if not isinstance(gradient, Tensor) or gradient.layout is not torch.strided:
-            return TypeError(f"full_gradients: .grad of '{name}' must be a dense tensor or None at the end.")
+            return TypeError(f"full_gradients: .grad of '{one.name}' must be a dense tensor or None at the end.")
         if gradient.shape != shape or gradient.dtype != dtype:
             return ValueError(
-                f"full_gradients: .grad of '{name}' has shape {list(gradient.shape)} and {gradient.dtype} at the end, "
-                f"expected {list(shape)} and {dtype}."
+                f"full_gradients: .grad of '{one.name}' has shape {list(gradient.shape)} and {gradient.dtype} at the "
+                f"end, expected {list(shape)} and {dtype}."
             )
         if engine.access.bindings[one.user].place is None:
-            return RuntimeError(f"full_gradients: '{name}' was given a gradient where nothing is trained.")
+            return RuntimeError(f"full_gradients: '{one.name}' was given a gradient where nothing is trained.")
     return None
 
 
-def _finish(
+def _keep_gradients(
     engine: ZeroEngine, slices: Sequence[Slice], left: Sequence[Tensor | None], failure: Exception | None, what: str
 ) -> None:
     """Agree on what is left, and keep it; or raise, on every rank."""
-    sums = [] if failure is not None else [None if gradient is None else checksum(gradient) for gradient in left]
-    rows = engine.agree(f"the end of {what}", [int(failure is not None), fingerprint(sums)])
-    _raise_failure(failure, next((rank for rank, row in enumerate(rows) if row[0]), None), what)
-    if any(row[1] != rows[0][1] for row in rows):
-        _name_difference(engine, slices, sums)
+    writes = ExternalWrites()
+    for one, gradient in zip(slices, left, strict=True) if failure is None else ():
+        number = 0 if gradient is None else checksum(gradient)
+        writes.note(f"{'no' if gradient is None else 'a'} gradient of '{one.name}', in {what},", number)
+    rows = engine.agree(f"the end of {what}", [int(failure is not None), writes.digest])
+    _raise_failure(failure, [row[0] for row in rows], what)
+    writes.compare([row[1] for row in rows], engine.control)
     for one, gradient in zip(slices, left, strict=True):
         if gradient is not None:
             engine.access.keep_gradient(engine.access.bindings[one.user], gradient)
         elif one.parameter is not None:
             one.parameter.grad = None
-
-
-def _name_difference(engine: ZeroEngine, slices: Sequence[Slice], sums: Sequence[int | None]) -> None:
-    every = engine.control.gather_objects(list(sums))
-    for index, one in enumerate(slices):
-        for rank, other in enumerate(every):
-            if other[index] != every[0][index]:
-                values = " (None and a tensor)" if None in (other[index], every[0][index]) else ""
-                raise DivergenceError(
-                    f"Ranks 0 and {rank} left different gradients for '{one.spec.name}'{values} in full_gradients, so "
-                    "no rank keeps what was written there. Every rank has the same averages there and must do the same "
-                    "to them; look for code that depends on the rank, its data or its random numbers."
-                )

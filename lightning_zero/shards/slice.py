@@ -92,6 +92,11 @@ class Slice:
         return self.flat.unit
 
     @property
+    def gradient(self) -> Tensor | None:
+        """1-D: this rank's part of the averaged gradient, if there is one."""
+        return None if self.parameter is None else self.parameter.grad
+
+    @property
     def device(self) -> torch.device:
         """Where state of the optimizer for it belongs: with a master in a file, host memory."""
         return self.data.device

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.debug import full_parameters
-from lightning_zero.engine.full import whole_slices
+from lightning_zero.engine.full import whole
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.session.names import unwrapped
 from lightning_zero.session.session import ZeroSession
@@ -67,13 +67,16 @@ class Averages:
         """While active, the module is laid out anew: averages are cut as parameters are afterwards. Collective."""
         former = self._session.engine
         models = [callback._average_model for callback in self._callbacks]
-        kept = [whole_slices(former, {p: average.data for p, average in self._of(model).items()}) for model in models]
+        kept = [
+            whole(former, {former.shards[former.names[p]]: a.data for p, a in self._of(model).items()}, "averages")
+            for model in models
+        ]
         yield
         engine = self._session.engine
-        for model, whole in zip(models, kept, strict=True):
+        for model, found in zip(models, kept, strict=True):
             for parameter, average in self._of(model).items():
                 fresh = engine.shards[engine.names[parameter]]
-                average.data = fresh.of(whole[parameter]).to(average.device, average.dtype, copy=True)
+                average.data = fresh.of(found[parameter]).to(average.device, average.dtype, copy=True)
                 _mark(average, fresh)
 
     def _of(self, model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:

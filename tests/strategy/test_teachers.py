@@ -128,7 +128,7 @@ def run(strategy: Strategy, *, apart: bool = False, hook: str = "on_train_batch_
     update = by_hand if isinstance(strategy, DDPStrategy) else by_us
     buffers, trainable = options.pop("buffers", "keep"), options.pop("trainable", False)
     net = Distils(partial(update, buffers=buffers), hook, apart, trainable)
-    with mock.patch.object(full, "gather_layout", wraps=full.gather_layout) as gathers:
+    with mock.patch.object(full, "whole", wraps=full.whole) as gathers:
         trainer = fit(strategy, net, 3, **options)
     sharded = isinstance(strategy, ZeroStrategy) and strategy.placement.shards_parameters
     differ = apart or trainable  # a trained teacher's stem is in one buffer with the student's
