@@ -67,7 +67,8 @@ class _Gradient(Source):
     """The averaged gradient that a parameter has now, until it is cleared or another one comes."""
 
     def __init__(self, binding: Binding, engine: Any, writes: ExternalWrites) -> None:
-        super().__init__(f"averaged gradient of '{binding.name}'", _OF_GRADIENTS, engine.put_together)
+        place = engine.shards[binding.name]
+        super().__init__(f"averaged gradient of '{binding.name}'", _OF_GRADIENTS, engine.put_together, place)
         self._name, self._engine, self._writes = binding.name, engine, writes
         self._place: GradientPlace = binding.place
         self._number = self._place.bucket.shard.numbers[self._place.position]
@@ -99,7 +100,7 @@ class _Values(Source):
     """A parameter's values between phases, to be read."""
 
     def __init__(self, name: str, engine: Any) -> None:
-        super().__init__(f"parameter '{name}'", _OF_VALUES, engine.put_together)
+        super().__init__(f"parameter '{name}'", _OF_VALUES, engine.put_together, engine.shards[name])
         self._engine = engine
 
     def check(self, called: str, linear: bool) -> None:

@@ -300,7 +300,7 @@ def average_into(
     slices = {one.user: (engine, one) for engine in engines for one in engine.shards.values()}
     changed: dict[ZeroEngine, list[nn.Parameter]] = {engine: [] for engine in engines}
     apart: dict[nn.Parameter, list[nn.Parameter]] = {}  # by a source that is gathered: what is averaged with it
-    with torch.no_grad(), torch.inference_mode(False):
+    with untracked():
         for target, source in pairs:
             if is_absent(target):
                 changed[slices[target][0]].append(target)

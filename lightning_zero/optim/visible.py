@@ -41,7 +41,7 @@ class _State(Source):
     """One tensor of an optimizer's state for a parameter, as long as it is the state."""
 
     def __init__(self, entry: OwnedParameter, key: str, current: Callable[[], bool]) -> None:
-        super().__init__(f"optimizer state '{key}' of '{entry.name}'", _ADVICE, like=entry.shard)
+        super().__init__(f"optimizer state '{key}' of '{entry.name}'", _ADVICE, place=entry)
         self._current = current
 
     def check(self, called: str, linear: bool) -> None:
@@ -307,7 +307,7 @@ class OptimizerView:
         for key in keys:
             value = state[key]
             if isinstance(value, ShardedTensor):
-                if value.source.slice is not entry.shard:
+                if value.source.place is not entry:
                     value.source.refuse(f"it was put where the state '{key}' of '{entry.name}' belongs")
                 own = value.own if isinstance(value.own, OffloadedTensor) else value.own.clone()
                 sliced[key] = self._homes.put(entry, key, own)

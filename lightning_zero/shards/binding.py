@@ -37,7 +37,7 @@ from lightning_zero._torch import (
     untracked,
 )
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.shards.sharded import QUESTIONS, REDUCTIONS, ShardedTensor, Source, words
+from lightning_zero.shards.sharded import ShardedTensor, Source, words
 from lightning_zero.shards.slice import Placeholders
 
 __all__ = [
@@ -366,7 +366,9 @@ def _ordinary(parameter: Any) -> Iterator[None]:
         parameter.__class__ = kind
 
 
-_FREE = QUESTIONS | words("""
+_FREE = words("""
+    __len__ size dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
+    is_signed is_inference is_conj is_neg has_names _has_compatible_shallow_copy_type
     __hash__ __delete__ is_same_size is_pinned register_hook register_post_accumulate_grad_hook requires_grad_
     result_type can_cast promote_types is_tensor is_storage typename _use_count is_nested zeros_like ones_like
     empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full new_tensor
@@ -378,7 +380,11 @@ _SHAPES = words("view_as expand_as reshape_as type_as")
 _CASTS = words("to type cpu cuda xpu float double half bfloat16 int long bool short char byte contiguous _to_copy")
 # What a placeholder would tell of itself, and not of the values.
 _STRIDES = words("stride is_contiguous dim_order")
-_LOOKS = words("detach isfinite isnan isinf")  # what slices answer as well, beside norms and sums
+# What slices answer: numbers of all elements, and what is made of slices without a gradient.
+_REDUCTIONS = words(
+    "norm linalg_norm linalg_vector_norm _foreach_norm sum mean count_nonzero any all max amax min amin"
+)
+_LOOKS = words("detach isfinite isnan isinf")
 _OURS = frozenset(["__set__"])  # what the engine does to parameters, whatever they show
 
 
@@ -412,12 +418,12 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 return first
     if bindings and _bring(bindings, together=True):
         return func(*args, **kwargs)
-    if name in REDUCTIONS or name in _LOOKS:
+    if name in _REDUCTIONS or name in _LOOKS:
         slices = {id(b.parameter): o.readable(b) if (o := b.owner()) and not b.held else None for b in bindings}
         if bindings and all(one is not None for one in slices.values()):
             result = func(*_swapped(args, slices), **kwargs)
             wanted = torch.is_grad_enabled() and any(b.parameter.requires_grad for b in bindings)
-            return _refusing_backward(result, bindings[0], name) if wanted and name in REDUCTIONS else result
+            return _refusing_backward(result, bindings[0], name) if wanted and name in _REDUCTIONS else result
     raise _refused(bindings, f"{name}()")
 
 
@@ -428,26 +434,20 @@ def _swapped(values: Sequence[Any], slices: Mapping[int, Any]) -> list[Any]:
     ]
 
 
-class _RefusingBackward(torch.autograd.Function):
-    """A number that was made of slices: it requires grad, as under DDP, and a backward that comes to it raises."""
-
-    @staticmethod
-    def forward(ctx: Any, number: Tensor, anchor: Tensor, binding: Binding, use: str) -> Tensor:
-        ctx.named = binding, use
-        return number.view_as(number)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise _refused([ctx.named[0]], f"the backward of a {ctx.named[1]}() that was taken between steps")
-
-
 def _refusing_backward(result: Any, binding: Binding, use: str) -> Any:
+    """A number that was made of slices, as one that requires grad, which it does under DDP: a backward that comes to it
+    raises."""
     if isinstance(result, list | tuple):
         return type(result)(_refusing_backward(number, binding, use) for number in result)
     if not (result.is_floating_point() or result.is_complex()):
         return result
-    apply: Any = _RefusingBackward.apply
-    return apply(result, torch.empty(0, requires_grad=True, device="cpu"), binding, use)
+
+    def refuse(gradient: Tensor) -> None:
+        raise _refused([binding], f"the backward of a {use}() that was taken between steps")
+
+    leaf = result.detach().requires_grad_()
+    leaf.register_hook(refuse)
+    return leaf.clone()
 
 
 def _absent(values: Sequence[Any]) -> Iterator[Tensor]:

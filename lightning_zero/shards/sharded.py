@@ -18,19 +18,27 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_zero._torch import foreach_types, make_wrapper_subclass, no_functions, tree_map_only, untracked
+from lightning_zero._torch import (
+    foreach_types,
+    make_wrapper_subclass,
+    no_functions,
+    no_torch_function,
+    tree_leaves,
+    tree_map_only,
+    untracked,
+)
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.offload.host import in_memory
 from lightning_zero.shards.slice import Slice, fingerprint
 
-__all__ = ["QUESTIONS", "REDUCTIONS", "Combine", "ShardedTensor", "Source", "Together", "words"]
+__all__ = ["Combine", "ShardedTensor", "Source", "Together", "words"]
 
 _PIECE_NUMEL = 2**20  # elements that are cast to float64 at a time
 _INF = math.inf
@@ -67,14 +75,14 @@ class Source:
         what: its name in a sentence.
         advice: what works where a slice is not enough.
         together: puts the ranks' numbers together; ``None``: norms and sums raise as well.
-        like: what its elements are an exact copy of may be put in the place of this slice.
+        place: the part of a parameter whose elements it has one for each of.
     """
 
-    def __init__(self, what: str, advice: str, together: Together | None = None, like: Slice | None = None) -> None:
+    def __init__(self, what: str, advice: str, together: Together | None = None, place: Slice | None = None) -> None:
         self.what = what
         self.advice = advice
         self.together = together
-        self.slice = like
+        self.place = place
 
     def check(self, called: str, linear: bool) -> None:
         """Raise ``ParameterAccessError`` if the elements must not be used now.
@@ -89,6 +97,10 @@ class Source:
     def refuse(self, problem: str) -> NoReturn:
         """Raise ``ParameterAccessError``, and say what works instead."""
         raise ParameterAccessError(f"The {self.what} is sharded, each rank holds a slice: {problem}. {self.advice}")
+
+
+def _refused(self: ShardedTensor, *args: Any, **kwargs: Any) -> NoReturn:
+    self.source.refuse("code that reads its memory, or saves it, needs all of it")
 
 
 class ShardedTensor(Tensor):
@@ -106,6 +118,8 @@ class ShardedTensor(Tensor):
     source: Source
     history: int
 
+    __torch_function__ = no_torch_function
+
     @staticmethod
     def __new__(
         cls,
@@ -119,6 +133,13 @@ class ShardedTensor(Tensor):
         sharded.own, sharded.source, sharded.history = own, source, history
         return sharded
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with untracked(), no_functions():
+            return _call(func, tuple(args), kwargs or {})
+
     @property
     def data(self) -> Tensor:
         """The same object: ``grad.data.mul_(0.5)`` is an old spelling of ``grad.mul_(0.5)``."""
@@ -126,29 +147,24 @@ class ShardedTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not _is_same(value, self):  # of a conversion that changes nothing
-            self.source.refuse("its .data cannot be assigned")
+        if not (isinstance(value, ShardedTensor) and value.own is self.own and value.history == self.history):
+            self.source.refuse("its .data cannot be assigned")  # but to what a conversion gave that changes nothing
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with untracked(), no_functions():
-            return _call(func, tuple(args), kwargs or {})
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+        """It has no graph."""
+        return self.source.refuse("requires_grad_() needs all of it") if requires_grad else self
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Refuse what comes from code that does not ask."""
-        next(_sharded((args, kwargs))).source.refuse(f"{func} needs more than that")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
 
     def __hash__(self) -> int:
         return id(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with no_functions():
-            return f"ShardedTensor({self.source.what}, shape {list(self.shape)}, {self.dtype}, {self.device})"
+        return f"ShardedTensor({self.source.what}, shape {list(self.shape)}, {self.dtype}, {self.device})"
+
+    data_ptr = numpy = tolist = storage = untyped_storage = __array__ = __dlpack__ = __reduce_ex__ = _refused
 
 
 foreach_types.append(ShardedTensor)  # so that `clip_grad_norm_` asks for all norms at once
@@ -159,89 +175,39 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-QUESTIONS = words("""
-    __len__ size dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
-    is_signed is_inference is_conj is_neg has_names _has_compatible_shallow_copy_type
-""")
-"""Names of functions whose answer does not depend on values, of anything that looks like a tensor."""
-
-_ATTRIBUTES = words("""
-    shape dtype device layout ndim itemsize nbytes requires_grad grad_fn grad is_leaf is_cpu is_cuda is_sparse
-    is_sparse_csr is_quantized is_meta is_mps is_nested is_xpu is_mtia is_mkldnn is_xla retains_grad output_nr
-""")
-_QUESTIONS = QUESTIONS | words("stride is_contiguous __dir__ __format__")
-_UNCHANGED = words("detach detach_ contiguous resolve_conj resolve_neg")
+# Names of functions as torch's dispatcher knows them.
 _LIKE = words("zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full")
-_CASTS = words("to type float double half bfloat16 bool cpu cuda")
-_SCALES = words("mul multiply div divide true_divide truediv neg negative zero")  # commute with averages
-_IN_PLACE = _SCALES | words("clamp clip clamp_min clamp_max nan_to_num")
+_SCALES = words("mul div neg zero")  # commute with averages
+_IN_PLACE = _SCALES | words("clamp clamp_min clamp_max clamp_minimum clamp_maximum nan_to_num")
 _OUT_OF_PLACE = _IN_PLACE | words("""
-    abs absolute square sqrt sign isfinite isnan isinf logical_not pow eq ne gt ge lt le greater greater_equal less
-    less_equal not_equal rmul rsub add sub clone deepcopy
+    abs sqrt sgn sign isfinite isnan isinf logical_not bitwise_not pow eq ne gt ge lt le rsub add sub
+    minimum maximum
 """)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a torch function gives if there are sharded tensors among its arguments."""
-    name: str = getattr(func, "__name__", str(func))
+    """What a function of torch gives if there are sharded tensors among its arguments."""
+    name: str = func.overloadpacket.__name__.replace("linalg_vector_norm", "norm")
+    sharded = [value for value in tree_leaves((args, kwargs)) if isinstance(value, ShardedTensor)]
     if name in _LIKE:
         return func(*tree_map_only(ShardedTensor, _shape_only, args), **kwargs)
     if name.startswith("_foreach_"):
         return _for_each(name.removeprefix("_foreach_"), func, args, kwargs)
-    subject = args[0] if args else None
+    subject = args[0]
     if not isinstance(subject, ShardedTensor):
-        if name in ("view_as", "expand_as", "reshape_as", "type_as", "to", "is_same_size"):
-            return func(*tree_map_only(ShardedTensor, _shape_only, args), **kwargs)
-        next(_sharded((args, kwargs))).source.refuse(f"{name}() of another tensor needs all of it")
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = func.__self__.__name__
-        if (name == "__get__" and attribute in _ATTRIBUTES) or (attribute == "requires_grad" and args[1] is False):
-            return func(*args)
-        subject.source.refuse(f"its .{attribute} needs all of it")
-    if name in _QUESTIONS:
-        return func(*args, **kwargs)
-    if name in _UNCHANGED or (name == "requires_grad_" and False in (*args[1:], *kwargs.values())):
-        return subject
-    if name in _CASTS:
-        return _converted(subject, name, func, args[1:], kwargs)
-    if name in REDUCTIONS:
+        sharded[0].source.refuse(f"{name}() of another tensor needs all of it")
+    if name in ("detach", "alias"):
+        return ShardedTensor(subject.own, subject.shape, subject.source, subject.device, subject.history)
+    if name in _KINDS or name in _NORMS:
         return _reduced([subject], name, func, args[1:], kwargs)[0]
-    return _elementwise(subject, name, func, args[1:], kwargs)
-
-
-def _converted(subject: ShardedTensor, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another dtype or device; the same object where that changes nothing."""
-    args, kwargs = tree_map_only(ShardedTensor, _shape_only, (args, kwargs))
-    asked = func(torch.empty((), dtype=subject.dtype, device=subject.device), *args, **kwargs)
-    if not isinstance(asked, Tensor):  # `type()` asks for a name
-        return asked
-    if (asked.dtype, asked.device) == (subject.dtype, subject.device) and not kwargs.get("copy"):
-        return subject
-    subject.source.check(f"{name}()", False)
-    number = fingerprint(subject.history, name, asked.dtype)
-    return _derived(subject, _elements(subject).to(asked.dtype, copy=True), number, asked.device)
-
-
-def _elementwise(subject: ShardedTensor, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function of a sharded tensor and of numbers gives, in place or not."""
-    number = _checked(subject, name, args, kwargs)
-    elements = _elements(subject)
-    if name in ("clone", "__deepcopy__"):
-        return _derived(subject, elements.clone(), number, exact=True)
-    given = tuple(elements if _is_same(value, subject) else _beside(value, elements) for value in args)
-    result = func(elements, *given, **kwargs)
-    if _in_place(name)[0]:
-        return subject
-    return _derived(subject, result, number) if isinstance(result, Tensor) else result
-
-
-def _in_place(name: str) -> tuple[bool, str]:
-    """Whether a function writes to its first argument, and its name without underscores."""
-    if name.startswith("__") and name.endswith("__"):
-        name = name[2:-2]
-        in_place = name[:1] == "i" and name[1:] in _IN_PLACE
-        return in_place, name[1:] if in_place else name
-    return name.endswith("_"), name.strip("_")
+    if name in ("clone", "_to_copy"):
+        subject.source.check(f"{name}()", False)
+        dtype, device = kwargs.get("dtype") or subject.dtype, kwargs.get("device") or subject.device
+        elements, number = _elements(subject).to(dtype, copy=True), fingerprint(subject.history, name, dtype)
+        return _derived(subject, elements, number, torch.device(device))
+    number = _checked(subject, name, args[1:], kwargs)
+    result = func(*(_beside(value, subject) for value in args), **kwargs)
+    return subject if name.endswith("_") else _derived(subject, result, number)
 
 
 def _checked(
@@ -251,18 +217,18 @@ def _checked(
 
     Returns a number for the call. ``told``: one for its arguments, where that is known.
     """
-    source, (in_place, plain), called = subject.source, _in_place(name), f"{name}()"
-    if plain not in (_IN_PLACE if in_place else _OUT_OF_PLACE) or kwargs.get("rounding_mode") or "alpha" in kwargs:
+    source, plain, in_place, called = subject.source, name.strip("_"), name.endswith("_"), f"{name}()"
+    if plain not in (_IN_PLACE if in_place else _OUT_OF_PLACE):
         source.refuse(f"{called} needs more than that")
-    others = [value for value in (*args, *kwargs.values()) if in_place or not _is_same(value, subject)]
-    others = [] if plain in ("clone", "deepcopy") else others
-    if not all(map(_is_number, others)):
-        source.refuse(f"{called} works with numbers only")
-    if in_place and any(
-        isinstance(value, complex) or (torch.is_tensor(value) and value.is_complex()) for value in others
-    ):
-        source.refuse(f"{called} with a complex number has other last bits on a slice")
-    source.check(called, in_place and plain in _SCALES)
+    others = [*args, *kwargs.values()]
+    alike = [] if in_place or source.place is None else [value for value in others if isinstance(value, ShardedTensor)]
+    for value in others:
+        if not _is_number(value) and not (value in alike and value.source.place is source.place):
+            source.refuse(f"{called} works with numbers only")
+        if in_place and (isinstance(value, complex) or (isinstance(value, Tensor) and value.is_complex())):
+            source.refuse(f"{called} with a complex number has other last bits on a slice")
+    for value in (subject, *alike):
+        value.source.check(called, in_place and plain in _SCALES and not kwargs.get("rounding_mode"))
     number = fingerprint(plain, [_told(value) for value in others]) if told is None else told
     if in_place:
         source.edited(called, number)
@@ -272,21 +238,20 @@ def _checked(
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 and not isinstance(value, ShardedTensor) and value.layout is torch.strided
-    return value is None or isinstance(value, numbers.Number)
+    return value is None or isinstance(value, numbers.Number | str)
 
 
 def _told(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        return value.history
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _is_same(value: Any, subject: ShardedTensor) -> bool:
-    """Whether both are the same values, as in ``grad * grad``: each reading of ``.grad`` gives another object."""
-    return isinstance(value, ShardedTensor) and value.own is subject.own and value.history == subject.history
-
-
-def _beside(value: Any, elements: Tensor) -> Any:
-    """What is offloaded is edited where it is."""
-    return value.to(elements.device) if isinstance(value, Tensor) else value
+def _beside(value: Any, subject: ShardedTensor) -> Any:
+    """An argument for this rank's elements: what is offloaded is edited where it is."""
+    if isinstance(value, ShardedTensor):
+        return _elements(value)
+    return value.to(subject.own.device) if isinstance(value, Tensor) else value
 
 
 def _elements(sharded: ShardedTensor) -> Tensor:
@@ -297,12 +262,10 @@ def _elements(sharded: ShardedTensor) -> Tensor:
     return own.view(()) if own.numel() else own.new_zeros(())
 
 
-def _derived(
-    parent: ShardedTensor, elements: Tensor, number: int, device: torch.device | None = None, exact: bool = False
-) -> ShardedTensor:
-    """Values of their own, made of all of a sharded tensor's; or ``exact`` copies of them."""
+def _derived(parent: ShardedTensor, elements: Tensor, number: int, device: torch.device | None = None) -> ShardedTensor:
+    """Values of their own, made of a sharded tensor's."""
     own, source = elements.reshape(-1)[: parent.own.numel()], parent.source
-    made = Source(f"tensor made of the {source.what}", source.advice, source.together, source.slice if exact else None)
+    made = Source(f"tensor made of the {source.what}", source.advice, source.together, source.place)
     return ShardedTensor(own, parent.shape, made, device or parent.device, number or 1)
 
 
@@ -310,7 +273,8 @@ def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """A function of lists of tensors, some of them sharded."""
     subjects = [value for value in args[0] if isinstance(value, ShardedTensor)]
     if not subjects:
-        next(_sharded((args, kwargs))).source.refuse(f"_foreach_{name}() with other tensors needs all of it")
+        other = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, ShardedTensor))
+        other.source.refuse(f"_foreach_{name}() with other tensors needs all of it")
     if name == "norm":
         others = [value for value in args[0] if not isinstance(value, ShardedTensor)]
         of_sharded = iter(_reduced(subjects, "_foreach_norm", _norm_of_one, args[1:], kwargs))
@@ -318,18 +282,18 @@ def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return [next(of_sharded if isinstance(value, ShardedTensor) else of_others) for value in args[0]]
     shared = all(map(_is_number, args[1:]))
     told = fingerprint(name.strip("_"), [*map(_told, args[1:])], [*map(_told, kwargs.values())]) if shared else None
-    given, histories = [], []
+    numbers_of = []
     for index, value in enumerate(args[0]):
         each = [other[index] if isinstance(other, list | tuple) else other for other in args[1:]]
-        sharded = isinstance(value, ShardedTensor)
-        histories.append(_checked(value, name, each, kwargs, told) if sharded else 0)
-        given.append(_elements(value) if sharded else value)
-    results = func(given, *(_beside(value, given[0]) for value in args[1:]), **kwargs)
-    if _in_place(name)[0]:
+        numbers_of.append(_checked(value, name, each, kwargs, told) if isinstance(value, ShardedTensor) else 0)
+    given = tree_map_only(ShardedTensor, _elements, args)
+    given = (given[0], *(_beside(value, subjects[0]) for value in given[1:]))
+    results = func(*given, **kwargs)
+    if name.endswith("_"):
         return None
     return [
         _derived(value, result, number) if isinstance(value, ShardedTensor) else result
-        for value, result, number in zip(args[0], results, histories, strict=True)
+        for value, result, number in zip(args[0], results, numbers_of, strict=True)
     ]
 
 
@@ -342,14 +306,6 @@ def _norm_of_one(tensor: Tensor, ord: float = 2, dtype: torch.dtype | None = Non
 def _shape_only(sharded: ShardedTensor) -> Tensor:
     """An ordinary tensor of the same shape, dtype and device, for functions that ask for no more."""
     return torch.empty((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
-
-
-def _sharded(values: Any) -> Iterator[ShardedTensor]:
-    if isinstance(values, ShardedTensor):
-        yield values
-    elif isinstance(values, tuple | list | dict):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _sharded(value)
 
 
 class _Kind(NamedTuple):
@@ -387,32 +343,21 @@ _KINDS = {
     "all": _Kind(Combine.LARGEST, 0.0, lambda x: (x == 0).any(), torch.amax, lambda number, count: 1 - number),
     **{"max": _MAX, "amax": _MAX, "min": _MIN, "amin": _MIN},
 }
-_NORMS = words("norm linalg_norm linalg_vector_norm _foreach_norm")
-_TAKES: dict[str, tuple[str, ...]] = {
-    "norm": ("p", "dim", "keepdim", "dtype"),
-    "linalg_norm": ("p", "dim", "keepdim"),
-    "linalg_vector_norm": ("p", "dim", "keepdim"),
-    "_foreach_norm": ("p", "dtype"),
-}
-REDUCTIONS = _NORMS | frozenset(_KINDS)
-"""The names of the functions that reduce a sharded tensor to one number, as torch gives them."""
+_NORMS = words("norm _foreach_norm")
 
 
 def _kind_of(subject: ShardedTensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Kind:
-    """What a function does with these arguments behind its tensor."""
-    takes = _TAKES.get(name, ("dim", "keepdim"))
-    given = dict(zip(takes, args, strict=False))
-    given |= {"p" if key == "ord" else "dim" if key == "axis" else key: value for key, value in kwargs.items()}
-    dtype, order = given.get("dtype"), given.get("p")
-    order = 2.0 if order is None or order == "fro" else order
+    """What a reduction does with these arguments behind its tensor."""
+    takes = {"_foreach_norm": ("p", "dtype")}.get(name, ("p", "dim") if name in _NORMS else ("dim",))
+    given = dict(zip(takes, args, strict=False)) | {"p" if key == "ord" else key: kwargs[key] for key in kwargs}
+    dtype, order = given.get("dtype"), given.get("p", 2.0)
+    order = 2.0 if order is None else order
     wider = dtype is None or (name in _NORMS and torch.promote_types(subject.dtype, dtype) is dtype)
-    matrix = name == "linalg_norm" and given.get("p") is not None and subject.dim() > 1
-    if given.get("dim") not in (None, ()) or isinstance(order, str | Tensor) or matrix or not wider:
+    counts = name in ("any", "all", "count_nonzero")
+    whole = given.get("dim") is None or (not len(given["dim"]) and not counts) if "dim" in given else True
+    complex_too = name in _NORMS or counts
+    if not whole or not wider or isinstance(order, str | Tensor) or (subject.is_complex() and not complex_too):
         subject.source.refuse(f"{name}() of some dimensions, of a matrix or in another dtype needs all of it")
-    if given.get("out") is not None or (subject.is_complex() and name not in _NORMS | words("any all count_nonzero")):
-        subject.source.refuse(f"{name}() with these arguments needs all of it")
-    if len(args) > len(takes) or (given.get("dim") == () and name in ("any", "all", "count_nonzero")):
-        subject.source.refuse(f"{name}() with these arguments needs all of it")
     return _p_norm(float(order)) if name in _NORMS else _KINDS[name]
 
 

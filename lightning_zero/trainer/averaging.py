@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -168,33 +170,88 @@ def _fitted(copy: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     return fitted
 
 
+_SHAPES = [(6, 8), (5,), (2, 3, 2, 2), ()]
+_COUNTS = (0, 1, 2, 3, 1000)  # Lightning copies where the count is 0, so a function may fail there
+_RANKS = 3
+
+
 def _check_elementwise(callback: Callback, alone: Any, together: Any) -> None:
-    """Raise ParameterAccessError unless an averaging function gives a slice what it gives the whole: by a trial."""
-    function = alone or together
-    if function is None:
+    """Raise ParameterAccessError unless an averaging function gives slices what it gives the whole: by a trial.
+
+    Copies of it run through several updates of tensors of several shapes: one copy with whole tensors, and one for each
+    of three ranks with its slices, of which some are empty. What a copy keeps from call to call is its own, as on a
+    rank. One more copy with whole tensors shows whether results depend on what is not copied.
+    """
+    if alone is None and together is None:
         return
-
-    def run(average: Tensor, value: Tensor) -> Tensor:
-        average = average.clone()
-        if alone is None:
-            together([average], [value], torch.tensor(1))
-            return average
-        found: Tensor = alone(average, value, torch.tensor(1))
-        return found
-
-    average, value = torch.linspace(-1.0, 2.0, 48).view(6, 8), torch.linspace(0.5, -3.0, 48).view(6, 8)
+    torch_state = torch.get_rng_state()
+    wholes = [(_ramp(shape, 3.0), _ramp(shape, -2.0)) for shape in _SHAPES]
     try:
-        whole = run(average, value).reshape(-1)
-        flat = average.view(-1).split(16), value.view(-1).split(16)
-        alike = torch.equal(whole, torch.cat([run(*part) for part in zip(*flat, strict=True)]))
+        expected, again = (_updated(alone, together, wholes) for _ in range(2))
+        slices = [
+            _updated(alone, together, [(_own(average, rank), _own(value, rank)) for average, value in wholes])
+            for rank in range(_RANKS)
+        ]
+        joined = [[torch.cat(parts) for parts in zip(*update, strict=True)] for update in zip(*slices, strict=True)]
+        alike = all(
+            torch.equal(whole.reshape(-1).view(torch.int32), other.reshape(-1).view(torch.int32))
+            for others in (again, joined)
+            for update, found in zip(expected, others, strict=True)
+            for whole, other in zip(update, found, strict=True)
+        )
     except Exception:
         alike = False
+    finally:
+        torch.set_rng_state(torch_state)
     if not alike:
         raise ParameterAccessError(
             f"The averaging function of {type(callback).__name__} gives other numbers for a slice of a parameter than "
-            "for the whole, and each rank has slices. Pass an elementwise one, such as those of "
-            "torch.optim.swa_utils, or use stage 1 or 2 in full precision."
+            "for the whole, or other ones in every run, and each rank has slices. Pass an elementwise one, such as "
+            "those of torch.optim.swa_utils, or use stage 1 or 2 in full precision."
         )
+
+
+def _own(whole: Tensor, rank: int) -> Tensor:
+    return whole.reshape(-1).tensor_split(_RANKS)[rank].clone()
+
+
+def _ramp(shape: tuple[int, ...], end: float) -> Tensor:
+    return torch.linspace(-1.0, end, max(1, torch.Size(shape).numel())).view(shape)
+
+
+def _updated(alone: Any, together: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
+    """The averages after each of several updates, by a copy of the function."""
+    alone, together = _copied(alone), _copied(together)
+    averages, values, found = [average.clone() for average, _ in pairs], [value.clone() for _, value in pairs], []
+    for count in map(torch.tensor, _COUNTS):
+        try:
+            if alone is None:
+                together(averages, values, count)
+            else:
+                for average, value in zip(averages, values, strict=True):
+                    average.copy_(alone(average, value, count))
+        except Exception:
+            if count:
+                raise
+        found.append([average.reshape(-1).clone() for average in averages])
+        for value in values:
+            value.mul_(-0.75)
+    return found
+
+
+def _copied(function: Any) -> Any:
+    """A function with what it keeps copied: a method's or callable's object, and variables of the scope around it."""
+    if not isinstance(function, FunctionType) or function.__closure__ is None:
+        if isinstance(function, nn.Module | Trainer | Callback):
+            return function  # too large, and no state of the average
+        try:
+            return deepcopy(function)
+        except Exception:  # the second copy shows whether results depend on it
+            return function
+    cells = tuple(CellType(_copied(cell.cell_contents)) for cell in function.__closure__)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = deepcopy(function.__kwdefaults__)
+    return made
 
 
 class _Masters:

@@ -42,10 +42,8 @@ __all__ = [
     "TRAINERS",
     "Replaced",
     "UnmarkedModule",
-    "attribute_of_ddp",
     "compare_by_value",
     "copy_where_no_links_are",
-    "explain_attribute",
     "gather_for_graphs",
     "hold_schedulers",
     "is_running",
@@ -101,35 +99,6 @@ class UnmarkedModule:
         if module is not None:
             module._compiler_ctx = None
         strategy.__dict__["_lightning_module"] = module
-
-
-_OF_WRAPPERS = {
-    "module": "Write `trainer.lightning_module`, which is the module under every strategy.",
-    "join": "Write `ZeroStrategy(loaders=LoaderPolicy(training='join'))` where data end earlier on some ranks.",
-    "reducer": "Write `lightning_zero.full_gradient(module, name)` to see an averaged gradient, and "
-    "`ZeroStrategy(bucket_mib=...)` for the size of messages.",
-    "register_comm_hook": "Write `ZeroStrategy(compression=...)`.",
-    "broadcast_buffers": "Write `ZeroStrategy(broadcast_buffers=...)`.",
-    "find_unused_parameters": "Leave it out: unused parameters need no setting here.",
-    "static_graph": "Leave it out: graphs need no setting here.",
-    "_set_static_graph": "Leave it out: graphs need no setting here.",
-    "clip_grad_norm_": "Write `self.clip_gradients(optimizer, gradient_clip_val=...)`, or in Fabric "
-    "`fabric.clip_gradients(model, optimizer, max_norm=...)`.",
-    "summon_full_params": "Write `with lightning_zero.full_parameters(module):`.",
-}
-
-
-def attribute_of_ddp(name: str) -> str | None:
-    """What to say of an attribute that a module has under DDP or FSDP only, which wrap it; ``None`` for any other."""
-    advice = _OF_WRAPPERS.get(name)
-    return advice and f"DDP and FSDP wrap the module in one that has `{name}`; here nothing wraps it. {advice}"
-
-
-def explain_attribute(error: BaseException, module: nn.Module) -> None:
-    """Let an error about an attribute that ``module`` lacks say so."""
-    name = error.name if isinstance(error, AttributeError) and error.obj is module else None
-    if (advice := attribute_of_ddp(name or "")) is not None:
-        error.args = (f"{error}. {advice}",)
 
 
 def prune_whole(callbacks: Iterable[Callback], module: nn.Module, absent: bool, replaced: Replaced) -> None:

@@ -37,8 +37,8 @@ from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient
 from lightning_zero.optim.rules import refuse_closure
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
-from lightning_zero.trainer.callbacks import attribute_of_ddp, refuse_synced_norms
-from lightning_zero.trainer.foreign import answer_foreign_names
+from lightning_zero.trainer.callbacks import refuse_synced_norms
+from lightning_zero.trainer.foreign import answer_foreign_names, attribute_of_ddp
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, leave_group_of_one
 

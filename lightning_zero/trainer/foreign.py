@@ -11,12 +11,13 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec
 
-__all__ = ["answer", "answer_foreign_names", "did_you_mean"]
+__all__ = ["answer", "answer_foreign_names", "attribute_of_ddp", "did_you_mean", "explain_attribute"]
 
 _P = ParamSpec("_P")
 
 # Names, and the sentence that answers them: of DDPStrategy, FSDPStrategy, ModelParallelStrategy and DeepSpeedStrategy,
-# of DistributedDataParallel, FullyShardedDataParallel and fully_shard, and keys of DeepSpeed's configuration.
+# of DistributedDataParallel, FullyShardedDataParallel and fully_shard, also attributes of these, and keys of
+# DeepSpeed's configuration.
 _ANSWERS = {
     "cpu_offload offload_policy": "Write offload='cpu'.",
     "offload_optimizer offload_optimizer_device": "Write offload=HostOffload(), or NvmeOffload('/local') for files.",
@@ -82,14 +83,27 @@ _ANSWERS = {
         "Write compression=Compression(gradients='bfloat16') for fewer bytes between hosts, or leave it out."
     ),
     "find_unused_parameters skip_all_reduce_unused_params": "Leave it out: a step may use any part of the parameters.",
-    "static_graph": "Leave it out: the graph may change.",
+    "static_graph _set_static_graph": "Leave it out: the graph may change.",
     "gradient_as_bucket_view contiguous_gradients overlap_comm allgather_partitions reduce_scatter use_orig_params"
     " sync_module_states init_sync": "Leave it out: it is always so.",
     "model_averaging_period delay_all_reduce_named_params param_to_hook_all_reduce batched_grad_copy"
     " shard_placement_fn": "Leave it out: it has no counterpart.",
     "ignored_modules ignored_states ignored_params": "Leave it out: every parameter is sharded.",
     "param_init_fn remote_device": "Leave it out: build the model on the meta device in configure_model.",
-    "device_id device_ids output_device dim check_reduction module": "Leave it out: the Trainer (or Fabric) gives it.",
+    "device_id device_ids output_device dim check_reduction": "Leave it out: the Trainer (or Fabric) gives it.",
+    "module": "Write `trainer.lightning_module`, which is the module under every strategy.",
+    "join": "Write `ZeroStrategy(loaders=LoaderPolicy(training='join'))` where data end earlier on some ranks.",
+    "reducer": (
+        "Write `lightning_zero.full_gradient(module, name)` to see an averaged gradient, and bucket_mib=100.0 for the "
+        "size of messages."
+    ),
+    "register_comm_hook": "Write `ZeroStrategy(compression=...)`.",
+    "broadcast_buffers": "Write ZeroStrategy(broadcast_buffers=...).",
+    "clip_grad_norm_": (
+        "Write `self.clip_gradients(optimizer, gradient_clip_val=...)`, or in Fabric `fabric.clip_gradients(model, "
+        "optimizer, max_norm=...)`."
+    ),
+    "summon_full_params": "Write `with lightning_zero.full_parameters(module):`.",
     "zero_allow_untested_optimizer": "Leave it out: optimizers are tried at set-up.",
     "logging_batch_size_per_gpu logging_level": "Leave it out: use logging.getLogger('lightning_zero').",
     "config": "Leave it out: write its settings as arguments, for example stage=3, offload='cpu'.",
@@ -103,11 +117,29 @@ _ANSWERS = {
     "loaders": "Leave it out: in Fabric the loop is yours.",
 }
 _BY_NAME = {name: text for names, text in _ANSWERS.items() for name in names.split()}
+_ATTRIBUTES = {
+    *("module", "join", "reducer", "register_comm_hook", "broadcast_buffers", "find_unused_parameters"),
+    *("static_graph", "_set_static_graph", "clip_grad_norm_", "summon_full_params"),
+}
 
 
 def answer(name: str, known: Iterable[str] = ()) -> str:
     """What to write in the place of an argument: another strategy's, or one that is nearly one of the ``known``."""
     return f" {_BY_NAME[name]}" if name in _BY_NAME else did_you_mean(name, known)
+
+
+def attribute_of_ddp(name: str) -> str | None:
+    """What to say of an attribute that a module has under DDP or FSDP only, which wrap it; ``None`` for any other."""
+    if name not in _ATTRIBUTES:
+        return None
+    return f"DDP and FSDP wrap the module in one that has `{name}`; here nothing wraps it. {_BY_NAME[name]}"
+
+
+def explain_attribute(error: BaseException, module: object) -> None:
+    """Let an error about an attribute that ``module`` lacks say so."""
+    name = error.name if isinstance(error, AttributeError) and error.obj is module else None
+    if (advice := attribute_of_ddp(name or "")) is not None:
+        error.args = (f"{error}. {advice}",)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

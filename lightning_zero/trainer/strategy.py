@@ -50,7 +50,6 @@ from lightning_zero.trainer.callbacks import (
     UnmarkedModule,
     compare_by_value,
     copy_where_no_links_are,
-    explain_attribute,
     gather_for_graphs,
     hold_schedulers,
     is_running,
@@ -62,7 +61,7 @@ from lightning_zero.trainer.callbacks import (
     watch_names,
     without_modules,
 )
-from lightning_zero.trainer.foreign import answer_foreign_names
+from lightning_zero.trainer.foreign import answer_foreign_names, explain_attribute
 from lightning_zero.trainer.loaders import Batches
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, StartMethod
