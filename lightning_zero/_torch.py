@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from operator import methodcaller
-from types import FrameType
 from typing import Any
 
 import torch
@@ -239,14 +238,6 @@ def outside_of_transforms() -> AbstractContextManager[Any]:
     """While active, tensors are made as outside of every transform of ``torch.func``. What is made inside of one is a
     wrapper: a parameter that shows it is memory that torch frees twice, once the transform is over."""
     return temporarily_clear_interpreter_stack() if in_function_transform() else nullcontext()
-
-
-def called_functionally() -> bool:
-    """Whether this runs inside of ``torch.func.functional_call``, which puts other tensors in parameters' places."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not torch.nn.utils.stateless._functional_call.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing

@@ -32,7 +32,6 @@ TOO_MANY = {
 }
 # Files that still read frames, and in how many places.
 FRAMES = {
-    "_torch.py": 6,
     "optim/hooks.py": 3,
 }
 

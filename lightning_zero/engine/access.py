@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import proxy, ref
 
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import WORKER, Binding, Owner, get_data, is_absent, set_data, set_gradient
 from lightning_zero.shards.sharded import ShardedTensor, Source
+from lightning_zero.shards.slice import Slice
 
-__all__ = ["GradientPlace", "ParameterAccess"]
+__all__ = ["ParameterAccess"]
 
 _SLICES = "To go through this rank's slices: `lightning_zero.local_slices(module)`."
 _OF_GRADIENTS = (
@@ -40,44 +41,27 @@ _OF_VALUES = (
 )
 
 
-class GradientPlace(NamedTuple):
-    """Where a parameter's gradient is collected."""
-
-    bucket: GradientBucket
-    position: int
-    shard: nn.Parameter | None  # what the optimizer updates
-    cleared: int  # a number for its being cleared: the sum tells which ones were, whatever the order
-
-    @classmethod
-    def of(cls, bucket: GradientBucket, position: int) -> GradientPlace:
-        """That of a bucket's parameter."""
-        shard = bucket.flat.shards[position].parameter
-        return cls(bucket, position, shard, (bucket.index * 1000003 + position + 1) ** 3)
-
-    @property
-    def whole(self) -> Tensor | None:
-        """The sum of this rank's gradients over micro-steps, where that stays whole."""
-        bucket, position = self.bucket, self.position
-        if bucket.resident is None or bucket.room is None or not bucket.still_local(position):
-            return None
-        return bucket.room.views[position]
+def _sum_of_own(bucket: GradientBucket, position: int) -> Tensor | None:
+    """The sum of this rank's gradients over micro-steps, where that stays whole."""
+    if bucket.resident is None or bucket.room is None or not bucket.still_local(position):
+        return None
+    return bucket.room.views[position]
 
 
 class _Gradient(Source):
     """The averaged gradient that a parameter has now, until it is cleared or another one comes."""
 
     def __init__(self, binding: Binding, engine: Any, writes: ExternalWrites) -> None:
-        place = engine.shards[binding.name]
-        super().__init__(f"averaged gradient of '{binding.name}'", _OF_GRADIENTS, engine.put_together, place)
-        self._name, self._engine, self._writes = binding.name, engine, writes
-        self._place: GradientPlace = binding.place
-        self._number = self._place.bucket.shard.numbers[self._place.position]
+        what = f"averaged gradient of '{binding.name}'"
+        super().__init__(what, _OF_GRADIENTS, engine.put_together, binding.slice)
+        self._binding, self._engine, self._writes = binding, engine, writes
+        self._number = binding.bucket.shard.numbers[binding.slice.position]
 
     @property
     def current(self) -> bool:
         """Whether it is the parameter's gradient still."""
-        bucket, position, shard, _ = self._place
-        return shard is not None and shard.grad is not None and bucket.shard.numbers[position] == self._number
+        one, bucket = self._binding.slice, self._binding.bucket
+        return one.gradient is not None and bucket.shard.numbers[one.position] == self._number
 
     def check(self, called: str, linear: bool) -> None:
         if not self.current:
@@ -93,7 +77,7 @@ class _Gradient(Source):
             )
 
     def edited(self, called: str, number: int) -> None:
-        self._writes.note(f"the gradient of '{self._name}'", number)
+        self._writes.note(f"the gradient of '{self._binding.name}'", number)
 
 
 class _Values(Source):
@@ -129,15 +113,15 @@ class ParameterAccess(Owner):
         self.bindings: dict[nn.Parameter, Binding] = {}
         for flat in (flat for unit in engine.units for flat in unit.flats):
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                self.bindings[parameter] = Binding(parameter, shard.spec.name, placeholder, self)
+                self.bindings[parameter] = Binding(parameter, shard.name, placeholder, self, shard)
         self._assigned: list[tuple[nn.Parameter, Tensor]] = []  # since the last step
         self._plain = [u for u in engine.units if isinstance(u, ReplicatedUnit) and u.always_bound]
 
     def watch_gradients(self, buckets: Iterable[GradientBucket]) -> None:
         """Show what is collected and averaged in these from now on."""
         for bucket in buckets:
-            for position, parameter in enumerate(bucket.flat.parameters):
-                self.bindings[parameter].place = GradientPlace.of(bucket, position)
+            for parameter in bucket.flat.parameters:
+                self.bindings[parameter].bucket = bucket
 
     def release(self) -> None:
         """Make the parameters ordinary ones again."""
@@ -205,17 +189,17 @@ class ParameterAccess(Owner):
         parameter = binding.parameter
         if self.whole and parameter in self.whole:
             return self.whole[parameter]
-        place: GradientPlace | None = binding.place
-        if place is None:
+        one, bucket = binding.slice, binding.bucket
+        if bucket is None or one is None:
             return local
         if local is not None:
-            self._check_alone(binding, place)
+            self._check_alone(binding, bucket, one)
             return local
-        whole, shard = place.whole, place.shard
-        if whole is not None or shard is None or shard.grad is None:
+        whole, gradient = _sum_of_own(bucket, one.position), one.gradient
+        if whole is not None or gradient is None:
             return whole
         source = _Gradient(binding, self._engine, self.writes)
-        return ShardedTensor(shard.grad, binding.placeholder.shape, source, binding.placeholder.device)
+        return ShardedTensor(gradient, binding.placeholder.shape, source, binding.placeholder.device)
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``: ``None``, or what stands there already, as after ``p.grad *= x``. Not a tensor of the
@@ -226,20 +210,20 @@ class ParameterAccess(Owner):
         if self.whole and parameter in self.whole:
             self.whole[parameter] = value
             return
-        place: GradientPlace | None = binding.place
-        if place is None or place.shard is None or self._engine.progress.in_backward:
+        one, bucket = binding.slice, binding.bucket
+        if bucket is None or one is None or one.parameter is None or self._engine.progress.in_backward:
             set_gradient(parameter, value)
             return
         if value is None:
             with no_subclasses():
                 set_gradient(parameter, None)  # of a backward that this engine has not seen
-            if place.shard.grad is not None:
-                if place.position not in place.bucket.round.local:
-                    self.writes.cleared += place.cleared
-                place.shard.grad = None
+            if one.parameter.grad is not None:
+                if one.position not in bucket.round.local:  # the sum tells which ones were, whatever the order
+                    self.writes.cleared += (bucket.index * 1000003 + one.position + 1) ** 3
+                one.parameter.grad = None
             return
-        whole = place.whole
-        if value is whole or (isinstance(value, ShardedTensor) and value.own is place.shard.grad and whole is None):
+        whole = _sum_of_own(bucket, one.position)
+        if value is whole or (isinstance(value, ShardedTensor) and value.own is one.gradient and whole is None):
             return
         what = f"the gradient of '{binding.name}'"
         if value.shape != parameter.shape or value.dtype != parameter.dtype:
@@ -254,17 +238,17 @@ class ParameterAccess(Owner):
 
     def has_gradient(self, binding: Binding) -> bool:
         """Whether ``.grad`` shows what is collected here, or would be collected here."""
-        place: GradientPlace | None = binding.place
-        if place is None:
+        one, bucket = binding.slice, binding.bucket
+        if bucket is None or one is None:
             return False
-        reduced = place.shard is not None and place.shard.grad is not None
-        return reduced or place.whole is not None or binding.parameter.grad is not None
+        whole = _sum_of_own(bucket, one.position)
+        return one.gradient is not None or whole is not None or binding.parameter.grad is not None
 
     def keep_gradient(self, binding: Binding, whole: Tensor) -> None:
         """Let a trainable parameter's average be ``whole``, full shape, of which this rank keeps its slice."""
-        place: GradientPlace = binding.place
+        one: Slice = binding.slice
         with untracked():
-            place.bucket.replace(place.position, place.bucket.flat.shards[place.position].of(whole))
+            binding.bucket.replace(one.position, one.of(whole))
 
     @property
     def plain_memory(self) -> list[Tensor]:
@@ -318,12 +302,11 @@ class ParameterAccess(Owner):
         if self.stepping is not None and self.stepping():
             raise _in_step(f"'{binding.name}'")
 
-    def _check_alone(self, binding: Binding, place: GradientPlace) -> None:
+    def _check_alone(self, binding: Binding, bucket: GradientBucket, one: Slice) -> None:
         """Raise if a gradient on its way through the user's hooks is a part of what DDP would show."""
-        bucket, position = place.bucket, place.position
         if not self._engine.in_backward:
             return
-        if bucket.has_gradient(position) or (place.shard is not None and place.shard.grad is not None):
+        if bucket.has_gradient(one.position) or one.gradient is not None:
             raise ParameterAccessError(
                 f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody clears "
                 "gradients (of a parameter in no optimizer, say). What came before is elsewhere, so that its sum with "

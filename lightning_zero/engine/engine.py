@@ -346,7 +346,6 @@ class ZeroEngine:
         implicit = progress.depth == 0 and not progress.in_backward
         if implicit:
             self.enter(f"forward of '{unit.name}'")
-        unit.check_holders()
         self._schedule.unshard(unit)
         guarded = torch.is_grad_enabled()
         call = ForwardCall(self, unit, unit.version, next_sequence_number(), guarded, implicit, progress.in_backward)
@@ -520,6 +519,8 @@ class ZeroEngine:
         """
         self._recover()
         progress = self.progress
+        for unit in [unit for unit in self.units if isinstance(unit, ShardedUnit)]:
+            unit.check_holders()
         if self.accumulates:
             raise RuntimeError(
                 f"{label} is about to step on gradients that were never reduced over the ranks: the last backward ran "
@@ -730,9 +731,9 @@ class ZeroEngine:
     def _hold(self, weight: nn.Parameter, part: Tensor) -> Tensor:
         """Put the first part of a weight's gradient where that is to be, if no hook of the user's gets to see it."""
         binding, hooks = binding_of(weight), len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks)
-        if self._reducer is None or binding is None or binding.place is None or hooks != 1:  # that one is the engine's
+        if self._reducer is None or binding is None or binding.bucket is None or hooks != 1:  # that one is the engine's
             return part
         if not self.progress.in_backward:
             self.begin_backward()
-        bucket, position = binding.place[:2]
+        bucket, position = binding.bucket, binding.slice.position
         return self._reducer.hold(bucket, position, part)

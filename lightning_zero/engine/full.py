@@ -426,7 +426,7 @@ def _unfit(engine: ZeroEngine, slices: Sequence[Slice], left: Sequence[Tensor | 
                 f"full_gradients: .grad of '{one.name}' has shape {list(gradient.shape)} and {gradient.dtype} at the "
                 f"end, expected {list(shape)} and {dtype}."
             )
-        if engine.access.bindings[one.user].place is None:
+        if engine.access.bindings[one.user].bucket is None:
             return RuntimeError(f"full_gradients: '{one.name}' was given a gradient where nothing is trained.")
     return None
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import called_functionally, untracked, version_of
+from lightning_zero._torch import untracked, version_of
 from lightning_zero.comm import Content, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.config import Tier
@@ -295,13 +295,10 @@ class ShardedUnit(Unit):
             show(self.storage.made[self.plan.index][1])
 
     def check_holders(self) -> None:
-        """Raise ParameterAccessError if user code has put another parameter in the place of one of these."""
+        """Raise ParameterAccessError if user code has put another parameter in the place of one of these, for longer
+        than a forward (``torch.func.functional_call``)."""
         for owner, key, name, parameter in self.holders:
-            shown = owner["_parameters"].get(key)  # another tensor, for a moment, in `torch.func.functional_call`
-            if shown is parameter:
-                continue
-            own = isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter)
-            if not own and not _holds(owner, parameter) and not called_functionally():
+            if owner["_parameters"].get(key) is not parameter and not _holds(owner, parameter):
                 raise ParameterAccessError(
                     f"Parameter '{name}' of unit '{self.name}' was replaced by another object after set-up "
                     "(load_state_dict(assign=True), a re-assigned attribute, or a re-tied weight). Change its values "

@@ -258,7 +258,7 @@ class ZeroSession:
             self.shard_optimizers(optimizers, self._schedulers, writable=self._writable)
             for parameter, gradient in gradients.items():
                 binding = engine.access.bindings[parameter]
-                if binding.place is not None:  # else it was frozen at the same time, and its gradient goes
+                if binding.bucket is not None:  # else it was frozen at the same time, and its gradient goes
                     engine.access.keep_gradient(binding, gradient)
 
     def shard_optimizers(

@@ -89,9 +89,12 @@ _allowed = 0  # how many ``placeholders_allowed`` are active
 
 
 class Binding:
-    """One of the user's parameters, of this first name, which shows ``placeholder`` while its values are absent."""
+    """One of the user's parameters, of this first name, which shows ``placeholder`` while its values are absent, and of
+    which this rank has a ``slice`` (``Slice``), if it is one."""
 
-    def __init__(self, parameter: nn.Parameter, name: str, placeholder: Tensor, owner: Owner) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, name: str, placeholder: Tensor, owner: Owner, slice: Any = None
+    ) -> None:
         self.parameter = parameter
         self.name = name
         self.placeholder = placeholder
@@ -101,7 +104,9 @@ class Binding:
         """Whether it shows full values in the user's hands (``full_parameters``): it may be pointed anywhere."""
         self.aliases: list[ref[Tensor]] = []
         """What was handed out as its ``.data``. Code that puts weights aside by reference has some of them."""
-        self.place: Any = None  # where its gradient is collected
+        self.slice = slice
+        self.bucket: Any = None
+        """Where the reducer collects its gradient; ``None`` where nothing is trained."""
         self.last_hook: int | None = None
         """Id of the engine's post-accumulate hook, which runs after the user's."""
         self._unswappable = ref(parameter)  # `torch.utils.swap_tensors`, which would take our hooks away, refuses it
@@ -424,6 +429,8 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             result = func(*_swapped(args, slices), **kwargs)
             wanted = torch.is_grad_enabled() and any(b.parameter.requires_grad for b in bindings)
             return _refusing_backward(result, bindings[0], name) if wanted and name in _REDUCTIONS else result
+    if isinstance(first, ShardedTensor):
+        first.source.refuse(f"{name}() with a parameter needs all of both")
     raise _refused(bindings, f"{name}()")
 
 

@@ -118,7 +118,7 @@ class ShardedTensor(Tensor):
     source: Source
     history: int
 
-    __torch_function__ = no_torch_function
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.debug import full_parameters
+from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.full import whole
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.session.names import unwrapped
@@ -69,10 +70,7 @@ class Averages:
         """While active, the module is laid out anew: averages are cut as parameters are afterwards. Collective."""
         former = self._session.engine
         models = [callback._average_model for callback in self._callbacks]
-        kept = [
-            whole(former, {former.shards[former.names[p]]: a.data for p, a in self._of(model).items()}, "averages")
-            for model in models
-        ]
+        kept = [self._whole(former, self._of(model)) for model in models]
         yield
         engine = self._session.engine
         for model, found in zip(models, kept, strict=True):
@@ -80,6 +78,14 @@ class Averages:
                 fresh = engine.shards[engine.names[parameter]]
                 average.data = fresh.of(found[parameter]).to(average.device, average.dtype, copy=True)
                 _mark(average, fresh)
+
+    def _whole(self, engine: ZeroEngine, averages: Mapping[nn.Parameter, nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Whole averages, on the host; the device has those of a layout at a time. Collective."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for flat in (flat for unit in engine.units for flat in unit.flats):
+            pieces = {one: averages[one.user].data for one in flat.shards if one.user in averages}
+            found.update((parameter, value.cpu()) for parameter, value in whole(engine, pieces, "averages").items())
+        return found
 
     def _of(self, model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         """The average of each of the module's parameters in a callback's copy."""
