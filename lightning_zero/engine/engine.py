@@ -519,8 +519,9 @@ class ZeroEngine:
         """
         self._recover()
         progress = self.progress
-        for unit in [unit for unit in self.units if isinstance(unit, ShardedUnit)]:
-            unit.check_holders()
+        for unit in self.units:
+            if isinstance(unit, ShardedUnit) and unit.plan.module:  # in the root it goes untrained, as under DDP
+                unit.check_holders()
         if self.accumulates:
             raise RuntimeError(
                 f"{label} is about to step on gradients that were never reduced over the ranks: the last backward ran "

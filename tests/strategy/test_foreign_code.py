@@ -335,10 +335,10 @@ CASES: dict[str, tuple[Callable[[], Linear], tuple[str, ...]]] = {
     "symbols in units": (lambda: Linear(lambda: Stack(*map(torch.fx.symbolic_trace, (Block(), Block())))), ALL),
     "script of a function": (lambda: Linear(lambda: Stack(ScriptedFunction(), ScriptedFunction())), ALL),
     "script without parameters": (lambda: Linear(lambda: Stack(Block(), _script(nn.GELU()), Block())), ALL),
-    "script of a leaf": (lambda: Linear(lambda: Stack(Block(), _script(nn.Linear(WIDTH, WIDTH)), Block())), ALL),
-    "script of the head": (lambda: Linear(_scripted_head), ALL),
-    "script of all": (lambda: Linear(lambda: _script(Stack())), ALL),
-    "trace": (lambda: Linear(lambda: Stack(_trace(Block()), _trace(Block()))), ALL),
+    "script of a leaf": (lambda: Linear(lambda: Stack(Block(), _script(nn.Linear(WIDTH, WIDTH)), Block())), WHOLE),
+    "script of the head": (lambda: Linear(_scripted_head), WHOLE),
+    "script of all": (lambda: Linear(lambda: _script(Stack())), WHOLE),
+    "trace": (lambda: Linear(lambda: Stack(_trace(Block()), _trace(Block()))), WHOLE),
 }
 
 
