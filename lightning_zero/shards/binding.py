@@ -441,20 +441,26 @@ def _swapped(values: Sequence[Any], slices: Mapping[int, Any]) -> list[Any]:
     ]
 
 
+class _RefusingBackward(torch.autograd.Function):
+    """A number that was made of slices: it requires grad, as under DDP, and a backward that comes to it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, anchor: Tensor, binding: Binding, use: str) -> Tensor:
+        ctx.named = binding, use
+        return number.view_as(number)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise _refused([ctx.named[0]], f"the backward of a {ctx.named[1]}() that was taken between steps")
+
+
 def _refusing_backward(result: Any, binding: Binding, use: str) -> Any:
-    """A number that was made of slices, as one that requires grad, which it does under DDP: a backward that comes to it
-    raises."""
     if isinstance(result, list | tuple):
         return type(result)(_refusing_backward(number, binding, use) for number in result)
     if not (result.is_floating_point() or result.is_complex()):
         return result
-
-    def refuse(gradient: Tensor) -> None:
-        raise _refused([binding], f"the backward of a {use}() that was taken between steps")
-
-    leaf = result.detach().requires_grad_()
-    leaf.register_hook(refuse)
-    return leaf.clone()
+    apply: Any = _RefusingBackward.apply
+    return apply(result, torch.empty(0, requires_grad=True, device="cpu"), binding, use)
 
 
 def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
