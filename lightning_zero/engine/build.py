@@ -13,20 +13,16 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import raising
-from lightning_zero.comm.collectives import Pending
 from lightning_zero.engine.agreement import Means
 from lightning_zero.engine.reducer import GradientBucket, GradientReducer
 from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.meta import MetaValues
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
-from lightning_zero.plan.layout import align_up
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.slice import FlatParameters, Placeholders, Slice, flat_range, views_of
 
 __all__ = ["UnitBuilder", "as_bytes", "build_reducer", "copy_slice"]
-
-_ALIGNMENT = 16  # of any dtype's elements
 
 
 class UnitBuilder:
@@ -61,8 +57,6 @@ class UnitBuilder:
         self._values = values
         self._offloaded: dict[FlatLayout, tuple[Tensor, Tensor | None]] = {}
         self._failure: Exception | None = None
-        self._sent: list[Pending] = []
-        self._lent: Tensor | None = None  # where the others read one unit's values
 
     def build(self) -> list[Unit]:
         """All units, by index.
@@ -78,10 +72,7 @@ class UnitBuilder:
         if not self._plan.placement.shards_parameters:
             units = [self._replicated(unit) for unit in self._plan.units]
         else:
-            if self._collectives.rank == 0:
-                self._lent = self._collectives.lend(max(map(_values_nbytes, self._plan.units)))
             units = [self._sharded(unit) for unit in self._plan.units]
-            self._lent = None
         if self._tiers.can_fail:
             self._control.together("put the first weights where they rest", raising(self._failure), OffloadError)
         return units
@@ -121,16 +112,13 @@ class UnitBuilder:
             shared = layout.dtype == layout.compute_dtype and not self._plan.rest_of(layout).offloaded
             flat = self._flat(plan, layout, own) if shared else self._flat(plan, layout, self._room(layout)[0], own)
             for view, shard in zip(views_of(full, layout), flat.shards, strict=True):
-                if shared:
-                    self._value(shard.spec.name, as_bytes(view))
-                    continue
                 value = self._value(shard.spec.name)
                 with untracked():
                     view.copy_(value)
-                self._put(value, shard)
+                if not shared:
+                    self._put(value, shard)
             buffers.append(full)
             flats.append(flat)
-        self._until_read()
         unit = ReplicatedUnit(plan, flats, buffers)
         for flat in flats:
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
@@ -141,21 +129,17 @@ class UnitBuilder:
         return unit
 
     def _sharded(self, plan: UnitPlan) -> Unit:
-        flats, room = [], self._lent
+        flats = []
         for layout in plan.layouts:
             flat = self._flat(plan, layout, *self._room(layout))
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                value = self._value(shard.spec.name, room)
-                if room is not None:
-                    room = room[align_up(value.nbytes, _ALIGNMENT) :]
-                self._put(value, shard)
+                self._put(self._value(shard.spec.name), shard)
                 _point(shard.spec.name, parameter, placeholder)
             try:
                 flat.refresh()
             except OffloadError as error:
                 self._failure = self._failure or error
             flats.append(flat)
-        self._until_read()
         unit = ShardedUnit(plan, flats)
         for spec in plan.parameters:
             for name in (spec.name, *spec.aliases):
@@ -174,37 +158,16 @@ class UnitBuilder:
             layout, parameters, self._collectives.rank, master, placeholders, rest, weights, unit.index
         )
 
-    def _value(self, name: str, room: Tensor | None = None) -> Tensor:
-        """Rank 0's full value of a parameter, in the bytes of ``room`` if there are enough. Collective.
-
-        Where the others can read ``room``, rank 0 makes no copy for them, and does not wait for them before
-        ``_until_read``.
-        """
+    def _value(self, name: str) -> Tensor:
+        """Rank 0's full value of a parameter. Collective."""
         parameter = self._parameters[name]
         with untracked():
             value = (self._values.take(name) if parameter.is_meta else parameter.detach()).to(self._device)
-        if not value.numel():
-            return value
-        first, placed = self._collectives.rank == 0, room is not None and room.numel() >= value.nbytes
-        with untracked():
-            value = value.contiguous()
-            if room is not None and placed:
-                there = room[: value.nbytes].view(value.dtype).view(value.shape)
-                if first:
-                    there.copy_(value)
-                value = there
-            sent = self._collectives.broadcast(as_bytes(value), 0, f"initial values of '{name}'")
-        if first and placed:
-            self._sent.append(sent)
-        else:
-            sent.wait()
+        if value.numel():
+            with untracked():
+                value = value.contiguous()
+                self._collectives.broadcast(as_bytes(value), 0, f"initial values of '{name}'").wait()
         return value
-
-    def _until_read(self) -> None:
-        """Wait until the others have what this rank has sent."""
-        for sent in self._sent:
-            sent.wait()
-        self._sent.clear()
 
 
 def _check_scripts(module: nn.Module, plan: Plan) -> None:
@@ -219,10 +182,6 @@ def _check_scripts(module: nn.Module, plan: Plan) -> None:
                 "gather them. Use the module that it was made from, or `torch.compile`; or keep it with stage 1 or 2 "
                 "in full precision."
             )
-
-
-def _values_nbytes(plan: UnitPlan) -> int:
-    return sum(layout.numel * layout.dtype.itemsize for layout in plan.layouts)
 
 
 def build_reducer(plan: Plan, units: Sequence[Unit], means: Means) -> GradientReducer:

@@ -150,7 +150,7 @@ class ZeroEngine:
         values = initial or MetaValues.by_unit(module, plan)
         self.module, self.plan = module, plan
         spans, pool = Spans(), BufferPool(collectives, tiers.device, plan)
-        width = 6 + report_width(sum(layout.trainable for layout in plan.layouts))
+        width = 5 + report_width(sum(layout.trainable for layout in plan.layouts))
         self.means = means = Means(collectives, control, Agreement(control, width, spans), tiers, pool, spans)
         self.units: list[Unit] = UnitBuilder(module, plan, means, values).build()
         values.place_buffers(tiers.device)

@@ -22,22 +22,13 @@ does not count on it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lightning_zero.engine.agreement import Agreement
 
-__all__ = ["OrderChange", "UnitOrder"]
-
-
-@dataclass(frozen=True)
-class OrderChange:
-    """In ``phase`` the order named the unit ``expected`` next (``None``: its end), and ``got`` was needed instead."""
-
-    phase: str
-    expected: int | None
-    got: int
+__all__ = ["UnitOrder"]
 
 
 class _Order(NamedTuple):
@@ -55,7 +46,7 @@ class _Phase:
     issued: int = 0  # uses[:issued] have been gathered or were resident
     seen: list[int] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
-    change: OrderChange | None = None
+    change: int | None = None  # the first unit that the order did not offer
 
 
 class UnitOrder:
@@ -64,33 +55,26 @@ class UnitOrder:
     Args:
         agreement: rounds between the hosts.
         slots: the slot of each unit, by unit index.
-        issue: starts the gather of a unit (by index) on this rank.
-        resident: whether a unit's current weights are here or on their way, on this rank.
-        may_take: whether a unit's slot can be overwritten now, on this rank.
+        gathers: the ``UnitSchedule``. On this rank, by the index of a unit: ``issue`` starts its gather, ``resident``
+            says whether its current weights are here or on their way, ``may_take`` whether its slot can be overwritten
+            now; ``announce`` is told which one is gathered next, some time before it is, if it ``fetches`` shards.
         prefetch: units gathered ahead.
-        announce: told which unit is gathered next, some time before it is.
     """
 
     def __init__(
         self,
         agreement: Agreement,
         slots: Sequence[int],
-        issue: Callable[[int], None],
-        resident: Callable[[int], bool],
-        may_take: Callable[[int], bool],
+        gathers: Any,
         prefetch: int,
-        announce: Callable[[int], None] | None = None,
     ) -> None:
         self._agreement = agreement
         self._slots = list(slots)
-        self._issue_gather = issue
-        self._resident = resident
-        self._may_take = may_take
+        self._gathers = gathers
         self._prefetch = prefetch
-        self._announce = announce
         self._ledger: dict[int, int] = {}  # slot -> unit, as it follows from the gathers issued so far
         self._recorded: dict[str, _Order] = {}
-        self._changes: dict[str, int] = {}
+        self._changed: set[str] = set()  # phases that did not keep to their order once
         self._phase: _Phase | None = None
         self.recording = False
         """Whether the running phase has no order yet (the same on every rank)."""
@@ -114,52 +98,53 @@ class UnitOrder:
         phase = self._phase or self._require_phase()
         phase.seen.append(unit)
         if phase.recording:
-            if not self._resident(unit):
-                self._ask(phase, unit, None)
+            if not self._gathers.resident(unit):
+                self._ask(phase, unit)
             return
         uses, cursor = phase.order.uses, phase.cursor
         if cursor < len(uses) and uses[cursor] == unit:
             position = cursor
         else:
             position = uses.index(unit, cursor) if unit in uses[cursor:] else -1
-        if position < 0 or (position != cursor and self._resident(unit)):
+        if position < 0 or (position != cursor and self._gathers.resident(unit)):
             # Not offered (any more), or offered later but still here: a use the order does not know.
-            if not self._resident(unit):
+            if not self._gathers.resident(unit):
                 self._leave_order(phase, unit)
             return
         while phase.issued <= position:
             self._issue_next(phase)
-        if not self._resident(unit):
+        if not self._gathers.resident(unit):
             self._leave_order(phase, unit)
             return
         phase.cursor = position + 1
         if ahead and phase.order.prefetch:
             self._look_ahead(phase)
-        if ahead and self._announce is not None:
+        if ahead and self._gathers.fetches:
             left = uses[phase.issued :]
             coming = next((index for index in left if self._ledger.get(self._slots[index]) != index), None)
             if coming is not None:
-                self._announce(coming)
+                self._gathers.announce(coming)
 
-    def close(self, values: Sequence[int] = ()) -> tuple[list[list[int]], OrderChange | None, bool]:
+    def close(self, values: Sequence[int] = ()) -> tuple[list[list[int]], int | None, bool]:
         """End the phase together with the other ranks, and tell them ``values`` on this occasion. Collective.
 
-        Returns every rank's ``values``; the change of order that some rank ran into, if any; and whether all ranks used
-        the same units in the same order. Raises ``DivergenceError`` on every rank if the others are elsewhere.
+        Returns every rank's ``values``; the unit that some rank needed and the order did not offer, if that has never
+        happened in such a phase; and whether all ranks used the same units in the same order. Raises
+        ``DivergenceError`` on every rank if the others are elsewhere.
         """
         phase = self._phase or self._require_phase()
         if self._agreement.control.world_size > 1:
             self._issue_rest(phase)
         signature = zlib.crc32(f"{phase.seen}".encode())
         while True:
-            rows = self._agreement.round(phase.place, [0, 0, signature, *values])
+            rows = self._agreement.round(phase.place, [0, signature, *values])
             if not self._serve(phase, rows):
                 break
         self._phase, self.recording = None, False
-        change = phase.change
-        agreed = all(row[2] == signature for row in rows)
+        agreed = all(row[1] == signature for row in rows)
+        change = None if phase.name in self._changed else phase.change
         self._remember(phase, agreed)
-        return [row[3:] for row in rows], change, agreed
+        return [row[2:] for row in rows], change, agreed
 
     def forget(self, units: Collection[int]) -> None:
         """Note that the full weights of some units are void. The same call on every rank."""
@@ -178,10 +163,6 @@ class UnitOrder:
         self._phase, self.recording = None, False
         self._ledger.clear()
 
-    def first_change(self, change: OrderChange) -> bool:
-        """Whether this is the first change of order in its phase, hence worth a warning."""
-        return self._changes.get(change.phase, 0) == 1
-
     def _require_phase(self) -> NoReturn:
         raise RuntimeError(
             "A unit was needed outside of a forward or backward the engine knows of. This is an error in "
@@ -194,7 +175,7 @@ class UnitOrder:
         slot = self._slots[unit]
         if self._ledger.get(slot) != unit:
             self._ledger[slot] = unit
-            self._issue_gather(unit)
+            self._gathers.issue(unit)
 
     def _issue_rest(self, phase: _Phase) -> None:
         while phase.issued < len(phase.order.uses):
@@ -208,31 +189,27 @@ class UnitOrder:
             holder = self._ledger.get(slot)
             # Not what is needed now (uses[cursor - 1], not pinned yet) or before this one.
             needed = holder in uses[phase.cursor - 1 : phase.issued]
-            if holder != unit and (needed or not self._may_take(unit)):
+            if holder != unit and (needed or not self._gathers.may_take(unit)):
                 return
             self._issue_next(phase)
 
     def _leave_order(self, phase: _Phase, unit: int) -> None:
-        uses = phase.order.uses
-        expected = uses[phase.cursor] if phase.cursor < len(uses) else None
         self._issue_rest(phase)
-        phase.cursor = len(uses)
-        self._ask(phase, unit, expected)
+        phase.cursor = len(phase.order.uses)
+        self._ask(phase, unit)
 
-    def _ask(self, phase: _Phase, unit: int, expected: int | None) -> None:
-        while not self._resident(unit):
-            rows = self._agreement.round(phase.place, [unit + 1, 0 if expected is None else expected + 1])
-            self._serve(phase, rows)
+    def _ask(self, phase: _Phase, unit: int) -> None:
+        while not self._gathers.resident(unit):
+            self._serve(phase, self._agreement.round(phase.place, [unit + 1]))
 
     def _serve(self, phase: _Phase, rows: list[list[int]]) -> bool:
         wanted = list(dict.fromkeys(row[0] - 1 for row in rows if row[0]))
         if wanted and not phase.recording and phase.change is None:
-            row = next(row for row in rows if row[0])
-            phase.change = OrderChange(phase.name, row[1] - 1 if row[1] else None, row[0] - 1)
+            phase.change = wanted[0]
         for unit in wanted:
             phase.served.append(unit)
             self._ledger[self._slots[unit]] = unit
-            self._issue_gather(unit)
+            self._gathers.issue(unit)
         return bool(wanted)
 
     def _remember(self, phase: _Phase, agreed: bool) -> None:
@@ -242,7 +219,6 @@ class UnitOrder:
             # throw out units that a rank still needs.
             own = _Order(tuple(phase.seen), self._prefetch)
             self._recorded[phase.name] = own if agreed else _Order(tuple(phase.served))
-        elif phase.change is not None:
-            self._changes[phase.name] = self._changes.get(phase.name, 0) + 1
-            if self._changes[phase.name] == 1:
-                del self._recorded[phase.name]
+        elif phase.change is not None and phase.name not in self._changed:
+            self._changed.add(phase.name)
+            del self._recorded[phase.name]

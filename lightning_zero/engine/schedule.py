@@ -24,7 +24,7 @@ from lightning_zero.engine.agreement import Means
 from lightning_zero.engine.events import Phase
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.hooks import EngineHooks
-from lightning_zero.engine.order import OrderChange, UnitOrder
+from lightning_zero.engine.order import UnitOrder
 from lightning_zero.engine.unit import ShardedUnit, Unit
 from lightning_zero.errors import OffloadError, some
 from lightning_zero.plan import Plan
@@ -72,17 +72,16 @@ class UnitSchedule:
         """Whether something beside what stays was gathered in the running phase."""
         self.uniform = True
         """Whether all ranks used the same units, in the same order, in the last phase."""
+        self.fetches = plan.offload is not None
+        """Whether shards may be elsewhere than on the device."""
         self.guard = SavedTensorGuard(means.pool, restore, means.tiers.streams)
         for unit in self.sharded.values():
             self.guard.know(unit)
         self._order = UnitOrder(
             means.agreement,
             [unit.plan.slot if unit.plan.slot is not None else -1 for unit in units],
-            self._issue,
-            lambda index: (unit := self.sharded[index]).storage is not None and unit.filled_at == unit.version,
-            self._may_take,
+            self,
             plan.prefetch,
-            None if plan.offload is None else lambda index: means.tiers.fetcher.ahead(self.sharded[index].sources),
         )
 
     @property
@@ -143,8 +142,9 @@ class UnitSchedule:
             control.together("fetch its part of the weights", raising(failure), OffloadError, advice)
         writes.compare([row[1] for row in rows], control)
         joined = 1 in [row[2] for row in rows] and self._agree_who_stays()
-        if change is not None and self._order.first_change(change) and not joined:
-            self._note(change)
+        if change is not None and not joined:
+            # Not a warning: an order that changes at random (layer dropout) is as good as any, and nothing is wrong.
+            _log.debug("Unit '%s' was needed in another order than before.", self.sharded[change].name)
         return [row[3:] for row in rows]
 
     def unshard(self, unit: ShardedUnit, ahead: bool = True) -> None:
@@ -236,7 +236,8 @@ class UnitSchedule:
             )
         return bool(joining)
 
-    def _issue(self, index: int) -> None:
+    def issue(self, index: int) -> None:
+        """For ``UnitOrder``, as the next three."""
         unit = self.sharded[index]
         before = self._latest.get(unit.place)
         if before is not None and before is not unit and not before.pins:
@@ -251,7 +252,14 @@ class UnitSchedule:
             failure = unit.launch(self._means, self._masters, None if self._amid and stays else self._version)
         self._failure = self._failure or failure
 
-    def _may_take(self, index: int) -> bool:
+    def resident(self, index: int) -> bool:
+        unit = self.sharded[index]
+        return unit.storage is not None and unit.filled_at == unit.version
+
+    def announce(self, index: int) -> None:
+        self._means.tiers.fetcher.ahead(self.sharded[index].sources)
+
+    def may_take(self, index: int) -> bool:
         unit = self.sharded[index]
         before = self._latest.get(unit.place)
         return not unit.pins and (before is None or not before.pins)
@@ -263,9 +271,3 @@ class UnitSchedule:
         an error stopped at different places of a phase agree again at the next.
         """
         self._version = (self._version | 1) + 1
-
-    def _note(self, change: OrderChange) -> None:
-        """Not a warning: an order that changes at random (layer dropout) is as good as any, and nothing is wrong."""
-        expected = "nothing more" if change.expected is None else f"unit '{self.sharded[change.expected].name}'"
-        got = self.sharded[change.got].name
-        _log.debug("%s: the order of units changed: expected %s, got unit '%s'.", change.phase, expected, got)
