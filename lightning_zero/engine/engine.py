@@ -424,7 +424,7 @@ class ZeroEngine:
         place = f"backward {progress.backwards} (of {progress.scope})"
         if progress.reduces or sharded:
             # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
-            self.agree(f"begin of {place}")
+            self.means.agreement.round(f"begin of {place}")
             self.means.collectives.settle()  # what a backward before this one was doing when an error stopped it
         if not progress.explicit and current_graph_task() != -1:
             queue_backward_callback(lambda: None if progress.explicit else self.end_backward())
@@ -486,7 +486,7 @@ class ZeroEngine:
             if self.reduce_gradients and not progress.depth:  # a step follows, before which the last shard takes memory
                 self._schedule.vacate()
         elif reduces:
-            rows = self.agree(f"backward {progress.backwards} (of {progress.scope})", report)
+            rows = self.means.agreement.round(f"backward {progress.backwards} (of {progress.scope})", report)
             rows = [row[: len(report)] for row in rows]
         if self._reducer is not None:
             self._reducer.close(rows) if reduces else self._reducer.keep_local()

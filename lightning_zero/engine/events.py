@@ -103,7 +103,8 @@ class Spans:
 
     def stop(self, phase: Phase) -> None:
         """End what ``start`` has begun, if anybody observed then."""
-        self.end(self._running.pop(phase, None))
+        if self._running:
+            self.end(self._running.pop(phase, None))
 
     def abandon(self) -> None:
         """End what an error left open, the innermost first."""

@@ -118,10 +118,6 @@ class GradientShard:
             parameter.grad = part
         self.numbers[position] += 1
 
-    def leave(self) -> None:
-        """Leave its memory, which comes and goes, to those who have a gradient in it."""
-        self.held = None
-
 
 @dataclass(eq=False, slots=True)
 class Round:
@@ -221,7 +217,7 @@ class GradientBucket:
         part.copy_(own)
         self.shard.show(position, part)
         if not self.shard.lasts:
-            self.shard.leave()
+            self.shard.held = None  # it is left to those who have a gradient in it
 
     def drainable(self, seconds: float) -> bool:
         """Whether ``drain`` would return within ``seconds``."""
@@ -259,9 +255,9 @@ class GradientBucket:
         now = self.round
         if self.room is None:
             raise RuntimeError(f"A gradient of unit '{self.unit.name}' arrived before memory for it was claimed.")
-        if not now.dirty and self.in_place:
+        if not now.dirty and self.resident is not None and self.in_place:
             self._save_reduced()
-        again = position in now.arrived or self.still_local(position)
+        again = position in now.arrived or (position in now.local and self._has_grad(position))
         if now.carry is not None and not (again or now.further or self._has_grad(position)):
             now.carried.discard(position)
         with untracked():
@@ -408,9 +404,9 @@ class GradientBucket:
 
         Parameters that no rank has ``used`` keep what ``.grad`` they had, so that the optimizer skips them.
         """
-        self.settle()
-        shards = self.flat.shards
-        for position, (one, part) in enumerate(zip(shards, self.shard.parts(), strict=True)):
+        if self.under_way.averaging is not None or self.under_way.leaving is not None:
+            self.settle()
+        for position, (one, part) in enumerate(zip(self.flat.shards, self.shard.parts(), strict=True)):
             parameter = one.parameter
             if parameter is None or position not in used:
                 continue
@@ -444,7 +440,7 @@ class GradientBucket:
         self.round, self.under_way = Round(), Reduction()
         self.room = None if self.resident is None else self._lasting
         if not self.shard.lasts:
-            self.shard.leave()
+            self.shard.held = None  # it is left to those who have a gradient in it
 
     def _has_grad(self, position: int) -> bool:
         parameter = self.flat.shards[position].parameter
@@ -674,7 +670,7 @@ class GradientReducer:
                 bucket.reset()
         if self._taken:
             self._give_back()
-        self.holds_local = any(bucket.grouped for bucket in self.buckets)
+        self.holds_local = True in [bucket.grouped for bucket in self.buckets]
 
     def keep_local(self) -> None:
         """End a backward without reducing; gradients stay where they are."""
