@@ -1,7 +1,7 @@
 """From a module and a plan to units: every rank keeps rank 0's values, and of sharded ones only its own part.
 
-One parameter at a time is on its way, so the peak is the module as the user built it plus what this rank keeps; a
-module on the meta device is never in memory as a whole.
+One layout at a time is on its way, so the peak is the module as the user built it plus what this rank keeps, and one
+unit; a module on the meta device is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.meta import MetaValues
 from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
 from lightning_zero.shards.binding import set_data
-from lightning_zero.shards.slice import FlatParameters, Placeholders, Slice, flat_range, views_of
+from lightning_zero.shards.slice import FlatParameters, Placeholders, views_of
 
-__all__ = ["UnitBuilder", "as_bytes", "build_reducer", "copy_slice"]
+__all__ = ["UnitBuilder", "as_bytes", "build_reducer"]
 
 
 class UnitBuilder:
@@ -32,13 +32,7 @@ class UnitBuilder:
     the world.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plan: Plan,
-        means: Means,
-        values: MetaValues,
-    ) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, means: Means, values: MetaValues) -> None:
         collectives, control = means.collectives, means.control
         if (plan.group_size, plan.world_size) != (collectives.world_size, control.world_size):
             raise ValueError(
@@ -97,10 +91,12 @@ class UnitBuilder:
             return self._offloaded[layout]
         return self._collectives.allocate(layout.shard_numel, layout.dtype, self._device), None
 
-    def _put(self, value: Tensor, shard: Slice) -> None:
-        """Keep this rank's part of a parameter. A disk that fails is reported when all ranks are through."""
+    def _put(self, full: Tensor, flat: FlatParameters) -> None:
+        """Keep this rank's part of a layout. A disk that fails is reported when all ranks are through."""
         try:
-            copy_slice(value, shard.start, shard.data)
+            with untracked():
+                flat.master.copy_(self._collectives.own_range(full))
+            flat.refresh()
         except OffloadError as error:
             self._failure = self._failure or error
 
@@ -111,12 +107,11 @@ class UnitBuilder:
             own = self._collectives.own_range(full)
             shared = layout.dtype == layout.compute_dtype and not self._plan.rest_of(layout).offloaded
             flat = self._flat(plan, layout, own) if shared else self._flat(plan, layout, self._room(layout)[0], own)
-            for view, shard in zip(views_of(full, layout), flat.shards, strict=True):
-                value = self._value(shard.spec.name)
+            values = self._fill(plan, layout, full if shared else None)
+            if not shared:
                 with untracked():
-                    view.copy_(value)
-                if not shared:
-                    self._put(value, shard)
+                    full.copy_(values)
+                self._put(values, flat)
             buffers.append(full)
             flats.append(flat)
         unit = ReplicatedUnit(plan, flats, buffers)
@@ -132,13 +127,9 @@ class UnitBuilder:
         flats = []
         for layout in plan.layouts:
             flat = self._flat(plan, layout, *self._room(layout))
+            self._put(self._fill(plan, layout), flat)
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                self._put(self._value(shard.spec.name), shard)
                 _point(shard.spec.name, parameter, placeholder)
-            try:
-                flat.refresh()
-            except OffloadError as error:
-                self._failure = self._failure or error
             flats.append(flat)
         unit = ShardedUnit(plan, flats)
         for spec in plan.parameters:
@@ -158,16 +149,16 @@ class UnitBuilder:
             layout, parameters, self._collectives.rank, master, placeholders, rest, weights, unit.index
         )
 
-    def _value(self, name: str) -> Tensor:
-        """Rank 0's full value of a parameter. Collective."""
-        parameter = self._parameters[name]
+    def _fill(self, unit: UnitPlan, layout: FlatLayout, full: Tensor | None = None) -> Tensor:
+        """A layout's flat buffer, in memory of zeros if there is ``full``, with rank 0's values. Collective."""
         with untracked():
-            value = (self._values.take(name) if parameter.is_meta else parameter.detach()).to(self._device)
-        if value.numel():
-            with untracked():
-                value = value.contiguous()
-                self._collectives.broadcast(as_bytes(value), 0, f"initial values of '{name}'").wait()
-        return value
+            full = torch.zeros(layout.numel, dtype=layout.dtype, device=self._device) if full is None else full
+            for spec, view in zip(layout.parameters, views_of(full, layout), strict=True):
+                parameter = self._parameters[spec.name]
+                view.copy_(self._values.take(spec.name) if parameter.is_meta else parameter.detach())
+            if full.numel():
+                self._collectives.broadcast(as_bytes(full), 0, f"initial values of '{unit.name or '(root)'}'").wait()
+        return full
 
 
 def _check_scripts(module: nn.Module, plan: Plan) -> None:
@@ -237,9 +228,3 @@ def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:
 def as_bytes(value: Tensor) -> Tensor:
     """The memory of a contiguous tensor as 1-D bytes: so every dtype travels, whatever the backend can add."""
     return value.view(-1).as_strided((value.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
-
-
-def copy_slice(value: Tensor, start: int, destination: Tensor) -> None:
-    """Make 1-D ``destination`` the elements of ``value`` from ``start`` on."""
-    with untracked():
-        destination.copy_(flat_range(value, start, destination.numel()))

@@ -68,8 +68,6 @@ class UnitSchedule:
         self._masters: Event = None
         self._version = 0  # of the masters; see ``_changed``
         self._amid = False
-        self.gathered = False
-        """Whether something beside what stays was gathered in the running phase."""
         self.uniform = True
         """Whether all ranks used the same units, in the same order, in the last phase."""
         self.fetches = plan.offload is not None
@@ -99,7 +97,7 @@ class UnitSchedule:
         if not self.sharded:
             return
         self._order.open(name, place)
-        self.gathered, self._amid = False, amid
+        self._amid = amid
         self._changed()
         for unit in (*self._staying, *self._joined):
             self.unshard(unit, ahead=not amid)  # else what user code is about to write to would be gathered
@@ -244,8 +242,7 @@ class UnitSchedule:
             before.release()
         self._latest[unit.place] = unit
         stays = unit in self._staying
-        if not stays and not self.gathered:  # what was written since the phase began counts
-            self.gathered = True
+        if not stays:  # what was written since the phase began counts
             self._version |= 1
         spans = self._means.spans
         with spans.of(Phase.GATHER, unit.name, unit.nbytes) if spans.heard else _NOTHING:
