@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import proxy, ref
 
@@ -20,7 +20,16 @@ from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.reducer import GradientBucket
 from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.shards.binding import WORKER, Binding, Owner, get_data, is_absent, set_data, set_gradient
+from lightning_zero.shards.binding import (
+    WORKER,
+    Binding,
+    Owner,
+    absent_in_rank,
+    get_data,
+    is_absent,
+    set_data,
+    set_gradient,
+)
 from lightning_zero.shards.sharded import ShardedTensor, Source
 from lightning_zero.shards.slice import Slice
 
@@ -114,7 +123,7 @@ class ParameterAccess(Owner):
         for flat in (flat for unit in engine.units for flat in unit.flats):
             for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
                 self.bindings[parameter] = Binding(parameter, shard.name, placeholder, self, shard)
-        self._assigned: list[tuple[nn.Parameter, Tensor]] = []  # since the last step
+        self._assigned: list[nn.Parameter] = []  # since the last step
         self._plain = [u for u in engine.units if isinstance(u, ReplicatedUnit) and u.always_bound]
 
     def watch_gradients(self, buckets: Iterable[GradientBucket]) -> None:
@@ -181,6 +190,9 @@ class ParameterAccess(Owner):
     def shows_for_good(self, binding: Binding) -> bool:
         unit = self._units[binding.parameter]
         return unit.held or unit in self._plain
+
+    def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
+        return absent_in_rank(f"'{names[0]}'", use)
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
@@ -262,7 +274,7 @@ class ParameterAccess(Owner):
             if not self.shows_for_good(binding):
                 binding.hide()
             if self.has_gradient(binding):
-                WORKER.behind.add(binding)
+                binding.behind = True
                 set_gradient(binding.parameter, None)
             binding.owner = ref(WORKER)
 
@@ -326,22 +338,21 @@ class ParameterAccess(Owner):
                 )
 
     def _check_apart(self, binding: Binding, value: Tensor) -> None:
-        """Raise if memory is assigned that another parameter lies in, or was assigned before."""
+        """Raise if memory is assigned that parameters lie in, or that another one was assigned since the last step."""
         if not value.numel():
             return
-        key, (start, end) = storage_key(value), _range(value)
+        key, address = storage_key(value), value.data_ptr()
         homes = [unit for unit in self._plain if any(storage_key(buffer) == key for buffer in unit.buffers)]
-        others = [(parameter, view) for unit in homes for parameter, view in unit.views()]
-        self._assigned = [(p, data) for p, data in self._assigned if storage_key(get_data(p)) == storage_key(data)]
-        for parameter, data in [*others, *self._assigned]:
-            if parameter is not binding.parameter and data.numel() and storage_key(data) == key:
-                first, stop = _range(data)
-                if first < end and start < stop:
-                    raise ParameterAccessError(
-                        f"'{binding.name}' was assigned memory of '{self.bindings[parameter].name}', so that one would "
-                        "follow the other. Copy the values (`.clone()`), or tie the parameters before `trainer.fit`."
-                    )
-        self._assigned.append((binding.parameter, value))
+        views = [pair for unit in homes for pair in unit.views()]
+        others = [p for p, view in views if view.data_ptr() <= address < view.data_ptr() + view.nbytes]
+        others += [p for p in self._assigned if get_data(p).data_ptr() == address]
+        for other in others:
+            if other is not binding.parameter:
+                raise ParameterAccessError(
+                    f"'{binding.name}' was assigned memory of '{self.bindings[other].name}', so that one would follow "
+                    "the other. Copy the values (`.clone()`), or tie the parameters before `trainer.fit`."
+                )
+        self._assigned.append(binding.parameter)
 
 
 def _in_step(what: str) -> ParameterAccessError:
@@ -350,10 +361,3 @@ def _in_step(what: str) -> ParameterAccessError:
         "groups. While a step runs, this rank's shards of parameters and gradients are what counts, and they are in "
         "`self.param_groups`. Go through these in `step()`, or do it after the step, in a hook."
     )
-
-
-def _range(value: Tensor) -> tuple[int, int]:
-    """First address of a tensor that has elements, and the one behind it."""
-    with untracked():
-        steps = ((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
-        return value.data_ptr(), value.data_ptr() + (1 + sum(steps)) * value.element_size()

@@ -21,7 +21,7 @@ from functools import cache
 from multiprocessing.context import get_spawning_popen
 from threading import get_ident
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -37,7 +37,7 @@ from lightning_zero._torch import (
     untracked,
 )
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.shards.sharded import ShardedTensor, Source, words
+from lightning_zero.shards.sharded import ShardedTensor, words
 from lightning_zero.shards.slice import Placeholders
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "Binding",
     "Bound",
     "Owner",
+    "absent_in_rank",
     "absent_kind",
     "binding_of",
     "get_data",
@@ -107,6 +108,8 @@ class Binding:
         self.slice = slice
         self.bucket: Any = None
         """Where the reducer collects its gradient; ``None`` where nothing is trained."""
+        self.behind = False
+        """Whether its rank had a gradient, averaged or on its way to be, when it forked this process."""
         self.last_hook: int | None = None
         """Id of the engine's post-accumulate hook, which runs after the user's."""
         self._unswappable = ref(parameter)  # `torch.utils.swap_tensors`, which would take our hooks away, refuses it
@@ -476,8 +479,10 @@ def _bring(bindings: Sequence[Binding], together: bool = False) -> bool:
 
 
 def _refused(bindings: Sequence[Binding], use: str) -> ParameterAccessError:
-    names, owner = [binding.name for binding in bindings], bindings[0].owner() if bindings else None
-    return (owner or Owner()).refusal(names, use)
+    owner = bindings[0].owner() if bindings else None
+    if owner is None:
+        return absent_in_rank("of a module that is gone", use)
+    return owner.refusal([binding.name for binding in bindings], use)
 
 
 def _same_memory(value: Tensor, data: Tensor) -> bool:
@@ -488,7 +493,12 @@ def _same_memory(value: Tensor, data: Tensor) -> bool:
 
 
 class Owner:
-    """Looks after bound parameters: an engine does (``ParameterAccess``), or a process that is no rank (``Worker``)."""
+    """Looks after bound parameters: an engine does (``ParameterAccess``). This one does in a process that is no rank, a
+    worker of a DataLoader that a rank has started, which has no threads and connections that put values together.
+
+    A parameter that showed its values when the process was started is an ordinary one there, and whatever is done to it
+    stays there. One that is absent answers questions about shape, dtype and the like, and raises where it is read.
+    """
 
     def bring(self, binding: Binding, together: bool) -> bool:
         """Let a parameter show its values, if this rank can do so alone, or with the others in the same phase."""
@@ -508,10 +518,18 @@ class Owner:
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
+        if binding.behind:
+            raise ParameterAccessError(
+                f"The gradient that '{binding.name}' has in its rank is not in this process, and what is computed here "
+                "would be added to it: this is a worker that a rank has started (of a DataLoader, say). Call "
+                "`module.zero_grad()` in the worker first, or let it have what it needs of the gradient before it "
+                "starts: `lightning_zero.full_gradient(module, name)`, on every rank."
+            )
         return local
 
     def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
         """``.grad = value``."""
+        binding.behind = False
         set_gradient(binding.parameter, value)
 
     def shows_for_good(self, binding: Binding) -> bool:
@@ -520,49 +538,6 @@ class Owner:
 
     def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
         """What is raised where ``use`` needs values that are absent, of parameters of these names."""
-        name = f"'{names[0]}'" if names else "of a module that is gone"
-        return ParameterAccessError(
-            f"The values of parameter {name} are not in memory here, and {use} needs them: each rank holds a slice. "
-            "Write `with lightning_zero.full_parameters(module):` around it, on every rank; or go through this rank's "
-            "slices, `lightning_zero.local_slices(module)`; for a momentum teacher, `lightning_zero.ema_update(teacher,"
-            " student, momentum)`. To save, `trainer.save_checkpoint` and `fabric.save` need none of this. Another "
-            "strategy cannot run what is sharded: give it a `copy.deepcopy(module)` that was made there. In a forward "
-            "or a backward values are gathered, unless code is compiled, traced or transformed, or runs in a thread of "
-            "its own."
-        )
-
-
-class Worker(Owner):
-    """Looks after parameters in a process that is no rank: a worker of a DataLoader that a rank has started.
-
-    It has none of the threads and connections that put values together. A parameter that showed its values when the
-    process was started is an ordinary one there, and whatever is done to it stays there. One that is absent goes on
-    answering questions about shape, dtype and the like, and raises where it is read.
-    """
-
-    def __init__(self) -> None:
-        self.bindings: list[Binding] = []  # of parameters that came here without their values
-        self.placeholders = Placeholders()
-        self.behind: WeakSet[Binding] = WeakSet()
-        """Those whose rank had a gradient, averaged or on its way to be, when it forked this process."""
-
-    def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
-        if binding not in self.behind:
-            return local
-        advice = (
-            "It is not in this process, and what is computed here would be added to it: this is a worker that a rank "
-            "has started (of a DataLoader, say). Call `module.zero_grad()` in the worker first, or let it have what it "
-            "needs of the gradient before it starts: `lightning_zero.full_gradient(module, name)`, on every rank."
-        )
-        source = Source(f"gradient that '{binding.name}' has in its rank", advice)
-        like = binding.placeholder
-        return ShardedTensor(torch.empty(0, dtype=like.dtype, device="cpu"), like.shape, source, like.device)
-
-    def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
-        self.behind.discard(binding)
-        set_gradient(binding.parameter, value)
-
-    def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
         return ParameterAccessError(
             f"The values of parameter '{names[0]}' are not in this process, and {use} needs them: it is a worker that "
             "a rank has started (of a DataLoader, say), and only ranks put sharded parameters together. Compute with "
@@ -572,8 +547,22 @@ class Worker(Owner):
         )
 
 
-WORKER = Worker()
-"""That of this process, if it is one."""
+WORKER = Owner()
+"""That of this process, if it is no rank."""
+_brought: list[Binding] = []  # of parameters that came to this process without their values
+_placeholders = Placeholders()
+
+
+def absent_in_rank(name: str, use: str) -> ParameterAccessError:
+    """What is raised in a rank where ``use`` needs values that are absent."""
+    return ParameterAccessError(
+        f"The values of parameter {name} are not in memory here, and {use} needs them: each rank holds a slice. Write "
+        "`with lightning_zero.full_parameters(module):` around it, on every rank; or go through this rank's slices, "
+        "`lightning_zero.local_slices(module)`; for a momentum teacher, `lightning_zero.ema_update(teacher, student, "
+        "momentum)`. To save, `trainer.save_checkpoint` and `fabric.save` need none of this. Another strategy cannot "
+        "run what is sharded: give it a `copy.deepcopy(module)` that was made there. In a forward or a backward values "
+        "are gathered, unless code is compiled, traced or transformed, or runs in a thread of its own."
+    )
 
 
 def _for_worker(binding: Binding) -> tuple[Any, ...]:
@@ -591,11 +580,10 @@ def _without_values(
     requires_grad: bool,
     marks: dict[str, Any],
 ) -> nn.Parameter:
-    like = torch.empty(shape, dtype=dtype, device="meta")
-    placeholder = WORKER.placeholders.like(like, torch.device("cpu"))
+    placeholder = _placeholders.like(torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
     with untracked():
         parameter: nn.Parameter = make_subclass(kind, placeholder)
     parameter.requires_grad_(requires_grad)
     vars(parameter).update(marks)
-    WORKER.bindings.append(Binding(parameter, name, placeholder, WORKER))
+    _brought.append(Binding(parameter, name, placeholder, WORKER))
     return parameter

@@ -20,7 +20,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,20 +52,11 @@ class Combine(Enum):
     EACH = "each"  # all of them, a row for each rank
 
 
-class Together(Protocol):
-    """Puts the numbers of all ranks together: an engine does."""
+Together = Callable[[str, int, Tensor, Combine], Tensor]
+"""Puts the numbers of all ranks together, and gives every rank the same answer: an engine does. Collective: every rank.
 
-    def __call__(self, what: str, history: int, numbers: Tensor, combine: Combine) -> Tensor:
-        """Give every rank the same answer, on any device.
-
-        Args:
-            what: the call, for messages; the same on every rank.
-            history: a number for how the values came about, which must be the same on every rank.
-            numbers: 1-D float64, equally many on every rank. May be overwritten.
-            combine: how.
-
-        Collective: every rank.
-        """
+It gets the call, for messages, the same on every rank; a number for how the values came about, which must be the same
+on every rank; 1-D float64 numbers, equally many on every rank, which it may overwrite; and how to combine them."""
 
 
 class Source:

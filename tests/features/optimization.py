@@ -399,6 +399,7 @@ FEATURES = {
             name="traced submodules (TorchScript)",
             play=fitting(3, net=Scripted),
             refused={3: Refusal("is a TorchScript module", "compiled code reads parameters past what gathers them")},
+            alone=True,
         ),
         Feature(name="gradients of gradients (`create_graph=True`)", play=fitting(3, net=Penalty)),
         Feature(
