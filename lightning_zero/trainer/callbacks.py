@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,7 +19,7 @@ from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelPruning
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -31,28 +30,27 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero._torch import no_subclasses, untracked
+from lightning_zero.config import CheckpointPolicy
 from lightning_zero.debug import full_parameters
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.full import gathered
 from lightning_zero.errors import ParameterAccessError, ZeroError, add_note, some
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.slice import checksum
+from lightning_zero.trainer.foreign import attribute_of_ddp
 
 __all__ = [
     "TRAINERS",
     "Replaced",
     "UnmarkedModule",
-    "compare_by_value",
-    "copy_where_no_links_are",
+    "adapt_fit",
+    "adapt_set_up",
     "gather_for_graphs",
     "hold_schedulers",
     "is_running",
-    "prune_whole",
-    "raise_first_error",
     "refuse_other_strategies",
     "refuse_synced_norms",
-    "warn_of_uploads",
-    "watch_names",
+    "refuse_unsynced",
     "without_modules",
 ]
 
@@ -101,32 +99,97 @@ class UnmarkedModule:
         strategy.__dict__["_lightning_module"] = module
 
 
-def prune_whole(callbacks: Iterable[Callback], module: nn.Module, absent: bool, replaced: Replaced) -> None:
-    """Let ``ModelPruning`` read and write whole parameters, where they are ``absent`` between steps.
-
-    It is called on every rank alike, and the whole module is in memory meanwhile. Collective there.
-    """
-    for callback in callbacks:
-        if not isinstance(callback, ModelPruning):
-            continue
-        if callback._use_lottery_ticket_hypothesis:  # 2.6
-            warnings.warn(
-                f"{type(callback).__name__}(use_lottery_ticket_hypothesis=True) makes the weights it remembers the "
-                "parameters' memory. Under DDP they are trained along, so that what is given back are weights of the "
-                "last epoch. Here they keep the values of the beginning, and results differ from DDP's. With False "
-                "they are the same.",
-                stacklevel=2,
-            )
-        names = ("_run_pruning", "make_pruning_permanent", "_make_pruning_permanent_on_state_dict")  # 2.6
-        for name in names if absent else ():
-            replaced.within(callback, name, partial(full_parameters, module))
+def refuse_unsynced(module: nn.Module) -> None:
+    """Raise ParameterAccessError if code has switched the average of gradients off, as it is done on DDP's wrapper."""
+    if vars(module).get("require_backward_grad_sync") is False:
+        raise ParameterAccessError(
+            f"`require_backward_grad_sync = False` on {type(module).__name__} changes nothing: "
+            f"{attribute_of_ddp('require_backward_grad_sync')}"
+        )
 
 
-def compare_by_value(callbacks: Iterable[Callback], module: nn.Module, replaced: Replaced) -> None:
-    """Let ``torch.equal`` in these callbacks' ``finetune_function`` compare sharded parameters. Collective there."""
+def adapt_set_up(trainer: Trainer, module: nn.Module, replaced: Replaced) -> None:
+    """Adapt what Lightning calls from a run's set-up on, before callbacks set themselves up."""
+    datamodule, callbacks = trainer.datamodule, trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
             replaced.within(callback, "finetune_function", partial(_ValuesCompared, module))
+    for called in (*callbacks, *([] if datamodule is None else [datamodule])):
+        replaced.put(called, "on_exception", _noting)
+
+
+def adapt_fit(
+    trainer: Trainer,
+    module: nn.Module,
+    policy: CheckpointPolicy,
+    absent: bool,
+    is_underway: Callable[[Any], bool],
+    replaced: Replaced,
+) -> None:
+    """Adapt callbacks of a fit whose module is laid out, with parameters that are ``absent`` between steps or not.
+
+    ``ModelCheckpoint`` chooses names that are not taken: ``is_underway`` says whether one is that of a checkpoint which
+    is being written. ``ModelPruning`` is called on every rank alike, with the whole module in memory.
+    """
+    if policy.format == "sharded":
+        _warn_of_uploads(trainer.loggers)
+
+    def knowing(known: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda path, trainer: known(path, trainer) or is_underway(path)
+
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint):
+            if policy.format == "sharded":
+                replaced.put(callback, "_link_checkpoint", _copying)  # private: 2.6
+            if policy.async_save:
+                replaced.put(callback, "file_exists", knowing)
+            if policy.async_save and callback.save_last == "link":
+                rank_zero_warn(
+                    'ModelCheckpoint(save_last="link") points last.ckpt to a new checkpoint at once, but with '
+                    "async_save the checkpoint is there only a while later: a run that is killed in between has no "
+                    "last.ckpt to go on from. Use save_last=True."
+                )
+        elif isinstance(callback, ModelPruning):
+            if callback._use_lottery_ticket_hypothesis:  # 2.6
+                raise ValueError(
+                    f"{type(callback).__name__}(use_lottery_ticket_hypothesis=True), its default, makes the weights "
+                    "that it remembers the parameters' memory: under DDP they are trained along, and here they would "
+                    "keep the values of the beginning. Pass use_lottery_ticket_hypothesis=False."
+                )
+            names = ("_run_pruning", "make_pruning_permanent", "_make_pruning_permanent_on_state_dict")  # 2.6
+            for name in names if absent else ():
+                replaced.within(callback, name, partial(full_parameters, module))
+
+
+def _noting(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the exception that ends a run be the one that is raised, also where saving a checkpoint for it fails."""
+
+    def on_exception(*args: Any) -> None:
+        try:
+            handle(*args)
+        except BaseException as error:
+            if isinstance(error, ZeroError) and error is not args[-1]:
+                add_note(args[-1], f"{type(error).__name__}: {error}")
+            elif error is not args[-1]:
+                raise
+
+    return on_exception
+
+
+def _copying(link: Callable[..., None]) -> Callable[..., None]:
+    """Let ``save_last="link"`` copy a directory on a file system without links, as Lightning copies a file. Collective
+    there: every rank waits until it is copied."""
+
+    def call(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        try:
+            link(trainer, filepath, linkpath)
+        except OSError:
+            if not os.path.isdir(filepath):
+                raise
+            shutil.copytree(filepath, linkpath)
+            trainer.strategy.barrier()
+
+    return call
 
 
 class _ValuesCompared(TorchFunctionMode):
@@ -153,69 +216,6 @@ class _ValuesCompared(TorchFunctionMode):
         with no_subclasses():
             alike = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
         return alike and self._sums[args[0]] == self._sums[args[1]]
-
-
-def raise_first_error(trainer: Trainer, replaced: Replaced) -> None:
-    """Let the exception that ends a run be the one that is raised, also where saving a checkpoint for it fails."""
-
-    def noting(handle: Callable[..., Any]) -> Callable[..., Any]:
-        def on_exception(*args: Any) -> None:
-            try:
-                handle(*args)
-            except BaseException as error:
-                if isinstance(error, ZeroError) and error is not args[-1]:
-                    add_note(args[-1], f"{type(error).__name__}: {error}")
-                elif error is not args[-1]:
-                    raise
-
-        return on_exception
-
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    for called in (*trainer.callbacks, *([] if datamodule is None else [datamodule])):  # type: ignore[attr-defined]
-        replaced.put(called, "on_exception", noting)
-
-
-def watch_names(callbacks: Iterable[Callback], is_underway: Callable[[Any], bool], replaced: Replaced) -> None:
-    """Let ``ModelCheckpoint`` know of what is being written in the background: it chooses names that are not taken.
-
-    ``is_underway`` says whether a name is that of a checkpoint which is being written. Collective: every rank asks.
-    """
-
-    def knowing(known: Callable[..., bool]) -> Callable[..., bool]:
-        return lambda path, trainer: known(path, trainer) or is_underway(path)
-
-    watched = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-    for callback in watched:
-        replaced.put(callback, "file_exists", knowing)
-    if any(callback.save_last == "link" for callback in watched):
-        rank_zero_warn(
-            'ModelCheckpoint(save_last="link") points last.ckpt to a new checkpoint at once, but with async_save '
-            "the checkpoint is there only a while later: a run that is killed in between has no last.ckpt to go on "
-            "from. Use save_last=True."
-        )
-
-
-def copy_where_no_links_are(callbacks: Iterable[Callback], replaced: Replaced) -> None:
-    """Let ``ModelCheckpoint(save_last="link")`` copy a directory on a file system without links, as it copies a file.
-
-    Collective there: every rank waits until it is copied.
-    """
-
-    def copying(link: Callable[..., None]) -> Callable[..., None]:
-        def call(trainer: Trainer, filepath: str, linkpath: str) -> None:
-            try:
-                link(trainer, filepath, linkpath)
-            except OSError:
-                if not os.path.isdir(filepath):
-                    raise
-                shutil.copytree(filepath, linkpath)
-                trainer.strategy.barrier()
-
-        return call
-
-    for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            replaced.put(callback, "_link_checkpoint", copying)  # private: 2.6
 
 
 def hold_schedulers(configs: Iterable[LRSchedulerConfig], optimizer: Optimizer, held: Replaced) -> None:
@@ -265,7 +265,7 @@ def gather_for_graphs(loggers: Iterable[Logger], module: nn.Module, replaced: Re
             replaced.within(logger, "log_graph", contexts.__next__)
 
 
-def warn_of_uploads(loggers: Iterable[Logger]) -> None:
+def _warn_of_uploads(loggers: Iterable[Logger]) -> None:
     """Say that loggers which upload checkpoints upload files, and sharded checkpoints are directories."""
     for logger in loggers:
         if getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False):  # 2.6

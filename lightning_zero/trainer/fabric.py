@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.fabric import wrappers
@@ -34,7 +34,6 @@ from lightning_zero.config import SessionSettings, StageLike, TimeoutLike, valid
 from lightning_zero.debug import full_parameters, note_optimizers
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
-from lightning_zero.optim.rules import refuse_closure
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.trainer.callbacks import refuse_synced_norms
@@ -294,24 +293,11 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One optimizer step. The closure runs before, but where the optimizer needs it. Collective: every rank."""
-        adapter, scaler = self.adapter(optimizer), self.precision.scaler
-        if adapter.rule == "closure":
-            if scaler is not None or closure is None:
-                raise ValueError(f"{adapter.label} needs a closure in step(), and another precision than '16-mixed'.")
-            return cast(Any, adapter).step(closure, **kwargs)
-        with torch.enable_grad():
-            result = None if closure is None else closure()
-        try:
-            optimizer.step(**kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
-        except BaseException as error:  # torch calls no hook then, and the user may catch it
-            if scaler is not None:
-                scaler.forget(optimizer)
-            adapter.abandon()
-            refuse_closure(optimizer, error)
-            raise
-        if scaler is not None:
-            scaler.stepped(optimizer)
-        return result
+        adapter = self.adapter(optimizer)
+        if closure is None and adapter.rule == "closure":
+            raise ValueError(f"{adapter.label} needs a closure in step(): write `optimizer.step(closure)`.")
+        run = torch.enable_grad()(closure or (lambda: None))
+        return self.precision.step(optimizer, run, **kwargs)
 
     def clip_gradients_norm(
         self,

@@ -103,6 +103,9 @@ _ANSWERS = {
         "Write `self.clip_gradients(optimizer, gradient_clip_val=...)`, or in Fabric `fabric.clip_gradients(model, "
         "optimizer, max_norm=...)`."
     ),
+    "no_sync require_backward_grad_sync": (
+        "Write `with self.trainer.strategy.block_backward_sync():` around the backward."
+    ),
     "summon_full_params": "Write `with lightning_zero.full_parameters(module):`.",
     "zero_allow_untested_optimizer": "Leave it out: optimizers are tried at set-up.",
     "logging_batch_size_per_gpu logging_level": "Leave it out: use logging.getLogger('lightning_zero').",
@@ -120,6 +123,7 @@ _BY_NAME = {name: text for names, text in _ANSWERS.items() for name in names.spl
 _ATTRIBUTES = {
     *("module", "join", "reducer", "register_comm_hook", "broadcast_buffers", "find_unused_parameters"),
     *("static_graph", "_set_static_graph", "clip_grad_norm_", "summon_full_params"),
+    *("no_sync", "require_backward_grad_sync"),
 }
 
 

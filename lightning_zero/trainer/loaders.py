@@ -24,7 +24,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -182,8 +182,10 @@ class Batches(Processes, ParallelStrategy):
             self.may_lack = self.may_lack or (training and policy == "join")
             mode = "max_size_cycle" if training else "sequential"
             combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode)  # type: ignore[arg-type]
-            evaluation = None if training else _Evaluation(partial(self._take_part, step), listens, loop.batch_progress)
-            return _InLockStep.of(combined, _LockStep(name, policy, self.engine.agree, evaluation))
+            lock_step = _LockStep(name, policy, self.engine.agree)
+            if not training:
+                lock_step.evaluates(partial(self._take_part, step), listens, loop.batch_progress)
+            return _InLockStep.of(combined, lock_step)
 
         return dataloader
 
@@ -249,23 +251,24 @@ class _InLockStep(CombinedLoader):
         return length
 
 
-class _Evaluation(NamedTuple):
-    """What is different where Lightning's loops do not need one another."""
-
-    take_part: Callable[[], None]  # in a step of the others
-    listens: bool  # whether signals are to be told of with each batch in any case
-    progress: Any  # of the loop
-
-
 class _LockStep:
     """One rank's side of loaders that end on all ranks together. ``name`` is alike on all of them, for messages;
-    ``agree`` exchanges numbers with them, given what for; ``evaluation`` is ``None`` in training."""
+    ``agree`` exchanges numbers with them, given what for."""
 
-    def __init__(self, name: str, policy: Uneven, agree: Agree, evaluation: _Evaluation | None) -> None:
-        self._name, self._policy, self._agree, self._evaluation = name, policy, agree, evaluation
-        self._ways = _WAYS.format("training" if evaluation is None else "evaluation")
+    _take_part: Callable[[], None] | None = None
+    """In evaluation, where Lightning's loops do not need one another: take part in a step of the others."""
+    _listens = False
+    """Whether signals are to be told of with each batch in any case."""
+
+    def __init__(self, name: str, policy: Uneven, agree: Agree) -> None:
+        self._name, self._policy, self._agree, self._ways = name, policy, agree, _WAYS.format("training")
         self.length: int | None = None
         """What Lightning is told. With none it fetches one batch ahead of the step."""
+
+    def evaluates(self, take_part: Callable[[], None], listens: bool, progress: Any) -> None:
+        """Serve a loop of evaluation, whose progress this is."""
+        self._take_part, self._listens, self._progress = take_part, listens, progress
+        self._ways = _WAYS.format("evaluation")
 
     def begin(self, length: int, certain: bool, each: int) -> None:
         """Compare lengths, at the beginning of each pass: that of all loaders together (-1: nobody knows), whether that
@@ -276,7 +279,7 @@ class _LockStep:
         lengths = [row[0] for row in rows]
         known = min(lengths) >= 0
         self._alike = known and all(row == rows[0] for row in rows) and certain
-        if self._evaluation is None or self._alike:
+        if self._take_part is None or self._alike:
             ends = min if self._policy == "stop" else max
             self.length = ends(lengths) if known else None
         else:
@@ -292,7 +295,7 @@ class _LockStep:
         """The next batch with its numbers, once all ranks have said whether they have one. Collective: every rank."""
         if self._alike:
             found = fetch()
-            if self._evaluation is not None and self._evaluation.listens:
+            if self._listens:
                 self._agree(f"a batch of the {self._name}", [])
             return found
         while True:
@@ -308,8 +311,8 @@ class _LockStep:
             everyone = [row[0] for row in rows]
             self._asked += 1
             if min(everyone) == _OUT or (self._policy == "stop" and _OUT in everyone):
-                if self._evaluation is not None:
-                    self._evaluation.progress.is_last_batch = True  # as Lightning sets it where it knows the length
+                if self._take_part is not None:
+                    self._progress.is_last_batch = True  # as Lightning sets it where it knows the length
                 raise StopIteration
             late = [rank for rank, other in enumerate(everyone) if other > min(everyone)]
             if not late:
@@ -321,10 +324,10 @@ class _LockStep:
                 return self._take() if self._held is not None else (NoBatch(), self._asked - 1, 0)
             elif at == min(everyone):
                 return self._take()
-            elif self._evaluation is None:
+            elif self._take_part is None:
                 return NoBatch(), self._asked - 1, 0
             else:
-                self._evaluation.take_part()
+                self._take_part()
 
     def _take(self) -> Any:
         found, self._held = self._held, None

@@ -267,10 +267,23 @@ class ZeroPrecision(Dtypes, Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run forward and backward, the user's hooks and clipping, then the step.
+        """Run forward and backward, the user's hooks and clipping, then the step. Collective: every rank."""
+        hooks = partial(self._after_closure, model, optimizer)
+        return self.step(optimizer, closure, hooks, may_skip=model.automatic_optimization, **kwargs)
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        hooks: Callable[[], None] = lambda: None,
+        may_skip: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, ``hooks`` on unscaled gradients, and the step. The Trainer's steps and Fabric's are this.
 
         The closure runs here and not inside ``optimizer.step``: what a step needs (agreement on used parameters, whole
         matrices) exists only after backward. An optimizer that needs a closure runs it as often as it likes.
+        ``may_skip``: a closure that returns None had no backward, and there is nothing to unscale.
 
         Collective: every rank.
         """
@@ -281,14 +294,19 @@ class ZeroPrecision(Dtypes, Precision):
                     f"{adapter.label} needs a closure in step(), where the loss scale of 16-mixed cannot tell "
                     "whether gradients have overflowed. Use precision='bf16-mixed' or '32-true'."
                 )
-            return cast(Any, adapter).step(partial(self._wrap_closure, model, optimizer, closure), **kwargs)
+
+            def with_hooks() -> Any:
+                result = closure()
+                hooks()
+                return result
+
+            return cast(Any, adapter).step(with_hooks, **kwargs)
         result = closure()
-        nothing = result is None and model.automatic_optimization
-        scaler = None if nothing else self.scaler
+        scaler = None if may_skip and result is None else self.scaler
         try:
             if scaler is not None:
                 scaler.unscale_once(optimizer)
-            self._after_closure(model, optimizer)
+            hooks()
             optimizer.step(**kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
         except BaseException as error:  # torch calls no hook then, and the user may catch it
             if scaler is not None:

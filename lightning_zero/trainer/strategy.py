@@ -48,17 +48,14 @@ from lightning_zero.trainer.callbacks import (
     TRAINERS,
     Replaced,
     UnmarkedModule,
-    compare_by_value,
-    copy_where_no_links_are,
+    adapt_fit,
+    adapt_set_up,
     gather_for_graphs,
     hold_schedulers,
     is_running,
-    prune_whole,
-    raise_first_error,
     refuse_other_strategies,
     refuse_synced_norms,
-    warn_of_uploads,
-    watch_names,
+    refuse_unsynced,
     without_modules,
 )
 from lightning_zero.trainer.foreign import answer_foreign_names, explain_attribute
@@ -211,8 +208,7 @@ class ZeroStrategy(Batches):
         reset_seed()
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         copy_whole(callbacks, self._module, self._replaced)
-        compare_by_value(callbacks, self._module, self._replaced)
-        raise_first_error(self._module.trainer, self._replaced)
+        adapt_set_up(self._module.trainer, self._module, self._replaced)
         self.listen(self._module.trainer, self._replaced)
 
     # -------------------------------------------------------------------- setup
@@ -268,15 +264,11 @@ class ZeroStrategy(Batches):
         self._wire()
         self.session.relaying = self._relaying
         self.checkpoints.begin(training=fitting)
-        if fitting and self.settings.checkpoint.format == "sharded":
-            warn_of_uploads(trainer.loggers)
-            copy_where_no_links_are(callbacks, self._replaced)
-        if fitting and self.settings.checkpoint.async_save:
-            watch_names(callbacks, self.checkpoints.is_underway, self._replaced)
         if self._absent:
             self._averages = Averages(callbacks, self.session, self._module, self._replaced)
         if fitting:
-            prune_whole(callbacks, self._module, self._absent, self._replaced)
+            policy, is_underway = self.settings.checkpoint, self.checkpoints.is_underway
+            adapt_fit(trainer, self._module, policy, self._absent, is_underway, self._replaced)
 
     def _wire(self) -> None:
         self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
@@ -332,6 +324,7 @@ class ZeroStrategy(Batches):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward, after which gradients are reduced, then ``on_after_backward``. Collective: every rank."""
         module = self._module
+        refuse_unsynced(module)
         self.pre_backward(closure_loss)
         if not module.automatic_optimization:
             self.session.backward_outside_of_steps()
@@ -440,44 +433,3 @@ class ZeroStrategy(Batches):
         """Say so if a background save has failed meanwhile. Collective: every rank."""
         if self._session is not None:
             self._session.checkpoints.raise_failure(self.engine.control)
-
-
-class _Synchronises:
-    """An attribute by which code switches the average of gradients off, of a LightningModule that a strategy here runs.
-
-    Under DDP ``trainer.model`` is a wrapper that has it. Outside of such a run, and where the user's module has
-    something of that name, the attribute is what it is without this package.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: LightningModule | None, kind: type) -> Any:
-        """What DDP has there."""
-        if module is not None and self.name in vars(module):
-            return vars(module)[self.name]
-        if module is None or (strategy := self._runs(module)) is None:
-            raise AttributeError(self.name)  # nn.Module looks among parameters, buffers and modules, and raises
-        return strategy.block_backward_sync if self.name == "no_sync" else strategy.engine.reduce_gradients
-
-    def __set__(self, module: LightningModule, value: Any) -> None:
-        strategy = None if self.name == "no_sync" else self._runs(module)
-        if strategy is None:
-            vars(module)[self.name] = value
-        else:
-            strategy.engine.reduce_gradients = bool(value)
-
-    def __delete__(self, module: LightningModule) -> None:
-        if vars(module).pop(self.name, self) is self:
-            raise AttributeError(self.name)
-
-    def _runs(self, module: LightningModule) -> ZeroStrategy | None:
-        if any(self.name in names for names in (module._modules, module._parameters, module._buffers)):
-            return None
-        strategy = getattr(module._trainer, "strategy", None)
-        ours = isinstance(strategy, ZeroStrategy) and strategy._laid_out and strategy.model is module
-        return strategy if ours else None
-
-
-for _name in ("no_sync", "require_backward_grad_sync"):
-    setattr(LightningModule, _name, _Synchronises(_name))

@@ -337,7 +337,7 @@ FEATURES = {
             play=thawing(lambda: callbacks.BackboneFinetuning(1, verbose=False)),
             why="as `BaseFinetuning`",
         ),
-        Feature(name="`ModelPruning`", play=having(_pruning), why="but for its lottery tickets, which are warned of"),
+        Feature(name="`ModelPruning`", play=having(_pruning), why="without lottery tickets, which are refused"),
         Feature(name="`Callback` with hooks and a state, in checkpoints", play=own_callback),
         Feature(name="`LambdaCallback`", play=having(lambda _: callbacks.LambdaCallback(on_train_epoch_end=_rate))),
         Feature(

@@ -230,7 +230,7 @@ def test_a_teacher_that_is_being_trained_is_named_whoever_has_run_it_since(stage
     run_world(2, run, timeout=60)
 
 
-def test_pruning_that_goes_back_to_the_beginning_is_warned_of() -> None:
+def test_pruning_that_goes_back_to_the_beginning_is_refused() -> None:
     def run(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         results = []
         for strategy in (lambda: "ddp", lambda: ZeroStrategy(stage=1)):
@@ -238,7 +238,7 @@ def test_pruning_that_goes_back_to_the_beginning_is_warned_of() -> None:
             pruning = ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
             fit(net, strategy(), max_epochs=3, callbacks=[pruning])
             results.append(values_of(net))
-        with pytest.warns(UserWarning, match=r"ModelPruning\(use_lottery_ticket_hypothesis=True\)"):
+        with pytest.raises(ValueError, match=r"ModelPruning\(use_lottery_ticket_hypothesis=True\), its default, makes"):
             fit(Net(), ZeroStrategy(stage=1), callbacks=[ModelPruning("l1_unstructured", amount=0.3)])
         return results[0], results[1]
 
