@@ -17,7 +17,7 @@ from lightning_zero.comm import Collectives, Exchange, Groups, Streams, choose_c
 from lightning_zero.config import SessionSettings
 from lightning_zero.engine import BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import give_back, whole_gradients
-from lightning_zero.errors import DivergenceError, ParameterAccessError, some
+from lightning_zero.errors import ParameterAccessError, some
 from lightning_zero.meta import MetaValues
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.hooks import keep_in_memory
@@ -31,7 +31,6 @@ from lightning_zero.session.module_state import ModuleState, load_initial_weight
 from lightning_zero.session.offloading import make_steps, make_tiers
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.shards.slice import fingerprint
 
 __all__ = ["Dtypes", "ZeroSession"]
 
@@ -227,11 +226,7 @@ class ZeroSession:
         The whole module is in memory on every rank for a moment. Collective: every rank, with the same parameters.
         """
         former = self.engine
-        rows = former.agree("laying the module out anew, for parameters that were thawed", [fingerprint(*thawed)])
-        if any(row[0] != rows[0][0] for row in rows):
-            every = former.control.gather_objects(thawed)
-            told = "; ".join(f"rank {rank}: {some(names)}" for rank, names in enumerate(every))
-            raise DivergenceError(f"The ranks have thawed different parameters ({told}). Thaw the same on every rank.")
+        former.control.alike("list of parameters that thawed in mid-fit", thawed, "Thaw the same on every rank.")
         if former.accumulates:
             raise ParameterAccessError(
                 f"{some(thawed)} thawed in the middle of an accumulation, whose gradients every rank still has for "

@@ -22,7 +22,6 @@ from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,7 +30,7 @@ from lightning_zero._torch import compiler_of_frames, opaque_to_dynamo, tree_map
 from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
 from lightning_zero.config import SessionSettings, StageLike, TimeoutLike, validate_timeout
-from lightning_zero.debug import full_parameters, note_optimizers
+from lightning_zero.debug import note_optimizers
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.session.module_state import left_out_of
@@ -92,22 +91,20 @@ def _refuse_compilation() -> None:
         )
 
 
-def _outside(thing: Any) -> nn.Module:
-    """What there is of a module or an optimizer when its processes have ended: ``TypeError`` for an optimizer."""
-    if not isinstance(thing, wrappers._FabricModule):
-        kind = type(getattr(thing, "optimizer", thing)).__name__
-        raise TypeError(
-            f"The function of `fabric.launch` returned {kind}, an optimizer of which every process has a part, and "
-            "which ends with them. Save it in the function by `fabric.save`, and return the rest."
-        )
-    return thing.module
+def _refuse_returned(thing: Any) -> None:
+    """TypeError for a module or an optimizer that a function returns whose processes, and their shards, then end."""
+    kind = type(getattr(thing, "module", getattr(thing, "optimizer", thing))).__name__
+    raise TypeError(
+        f"The function of `fabric.launch` returned {kind}, of which every process has a part, and which ends with "
+        "them. Save it in the function by `fabric.save`, or return what `with full_parameters(model):` gives of it."
+    )
 
 
 class _Workers(_MultiProcessingLauncher):
-    """Fabric's, which give back what the function returns, however large, and a module with whole weights."""
+    """Fabric's, which give back what the function returns, however large."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the function in processes of this machine. Returns what the first one returned, with whole weights."""
+        """Run the function in processes of this machine. Returns what the first one returned."""
         leave_group_of_one()
         with TemporaryDirectory() as folder:
             path = Path(folder, "returned")
@@ -197,25 +194,16 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     def run_in_worker(self, function: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> None:
         """Run what ``fabric.launch`` was given, and write what this machine's first process returns to ``path``.
 
-        Modules are written with whole weights. ``TypeError`` for optimizers. Collective: every rank.
+        ``TypeError`` if that is a sharded module or an optimizer. Collective: every rank.
         """
         try:
-            kinds = (wrappers._FabricModule, wrappers._FabricOptimizer, Optimizer)
-            returned = apply_to_collection(function(*args, **kwargs), kinds, _outside)
-            module = nn.Identity() if self._module is None else self._module.module
-            if isinstance(module, LightningModule):  # which Fabric has told of itself and of its optimizers
-                module._fabric, module._fabric_optimizers = None, []
+            kinds = (_ShardedModule, wrappers._FabricModule, wrappers._FabricOptimizer, Optimizer)
+            returned = function(*args, **kwargs)
+            apply_to_collection(returned, kinds, _refuse_returned)
             self._begin_session().rest()
-            unwritten: Exception | None = None
-            with full_parameters(module):
-                try:
-                    if self.local_rank == 0:
-                        torch.save(returned, path)
-                except Exception as error:  # which leaves nothing undone that concerns the other ranks
-                    unwritten = error
-            self.barrier()  # they do not end before that is told
-            if unwritten is not None:
-                raise unwritten
+            if self.local_rank == 0:
+                torch.save(returned, path)
+            self.barrier()  # the others do not end before
         except BaseException as error:
             self.tell_failure(error)
             raise

@@ -173,17 +173,14 @@ elif __name__ == "__main__":
     expected = launched(DDPStrategy(start_method="fork"), as_numbers, Net())
     for method, stage in ("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 3):
         strategy = ZeroFabricStrategy(stage, start_method=method)
-        found = launched(strategy, returned, Net(), "model", "losses")
-        net = found["model"]
-        weights = {name: value.tolist() for name, value in net.state_dict().items()}
-        assert (weights, [loss.item() for loss in found["losses"]]) == expected, (method, stage)
-        assert type(net) is Net and net.fabric is None and len(found["large"]) == 1_000_000
-        assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+        assert launched(strategy, as_numbers, Net()) == expected, (method, stage)
+    found = launched(ZeroFabricStrategy(3, start_method="fork"), returned, Net(), "losses")
+    assert [loss.item() for loss in found["losses"]] == expected[1] and len(found["large"]) == 1_000_000
 
     forks = ZeroFabricStrategy(3, start_method="fork")
     fabric = Fabric(accelerator="cpu", devices=2, strategy=forks)
-    assert launched(DDPStrategy(start_method="fork"), as_numbers, net) == fabric.launch(as_numbers, net)
-    refused("an optimizer of which every process has a part", fabric.launch, returned, Net(), "optimizer")
+    refused("returned AdamW, of which every process has a part", fabric.launch, returned, Net(), "optimizer")
+    refused("returned Net, of which every process has a part", fabric.launch, returned, Net(), "model")
     refused("cannot pickle 'generator' object", fabric.launch, returned, Net(), "unwritable")
     refused("rank 1 stumbles", fabric.launch, returned, Net(), "failure")
     refused("`.launch()` needs to be called with a function", fabric.launch)
