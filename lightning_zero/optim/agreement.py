@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -245,6 +245,7 @@ def agree_on_set_up(
 
 
 _CHANGING = object()
+_CODE = attrgetter("code")
 
 
 @dataclass
@@ -287,7 +288,7 @@ class Fingerprint:
         for group, known in zip(groups, self._groups, strict=True):
             if len(group) != len(known.values) or not all(map(is_, group.values(), known.values)):
                 self._look_at(group, known, former)
-        return hash((self._members, *[known.code for known in self._groups]))
+        return hash((self._members, *map(_CODE, self._groups)))
 
     def _look_at(self, group: dict[str, Any], known: _Group, read: dict[int, tuple[Tensor, int, Any]]) -> None:
         if known.keys != (keys := list(group)):

@@ -39,10 +39,11 @@ class ParamGroups:
     def __init__(self, optimizer: Optimizer, label: str, owned: Mapping[nn.Parameter, OwnedParameter]) -> None:
         self._optimizer = optimizer
         self._label = label
-        self._owned = owned
+        self.owned = owned
         self._seen: list[list[nn.Parameter]] = []
         self._names: list[list[str]] | None = None
-        self._current: list[list[OwnedParameter]] | None = None
+        self.known: list[list[OwnedParameter]] | None = None
+        """What ``current`` gave, as of the last look."""
 
     def names(self) -> list[list[str]]:
         """Of each group the names of its parameters: the same object as long as they are the same. Never raises."""
@@ -55,11 +56,11 @@ class ParamGroups:
         """The parameters of each group: the same object as long as they are the same. Raises ``ValueError`` if one is
         not the model's, or is in a group already."""
         self._look()
-        if self._current is None:
+        if self.known is None:
             places: dict[OwnedParameter, int] = {}
             for index, group in enumerate(self._seen):
                 for parameter in group:
-                    entry = self._owned.get(parameter)
+                    entry = self.owned.get(parameter)
                     if entry is None:
                         raise ValueError(
                             f"{self._label}, param group {index}, holds a parameter of shape {tuple(parameter.shape)} "
@@ -73,20 +74,19 @@ class ParamGroups:
                             "Take a parameter out of one group before it is put into another."
                         )
                     places[entry] = index
-            self._current = [[self._owned[parameter] for parameter in group] for group in self._seen]
-        return self._current
+            self.known = [[self.owned[parameter] for parameter in group] for group in self._seen]
+        return self.known
 
     def _look(self) -> None:
-        groups = [group["params"] for group in self._optimizer.param_groups]
-        same = len(groups) == len(self._seen) and all(
-            len(group) == len(seen) and all(map(is_, group, seen))
-            for group, seen in zip(groups, self._seen, strict=True)
-        )
+        groups = self._optimizer.param_groups
+        same = len(groups) == len(self._seen)
+        for group, seen in zip(groups, self._seen, strict=False):
+            same = same and len(group["params"]) == len(seen) and all(map(is_, group["params"], seen))
         if not same:
-            self._seen, self._names, self._current = [list(group) for group in groups], None, None
+            self._seen, self._names, self.known = [list(group["params"]) for group in groups], None, None
 
     def _name(self, parameter: nn.Parameter) -> str:
-        entry = self._owned.get(parameter)
+        entry = self.owned.get(parameter)
         return f"(not the model's, of shape {tuple(parameter.shape)})" if entry is None else entry.name
 
 

@@ -10,8 +10,8 @@ own, puts ours in their place.
 torch runs step hooks in a wrapper that it puts around ``step`` of every class of which an optimizer was made. A class
 whose ``step`` calls that of its base therefore runs them twice, one pair inside of the other, as soon as somebody in
 the process has made an optimizer of the base. Only the outer pair may exchange gradients: the inner one would find none
-and step on zeros. A step that raised never runs its post-hooks, so that a counter alone would take the next step for a
-nested one. What tells is whether the wrapper of the outer step is still running.
+and step on zeros. So steps are counted. One that raised never runs its post-hooks, so that the counter would take the
+next step for a nested one: ``optimizer.step`` sets it back then.
 
 [Note: one optimizer, several fits]
 A user may build the optimizer once and return it from ``configure_optimizers`` in every fit: under DDP it goes on with
@@ -22,12 +22,11 @@ optimizer is adapted anew. Nothing here holds the optimizer: one that nobody nee
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from types import FrameType
-from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -43,8 +42,19 @@ from lightning_zero.optim.whole import WholeState, resharded
 
 __all__ = ["Kept", "StepHooks", "holds", "keep_in_memory", "kept_of"]
 
-# The ids of the pre-hook and the post-hook on each optimizer that has them.
-_IDS: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+
+@dataclass
+class _Calls:
+    """The ids of the pre-hook and the post-hook on an optimizer, how many of its steps run, one in the other, and
+    whether ``optimizer.step`` does."""
+
+    before: int
+    after: int
+    inside: int = 0
+    entered: bool = False
+
+
+_CALLS: WeakKeyDictionary[Optimizer, _Calls] = WeakKeyDictionary()
 
 
 class StepHooks:
@@ -59,47 +69,61 @@ class StepHooks:
     ) -> None:
         self._optimizer = optimizer
         self._before, self._after = before, after
-        self._wrapper: FrameType | None = None  # of the outermost step
-        self._inside = 0
         self._handles = optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end)
-        _IDS[optimizer] = (self._handles[0].id, self._handles[1].id)
+        self._calls = _CALLS[optimizer] = _Calls(self._handles[0].id, self._handles[1].id)
+        _note_ends(optimizer)
         _watch()
 
     def running(self) -> bool:
-        """Whether the caller was called by a step."""
-        return self._is_around(sys._getframe(1))
+        """Whether a step of the optimizer is running."""
+        return self._calls.inside > 0
 
     def forget(self) -> None:
-        """Let go of a step that raised, and of all that its frames hold."""
-        self._wrapper, self._inside = None, 0
+        """Let go of a step that raised."""
+        self._calls.inside = 0
 
     def remove(self) -> None:
         """Take the hooks off again."""
         for handle in self._handles:
             handle.remove()
-        _IDS.pop(self._optimizer, None)
+        _CALLS.pop(self._optimizer, None)
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        wrapper = sys._getframe(1)
-        if self._is_around(wrapper):
-            self._inside += 1
-            return
-        self._wrapper, self._inside = wrapper, 0
-        self._before(args, kwargs)
+        self._calls.inside += 1
+        if self._calls.inside == 1:
+            self._before(args, kwargs)
 
     def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._inside:
-            self._inside -= 1
-            return
-        self._wrapper = None
-        self._after()
+        self._calls.inside -= 1
+        if not self._calls.inside:
+            self._after()
 
-    def _is_around(self, frame: FrameType | None) -> bool:
-        while self._wrapper is not None and frame is not None:
-            frame = frame.f_back
-            if frame is self._wrapper:
-                return True
-        return False
+
+def _note_ends(optimizer: Optimizer) -> None:
+    """Have ``optimizer.step`` note that a step is over, also one that raised. As torch's schedulers do, this puts a
+    function in its place that does not hold the optimizer, and stays there."""
+    step: Any = optimizer.step
+    if hasattr(step, "notes_ends"):
+        return
+    weak, bound = ref(optimizer), hasattr(step, "__func__")
+    target = step.__func__ if bound else step
+
+    @wraps(target)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        own = cast(Optimizer, weak())
+        args = (own, *args) if bound else args
+        calls = _CALLS.get(own)
+        if calls is None or calls.entered:
+            return target(*args, **kwargs)
+        calls.inside, calls.entered = 0, True
+        try:
+            return target(*args, **kwargs)
+        finally:
+            calls.inside, calls.entered = 0, False
+
+    # A scheduler that is made later asks for the function below a bound method.
+    vars(noting).update(notes_ends=True, __func__=lambda _, *args, **kwargs: noting(*args, **kwargs))
+    optimizer.step = noting  # type: ignore[method-assign]
 
 
 @cache
@@ -108,8 +132,8 @@ def _watch() -> None:
 
 
 def _arrange(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if optimizer in _IDS:
-        put_hooks_innermost(optimizer, *_IDS[optimizer])
+    if (calls := _CALLS.get(optimizer)) is not None:
+        put_hooks_innermost(optimizer, calls.before, calls.after)
 
 
 # What gives the state of an optimizer back. The optimizer keeps whose method it is alive, by its hooks.

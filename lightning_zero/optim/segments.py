@@ -31,8 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from operator import is_
+from itertools import chain, pairwise, repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,9 @@ from lightning_zero._torch import foreach_copy, untracked
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.state import copied, covers
 from lightning_zero.plan.costs import SEGMENT_NUMEL, SMALL_NUMEL
+
+_GRADIENT = attrgetter("grad")
+_NONE: dict[str, Any] = {}  # of a parameter without state; never written to
 
 __all__ = ["Member", "Range", "Segment", "Together", "members_of"]
 
@@ -106,7 +109,6 @@ class Together:
         self._optimizer = optimizer
         self.group = group
         self.members = [first]
-        self.numel = first.numel()
         self._fused = fused
         self._copied = False  # whether members do not lie side by side
         self._sizes = [first.numel()]
@@ -119,9 +121,13 @@ class Together:
         self._aside = False  # whether gradients do
         self._state: dict[str, Any] = {}  # of the segment, as the last step left it
         self._values: list[Any] = []  # of the members' own, likewise
-        self._tensors: list[Tensor] = []  # of the values
-        self._places: list[int] = []  # where they lie
+        self._places: tuple[list[Tensor], list[int]] = ([], [])  # tensors among the values, and where they lie
         self._scalars: list[tuple[Tensor, Tensor]] = []  # the members' values for a whole parameter, and the segment's
+
+    @property
+    def numel(self) -> int:
+        """Elements of all members."""
+        return sum(self._sizes)
 
     def join(self, parameter: nn.Parameter) -> bool:
         """Take in one more parameter, if there is room: without copies a fused kernel takes any number of elements."""
@@ -134,24 +140,24 @@ class Together:
             return False
         self.members.append(parameter)
         self._sizes.append(parameter.numel())
-        self.numel, self._copied = numel, not in_place
+        self._copied = not in_place
         return True
 
     def prepare(self) -> bool:
         """Whether the members can still be stepped on as one; state that was touched is put together again."""
-        gradients: list[Any] = [member.grad for member in self.members]
-        first, *others = map(Tensor.data_ptr, gradients)
-        where = list(map(Tensor.data_ptr, self.members)), [place - first for place in others]
+        gradients: list[Any] = list(map(_GRADIENT, self.members))
+        first = gradients[0].data_ptr()
+        where = list(map(Tensor.data_ptr, self.members)), list(map(first.__rsub__, map(Tensor.data_ptr, gradients)))
         if where != self._where:
             self._where, self._master, self._aside = where, _span(self.members), _span(gradients) is not None
             if not (self._master is not None and self._aside) and max(self._sizes) > SMALL_NUMEL:
                 return False
-        states = [self._optimizer.state.get(member) or {} for member in self.members]
+        states = [*map(self._optimizer.state.get, self.members, repeat(_NONE))]
         return self._is_as_left(states) or self._collect(states)
 
     def take(self) -> nn.Parameter:
         """What stands in for the members, with gradients and state."""
-        gradients: list[Any] = [member.grad for member in self.members]
+        gradients: list[Any] = list(map(_GRADIENT, self.members))
         self.parameter.data = torch.cat([*self.members]) if self._master is None else self._master
         self.parameter.grad = _as_one(gradients) if self._aside else torch.cat(gradients)
         if self._state:
@@ -163,7 +169,7 @@ class Together:
         if self._master is None or self.parameter.data_ptr() != self._master.data_ptr():
             foreach_copy(self.members, self.parameter.data.split(self._sizes))
         found = self._optimizer.state.get(self.parameter, {})
-        same = found.keys() == self._state.keys() and all(found[key] is value for key, value in self._state.items())
+        same = list(found) == list(self._state) and all(map(is_, found.values(), self._state.values()))
         if not self._values or not same:
             self._hand_out(found)
             return
@@ -182,9 +188,13 @@ class Together:
         if not values or len(values) != len(self._values) or not all(map(is_, values, self._values)):
             return False
         # Writes and moves that no version counts, through ``.data``, count too.
-        if list(map(Tensor.data_ptr, self._tensors)) != self._places:
+        tensors, places = self._places
+        if list(map(Tensor.data_ptr, tensors)) != places:
             return False
-        return all(bool((scalars == value).all()) for scalars, value in self._scalars)
+        same = True
+        for scalars, value in self._scalars:
+            same = same and bool((scalars == value).all())
+        return same
 
     def _collect(self, states: Sequence[dict[str, Any]]) -> bool:
         """Put the members' state together, after it was loaded or written to. False if it is not alike."""
@@ -230,8 +240,8 @@ class Together:
             values = [column[index] for column in columns]
             self._optimizer.state[member] = dict(zip(found, values, strict=True))
             self._values += values
-        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._places = list(map(Tensor.data_ptr, self._tensors))
+        tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._places = tensors, list(map(Tensor.data_ptr, tensors))
 
 
 Segment = Range | Member | Together

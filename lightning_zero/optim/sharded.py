@@ -12,6 +12,7 @@ passes them over. Shards are in the groups during a step only: see [Note: the us
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,11 +24,11 @@ from lightning_zero.optim.agreement import Fingerprint
 from lightning_zero.optim.groups import BeforeStep, Note, OwnedParameter, ParamGroups, restore_options
 from lightning_zero.optim.hooks import Kept, StepHooks, holds, kept_of
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
-from lightning_zero.optim.segments import Member, members_of
+from lightning_zero.optim.segments import members_of
 from lightning_zero.optim.state import SCALARS, copied, covers
 from lightning_zero.optim.stepper import Steps
 from lightning_zero.optim.visible import OptimizerView
-from lightning_zero.optim.whole import WholeParameters, WholeState, whole_entries
+from lightning_zero.optim.whole import OwnedWhole, WholeState
 
 __all__ = ["OwnedParameter", "ShardedOptimizer", "optimizer_rule"]
 
@@ -73,21 +74,14 @@ class ShardedOptimizer:
             try_in_parts(optimizer, label)
         self.units: dict[int, list[nn.Parameter]] = {}
         """Units with parameters that this optimizer may change, in order, and these: the same on every rank."""
-        self._collectives = collectives
-        self._before_step = before_step
-        self._after_step = after_step
-        self._owned = owned
+        self._before_step, self._after_step = before_step, after_step
         self._members = ParamGroups(optimizer, label, owned)
-        self._adopted: dict[OwnedParameter, None] = {}
-        self._dealt: dict[OwnedParameter, int] = {}  # what is whole at owners, and its place there
-        self._whole: WholeParameters | None = None
-        self._whole_is_stale = False
-        self._writable = writable
-        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients that the step is not to see
-        self._steps = steps or Steps()
-        self.homes = self._steps.homes(optimizer, label, None if kept is None else kept.homes)
-        self._stepper = self._steps.stepper(optimizer, self.homes)
-        self._shards: list[Member] = []
+        self._adopted: set[OwnedParameter] = set()
+        self._hand_out = partial(OwnedWhole, collectives=collectives, writable=writable)
+        self._whole: OwnedWhole | None = None
+        steps = steps or Steps()
+        self.homes = steps.homes(optimizer, label, None if kept is None else kept.homes)
+        self._stepper = steps.stepper(optimizer, self.homes)
         self._view = OptimizerView(optimizer, label, owned, self.homes, note, whole=self.rule == "whole")
         self.adopt_new_groups()
         if kept is not None:
@@ -119,7 +113,8 @@ class ShardedOptimizer:
 
     def masters_changed(self) -> None:
         """Note that the masters were written by something other than this optimizer's step."""
-        self._whole_is_stale = True
+        if self._whole is not None:
+            self._whole.stale = True
 
     def abandon(self) -> None:
         """Forget a step that raised."""
@@ -133,66 +128,56 @@ class ShardedOptimizer:
         self._take_over()
         kept = Kept(self.optimizer, self.label, list(self._all_entries()), self._named_state_of(), self.homes)
         self._view.let_go()
-        self._forget_segments()
+        self._stepper.forget()
         return kept
 
     def retire(self) -> None:
         """Give the optimizer back, as ``keep`` does, and nothing in files. Local."""
         self.keep().give_up_files()
 
-    def _forget_segments(self) -> None:
-        """Have state held nowhere else: it is about to be loaded anew, or given up."""
-        self._stepper.forget()
-
     # ------------------------------------------------------------------- steps
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) > 1 or kwargs:  # the first is the optimizer
+            self._refuse_closures(args, kwargs)
+        view, members = self._view, self._members
+        self._leave()  # of a step that raised
+        if replaced := view.replaced:
+            self._take_over()
+        options = [self._fingerprint.take(members.names())]
+        self._before_step(self.label, options, self._fingerprint.compare, self._hooks.running)
+        if replaced or members.known is not view.members:
+            self.adopt_new_groups()
+        view.enter()
+        try:
+            if self._whole is None:
+                view.pass_over(self._stepper.run())
+            else:
+                self._whole.begin(self.entries)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _refuse_closures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(a) for a in args) or kwargs.get("closure") is not None:
             raise RuntimeError(
                 f"{self.label}.step(closure) would run forward and backward inside the step, after the gradients were "
                 "agreed on. Call backward first and step() without a closure; Lightning does so by itself. (An "
                 "optimizer that needs one says so by its `step(self, closure)`, without a default.)"
             )
-        self._leave()  # of a step that raised
-        self._take_over()
-        options = [self._fingerprint.take(self._members.names())]
-        self._before_step(self.label, options, self._fingerprint.compare, self._hooks.running)
-        self.adopt_new_groups()
-        self._view.enter()
-        try:
-            self._prepare()
-        except BaseException:
-            self._leave()
-            raise
-
-    def _prepare(self) -> None:
-        """All that the step itself does not do."""
-        if self._whole is not None:
-            if self._whole_is_stale or self._writable:
-                self._whole.load()
-                self._whole_is_stale = False
-            self._whole.collect_gradients([_gradient(entry) for entry in self._dealt])
-            for entry in self._dealt:
-                if (whole := self._owned_whole(entry)) is not None:
-                    vars(whole).update(vars(entry.user))  # marks that user code has left, as a factor
-            self._hidden = [(p, p.grad) for e in self.entries if (p := e.shard.parameter) is not None]
-            for parameter, _ in self._hidden:
-                parameter.grad = None
-        else:
-            self._view.pass_over(self._stepper.run(self._shards))
 
     def _after(self) -> None:
         if self._whole is not None:
-            self._whole.publish()
+            self._whole.parameters.publish()
         self._leave()
         self._after_step(self.units)
 
     def _leave(self) -> None:
         """Let the user see gradients, groups and state again. May be called again."""
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
-        self._view.leave()
+        if self._whole is not None:
+            self._whole.leave()
+        if self._view.entered:
+            self._view.leave()
 
     # -------------------------------------------------------------- adaptation
 
@@ -205,46 +190,39 @@ class ShardedOptimizer:
             return
         fresh = [[entry for entry in entries if entry not in self._adopted] for entries in members]
         entries = [entry for group in fresh for entry in group]
-        for tier, entry in {e.flat.rest.master: e for e in entries if e.shard.parameter is not None}.items():
+        for tier, entry in {e.flat.rest.master: e for e in entries if e.parameter is not None}.items():
             check_offloadable(self.optimizer, self.label, self.rule, tier, entry.user.device)
         if self.rule == "whole" and entries:
-            self._hand_out(entries)
+            if self._whole is not None:
+                raise UnsupportedOptimizerError(
+                    f"{self.label}: add_param_group after set-up is not supported for {type(self.optimizer).__name__}, "
+                    "whose parameters are handed out to owner ranks at set-up. Put all parameters in groups from the "
+                    "start."
+                )
+            self._whole = self._hand_out(entries)
         self._stepper.take_over(fresh, self._take_over)
-        self._adopted.update(dict.fromkeys(entries))
-        self._shards = members_of(members)
+        self._adopted.update(entries)
+        shards = self._stepper.members = members_of(members)
         self.units = {}
-        for member in sorted(self._shards, key=lambda member: member.entry.unit):
+        for member in sorted(shards, key=lambda member: member.entry.unit):
             self.units.setdefault(member.entry.unit, []).append(member.entry.user)
         self._view.step_on(members, [self._stepped_on(group) for group in members])
 
-    def _owned_whole(self, entry: OwnedParameter) -> nn.Parameter | None:
-        """The whole parameter, if this rank owns it."""
-        return None if self._whole is None else self._whole.whole(self._dealt[entry])
-
     def _stepped_on(self, members: Sequence[OwnedParameter]) -> list[nn.Parameter]:
         """What stands in a group during a step: shards, and before them the whole parameters that this rank owns."""
-        whole = [parameter for entry in members if (parameter := self._owned_whole(entry)) is not None]
+        whole = [] if self._whole is None else [p for entry in members if (p := self._whole.owned(entry)) is not None]
         return [*whole, *(entry.target for entry in members)]
-
-    def _hand_out(self, entries: Sequence[OwnedParameter]) -> None:
-        if self._whole is not None:
-            raise UnsupportedOptimizerError(
-                f"{self.label}: add_param_group after set-up is not supported for {type(self.optimizer).__name__}, "
-                "whose parameters are handed out to owner ranks at set-up. Put all parameters in groups from the start."
-            )
-        self._dealt = {entry: place for place, entry in enumerate(entries)}
-        self._whole = WholeParameters(whole_entries(entries, self._collectives.world_size), self._collectives)
 
     def _take_over(self) -> None:
         """Take over state that a constructor has made, or user code has put in place of all that was there. Local."""
         if self._view.replaced:
-            self._forget_segments()
+            self._stepper.forget()
             self._view.take_over(self._put)
 
     def _put(self, entry: OwnedParameter, state: dict[str, Any]) -> None:
         if self._whole is None:
             self.state[entry.target] = self._view.cut(entry, state)
-        elif state and (whole := self._owned_whole(entry)) is not None:
+        elif state and (whole := self._whole.owned(entry)) is not None:
             self.state[whole] = {
                 key: copied(value.to(whole.device) if isinstance(value, Tensor) and value.dim() else value)
                 for key, value in state.items()
@@ -260,7 +238,7 @@ class ShardedOptimizer:
 
     def _all_entries(self) -> Iterable[OwnedParameter]:
         """Those of the groups in their order, then what the user has taken out of them, for a while perhaps."""
-        return dict.fromkeys([*self.entries, *self._owned.values()])
+        return dict.fromkeys([*self.entries, *self._members.owned.values()])
 
     def _named_state_of(self) -> Callable[[], dict[str, WholeState]]:
         """What gives the state as it is now, and does not hold the optimizer."""
@@ -272,11 +250,11 @@ class ShardedOptimizer:
                     values = {key: value for key, value in state.items() if key not in slices}
                     named[entry.name] = WholeState(slices, values)
             return lambda: named
-        whole, names = self._whole, [entry.name for entry in self._dealt]
-        states = [None if (p := self._owned_whole(entry)) is None else self.state.get(p) for entry in self._dealt]
+        whole = self._whole
+        states = [None if (p := whole.owned(entry)) is None else self.state.get(p) for entry in whole.dealt]
         return lambda: {
-            name: state
-            for name, state in zip(names, whole.state_to_slices(states), strict=True)
+            entry.name: state
+            for entry, state in zip(whole.dealt, whole.parameters.state_to_slices(states), strict=True)
             if state.slices or state.values
         }
 
@@ -295,9 +273,9 @@ class ShardedOptimizer:
 
     def make_room(self) -> None:
         """Give up state that is about to be loaded anew, where there is no memory for both: off the device."""
-        if self._steps.range_numel is not None and self._whole is None:
+        if self._stepper.steps.range_numel is not None and self._whole is None:
             self.state.clear()
-            self._forget_segments()
+            self._stepper.forget()
 
     def load_named_state(self, state: Mapping[str, WholeState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over state by parameter name, as ``named_state`` gives it, and options of each param group, of which
@@ -308,22 +286,22 @@ class ShardedOptimizer:
                 f"{self.label} has {len(self.optimizer.param_groups)} param groups, the checkpoint has {len(groups)}. "
                 "Build the optimizer with the same groups as when the checkpoint was saved."
             )
-        restore_options(self.optimizer, groups, self._steps.own_options)
+        restore_options(self.optimizer, groups, self._stepper.steps.own_options)
         self.state.clear()
-        self._forget_segments()
+        self._stepper.forget()
         if self._whole is not None:
-            if lost := sorted(state.keys() - {entry.name for entry in self._dealt}):
+            whole = self._whole
+            if lost := sorted(state.keys() - {entry.name for entry in whole.dealt}):
                 raise UnsupportedOptimizerError(
                     f"{self.label} has state for {some(map(repr, lost))}, which are in none of its param groups, and "
                     f"would lose it now that the module is laid out anew: {type(self.optimizer).__name__} needs whole "
                     "parameters. Leave them in their groups, with `requires_grad` set to False."
                 )
-            self._whole.load()
-            self._whole_is_stale = False
-            found = self._whole.state_from_slices([state.get(entry.name, WholeState()) for entry in self._dealt])
-            for entry, values in zip(self._dealt, found, strict=True):
-                if values and (whole := self._owned_whole(entry)) is not None:
-                    self.state[whole] = values
+            whole.load()
+            found = whole.parameters.state_from_slices([state.get(e.name, WholeState()) for e in whole.dealt])
+            for entry, values in zip(whole.dealt, found, strict=True):
+                if values and (parameter := whole.owned(entry)) is not None:
+                    self.state[parameter] = values
         else:
             for entry in self._all_entries():
                 if (loaded := state.get(entry.name)) is not None:
@@ -336,7 +314,8 @@ class ShardedOptimizer:
         """What this rank holds for the optimizer beside shards: its state, and the whole parameters that it owns."""
         for state in self.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
-        yield from (whole for entry in self._dealt if (whole := self._owned_whole(entry)) is not None)
+        if self._whole is not None:
+            yield from (whole for entry in self._whole.dealt if (whole := self._whole.owned(entry)) is not None)
 
 
 def _gradient(entry: OwnedParameter) -> Tensor | None:

@@ -13,12 +13,11 @@ waits for a rank that is gone.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -90,65 +89,67 @@ class SegmentStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._changed: dict[nn.Parameter, tuple[Member, dict[str, Any]]] = {}
-
-    def begin(self) -> None:
-        """Forget a step that was not finished."""
-        self._changed.clear()
+        self.changed: dict[nn.Parameter, tuple[Member, dict[str, Any]]] = {}
+        # Where the kernel that steps on everything at once may be taken: see the note.
+        self._may_fuse = isinstance(optimizer, torch.optim.SGD)
 
     def run(self, segments: Sequence[Segment], memory: Memory) -> None:
-        """Update some segments, and their state: of a parameter's ranges all before ``commit``."""
-        stand_ins: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
+        """Update some segments, untracked, and their state: of a parameter's ranges all before ``commit``."""
+        groups = self._optimizer.param_groups
+        stand_ins: list[list[nn.Parameter]] = list(map(list, repeat((), len(groups))))
         ranges: list[tuple[Range, nn.Parameter, Tensor]] = []
-        together = [segment for segment in segments if isinstance(segment, Together)]
+        together: list[Together] = []
         try:
-            with untracked():
-                for segment in segments:
-                    if isinstance(segment, Range):
-                        ranges.append(self._take(segment, memory))
-                        parameter = ranges[-1][1]
-                    else:
-                        parameter = segment.take() if isinstance(segment, Together) else segment.parameter
-                    stand_ins[segment.group].append(parameter)
-            self.bare(stand_ins)
-            with untracked():
-                for found in ranges:
-                    self._give_back(*found, memory)
-                for segment in together:
-                    segment.give_back()
+            for segment in segments:
+                if isinstance(segment, Range):
+                    ranges.append(self._take(segment, memory))
+                    parameter = ranges[-1][1]
+                elif isinstance(segment, Together):
+                    together.append(segment)
+                    parameter = segment.take()
+                else:
+                    parameter = segment.parameter
+                stand_ins[segment.group].append(parameter)
+            if segments:
+                self.bare(stand_ins)
+            for found in ranges:
+                self._give_back(*found, memory)
+            for one in together:
+                one.give_back()
         finally:
             for _, parameter, _ in ranges:
                 self._optimizer.state.pop(parameter, None)
-            for segment in together:
-                segment.let_go()
+            for one in together:
+                one.let_go()
 
     def commit(self, memory: Memory) -> None:
         """Give parameters of which all ranges were stepped on the state that these were left with."""
-        for parameter, (member, found) in self._changed.items():
+        for parameter, (member, found) in self.changed.items():
             state = self._optimizer.state[parameter]
             for key, value in found.items():
                 state[key] = memory.whole(member, value, state.get(key)) if isinstance(value, Kind) else value
-        self._changed.clear()
+        self.changed.clear()
 
-    def bare(self, stand_ins: Sequence[Sequence[nn.Parameter]]) -> None:
+    def bare(self, stand_ins: Sequence[list[nn.Parameter]]) -> None:
         """Step on what stands in for the ``params`` of each param group, in host memory."""
-        if not any(stand_ins):
-            return
         kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
             for group, parameters in zip(self._optimizer.param_groups, stand_ins, strict=True):
-                # An option may be a tensor on the device, such as a learning rate.
-                on_host = {k: v.cpu() for k, v in group.items() if isinstance(v, Tensor) and v.device.type != "cpu"}
-                changed = {"params": list(parameters), **on_host}
-                if _exactly_fused(self._optimizer, group, parameters):
+                changed: dict[str, Any] = {"params": parameters}
+                for key, value in group.items():
+                    if isinstance(value, Tensor) and value.device.type != "cpu":  # such as a learning rate
+                        changed[key] = value.cpu()
+                if self._may_fuse and _exactly_fused(group, parameters):
                     changed["fused"] = True
-                kept.append((group, {key: group[key] for key in changed}))
+                before = {}
+                for key in changed:
+                    before[key] = group[key]
+                kept.append((group, before))
                 group.update(changed)
-            with untracked():
-                bare_step(self._optimizer)()
+            bare_step(self._optimizer)()
         finally:
-            for group, options in kept:
-                group.update(options)
+            for group, before in kept:
+                group.update(before)
 
     def _take(self, part: Range, memory: Memory) -> tuple[Range, nn.Parameter, Tensor]:
         member, master = part.member, memory.master(part)
@@ -166,7 +167,7 @@ class SegmentStep:
         """Have everything new in its place, whether the optimizer wrote there or made new tensors."""
         if parameter.data_ptr() != master.data_ptr():
             master.copy_(parameter.detach())
-        _, changed = self._changed.setdefault(part.member.parameter, (part.member, {}))
+        _, changed = self.changed.setdefault(part.member.parameter, (part.member, {}))
         for key, value in self._optimizer.state.get(parameter, {}).items():
             changed[key] = value
             if covers(value, part.numel):
@@ -178,11 +179,10 @@ class SegmentStep:
                     place.copy_(value.detach())
 
 
-def _exactly_fused(optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> bool:
-    """See [Note: when fused is exact]."""
+def _exactly_fused(group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether an SGD's step may be: see [Note: when fused is exact]."""
     return (
-        isinstance(optimizer, torch.optim.SGD)
-        and "fused" in group
+        "fused" in group
         and group["fused"] is None
         and group["foreach"] is None
         and group["momentum"] == 0
@@ -200,8 +200,11 @@ def _reraise(failure: Exception | None) -> None:
 class _Plan:
     """How some parameters are stepped on, as long as all that this depends on is as it was."""
 
-    depends: tuple[Sequence[Member], list[torch.dtype | None], list[Any]]
-    """The members, the dtypes of their gradients (``None``: there is none), and the options of groups that count."""
+    members: Sequence[Member]
+    gradients: list[torch.dtype | None]
+    """The dtypes of gradients (``None``: there is none)."""
+    ways: list[Any]
+    """The options of groups that count."""
     together: list[Together]
     batches: list[list[Segment]]
     """What the optimizer gets in one step each."""
@@ -251,14 +254,28 @@ class Stepper:
     """
 
     def __init__(self, optimizer: Optimizer, steps: Steps) -> None:
+        self.steps = steps
         self._optimizer = optimizer
-        self._steps = steps
         self._segments = SegmentStep(optimizer)
         self._members: Sequence[Member] = []
-        self._windows: list[tuple[int, list[Member]]] = []
-        self._left: deque[tuple[int, list[Member]]] = deque()  # of one step
+        self._windows: dict[int, list[Member]] = {}
+        self._left: deque[int] = deque()  # units that are to be published in this step
         self._publishing = False
         self._plans: dict[int, _Plan] = {}
+        self._passed: list[nn.Parameter] = []
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """What is stepped on where it has a gradient."""
+        return self._members
+
+    @members.setter
+    def members(self, members: Sequence[Member]) -> None:
+        self._members, self._passed = members, [member.parameter for member in members]
+        windows: dict[int, list[Member]] = {}
+        for member in members:  # without offload nobody waits for a unit: all are one window
+            windows.setdefault(0 if self.steps.range_numel is None else member.entry.unit, []).append(member)
+        self._windows = dict(sorted(windows.items()))
 
     def take_over(self, groups: Sequence[Sequence[OwnedParameter]], take: Callable[[], None]) -> None:
         """Call ``take``, which puts state where it belongs, when there is room for that of new parameters in groups."""
@@ -268,22 +285,16 @@ class Stepper:
         """Hold no state any more: it is about to be loaded anew, or given up."""
         self._plans.clear()
 
-    def run(self, members: Sequence[Member]) -> list[nn.Parameter]:
-        """One step on those of ``members`` with a gradient. Returns what is left to no other step.
+    def run(self) -> list[nn.Parameter]:
+        """One step on the members with a gradient. Returns what is left to no other step: the same list for the same.
 
-        The same object means the same parameters. Where ranks publish units, it raises ``OffloadError`` on every rank
-        if one could not step: see [Note: a failure on one rank]. Collective there: every rank.
+        Where ranks publish units, it raises ``OffloadError`` on every rank if one could not step: see [Note: a failure
+        on one rank]. Collective there: every rank.
         """
-        offload = self._steps.range_numel is not None
-        if members is not self._members:
-            units: dict[int, list[Member]] = {}
-            for member in members:
-                units.setdefault(member.entry.unit if offload else 0, []).append(member)
-            self._members, self._windows = members, sorted(units.items())
         self._left, self._publishing = deque(self._windows), False
         failure: Exception | None = None
         try:
-            with _threads(self._steps.threads) if offload else _NOTHING:
+            with _threads(self.steps.threads) if self.steps.threads else _NOTHING:
                 self._update()
         except Exception as error:
             if self._publishing:  # then the other ranks cannot be reached
@@ -291,44 +302,46 @@ class Stepper:
             failure = error
             while self._left:
                 self._publish()
-        if offload or failure is not None:
-            self._steps.agree(failure)
-        if offload:
-            return [member.parameter for member in members]
-        return [parameter for plan in self._plans.values() for parameter in plan.stepped]
+        self.steps.agree(failure)
+        if self.steps.range_numel is not None:
+            return self._passed
+        return self._plans[0].stepped if self._plans else []
 
     def _update(self) -> None:
-        """Step on all windows."""
-        self._finish()
-
-    def _finish(self, end: float = math.inf) -> None:
-        """Step on the windows of all units before ``end``, and publish these units."""
-        while self._left and self._left[0][0] < end:
-            unit, members = self._left[0]
+        """Step on all windows, and publish each unit as soon as it is done."""
+        for unit, members in self._windows.items():
             self._step_in_memory(members, unit)
             self._publish()
 
     def _publish(self) -> None:
-        unit, _ = self._left.popleft()
+        unit = self._left.popleft()
         self._publishing = True
-        self._steps.publish(unit)
+        self.steps.publish(unit)
         self._publishing = False
 
     def _step_in_memory(self, members: Sequence[Member], unit: int) -> None:
         """Step on parameters that are in memory; ``unit`` tells the plans for several such calls of a step apart."""
-        gradients = [None if (g := member.parameter.grad) is None else g.dtype for member in members]
-        ways = [*(tuple(map(group.get, _WAY)) for group in self._optimizer.param_groups), torch.get_num_threads()]
+        gradients: list[torch.dtype | None] = []
+        for member in members:
+            gradient = member.parameter.grad
+            gradients.append(None if gradient is None else gradient.dtype)
+        ways: list[Any] = [torch.get_num_threads()]
+        for group in self._optimizer.param_groups:
+            ways += map(group.get, _WAY)
         plan = self._plans.get(unit)
-        same = plan is not None and plan.depends == (members, gradients, ways)
-        with untracked():
-            if plan is None or not same or not all(segment.prepare() for segment in plan.together):
-                former = [] if plan is None else plan.together
-                plan = self._plans[unit] = self._planned(members, gradients, ways, former)
         memory = Memory(self._optimizer)
-        self._segments.begin()
-        for batch in plan.batches:
-            self._segments.run(batch, memory)
-        self._segments.commit(memory)
+        self._segments.changed.clear()  # of a step that was not finished
+        with untracked():
+            former: Sequence[Together] = () if plan is None else plan.together
+            fits = plan is not None and plan.members is members and (plan.gradients, plan.ways) == (gradients, ways)
+            for segment in former:
+                fits = fits and segment.prepare()
+            if plan is None or not fits:
+                plan = self._plans[unit] = self._planned(members, gradients, ways, former)
+            for batch in plan.batches:
+                self._segments.run(batch, memory)
+            if self._segments.changed:
+                self._segments.commit(memory)
 
     def _planned(
         self,
@@ -342,10 +355,10 @@ class Stepper:
         taken = {parameter for segment in together for parameter in segment.members}
         for segment in former:
             self._part(parameter for parameter in segment.members if parameter not in taken)
-        if self._steps.range_numel is None:
-            return _Plan((members, gradients, ways), together, self._batches(together, []), list(taken))
+        if self.steps.range_numel is None:
+            return _Plan(members, gradients, ways, together, self._batches(together, []), list(taken))
         batches = self._batches(together, [member for member in present if member.parameter not in taken])
-        return _Plan((members, gradients, ways), together, batches, [member.parameter for member in present])
+        return _Plan(members, gradients, ways, together, batches, self._passed)
 
     def _together(self, members: Sequence[Member]) -> Iterator[Together]:
         """Neighbours that may be stepped on as one."""
@@ -384,7 +397,7 @@ class Stepper:
         """What the optimizer gets at once: as many elements as bound its temporary tensors and the copies."""
         # With `foreach` each operation goes over all that it is given before the next one begins.
         foreach = any(group.get("foreach") for group in self._optimizer.param_groups)
-        most = (self._steps.range_numel or SEGMENT_NUMEL) * (1 if foreach and self._steps.range_numel else _AT_ONCE)
+        most = (self.steps.range_numel or SEGMENT_NUMEL) * (1 if foreach and self.steps.range_numel else _AT_ONCE)
         batches: list[list[Segment]] = []
         room = 0
         for segment in chain(together, *map(self._cut, alone)):
@@ -399,7 +412,7 @@ class Stepper:
         # A fused kernel passes over everything once, and needs no memory for it.
         fused = self._optimizer.param_groups[member.group].get("fused")
         rounded = torch.get_num_threads() > 1 and member.parameter.dtype.itemsize < 4
-        most = self._steps.range_numel or 0
+        most = self.steps.range_numel or 0
         return [member] if fused or rounded or member.numel <= most else member.ranges(most)
 
 

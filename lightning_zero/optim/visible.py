@@ -13,7 +13,7 @@ dictionary in place of the state, are cut. What is put there is a copy.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from typing import Any, NoReturn
 
@@ -187,6 +187,8 @@ class OptimizerView:
         self.members: list[list[OwnedParameter]] = []
         """The parameters of each group that ``enter`` puts there."""
         self._lists: list[list[nn.Parameter]] = []
+        self._stepped: list[nn.Parameter] | None = None  # what `pass_over` got
+        self._rest: list[list[nn.Parameter]] = []  # and leaves
         self._held: list[tuple[dict[str, Any], list[nn.Parameter]]] | None = None
 
     @property
@@ -203,7 +205,7 @@ class OptimizerView:
     def replaced(self) -> bool:
         """Whether user code, or a constructor, has put a state of its own into the optimizer."""
         state: Any = self._optimizer.state
-        return not self.entered and (not self._taken if self._fixed else state is not self._visible)
+        return self._held is None and (not self._taken if self._fixed else state is not self._visible)
 
     def entry(self, key: object) -> OwnedParameter | None:
         """The parameter that a key of the state is."""
@@ -224,30 +226,34 @@ class OptimizerView:
 
     def step_on(self, members: list[list[OwnedParameter]], lists: list[list[nn.Parameter]]) -> None:
         """Say what groups hold in a step from now on: their parameters, and what the optimizer steps on for these."""
-        self.members, self._lists = members, lists
+        self.members, self._lists, self._stepped = members, lists, None
         self.users.update((entry.target, entry.user) for group in members for entry in group)
 
     def enter(self) -> None:
         """Put shards, and the state that goes by them, in the place of what the user sees."""
         groups = self._optimizer.param_groups
-        self._held = [(group, group["params"]) for group in groups]
+        self._held = held = []
         for group, parameters in zip(groups, self._lists, strict=True):
+            held.append((group, group["params"]))
             group["params"] = parameters
-        self._set_state(self.state)
+        if not self._fixed:
+            self._optimizer.state = self._visible.inner  # type: ignore[assignment]
 
-    def pass_over(self, stepped: Collection[nn.Parameter]) -> None:
-        """Leave what is stepped on already to no other step."""
-        done = set(stepped)
-        for group, parameters in zip(self._optimizer.param_groups, self._lists, strict=True):
-            group["params"] = [parameter for parameter in parameters if parameter not in done]
+    def pass_over(self, stepped: list[nn.Parameter]) -> None:
+        """Leave what is stepped on already to no other step. The same list means the same parameters."""
+        if stepped is not self._stepped:
+            done, self._stepped = set(stepped), stepped
+            self._rest = [[parameter for parameter in group if parameter not in done] for group in self._lists]
+        for group, parameters in zip(self._optimizer.param_groups, self._rest, strict=True):
+            group["params"] = parameters
 
     def leave(self) -> None:
         """Let the user see groups and state again. May be called again."""
         held, self._held = self._held, None
-        if held is not None:
-            for group, parameters in held:
-                group["params"] = parameters
-            self.show()
+        for group, parameters in held or ():
+            group["params"] = parameters
+        if held is not None and not self._fixed:
+            self._optimizer.state = self._visible  # type: ignore[assignment]
 
     def show(self) -> None:
         """Let the user see the state as it is now."""

@@ -25,7 +25,7 @@ from lightning_zero.comm import Collectives
 from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.plan.buckets import ROUND_NBYTES, Piece, deal_out, plan_rounds
 
-__all__ = ["WholeEntry", "WholeParameters", "WholeState", "resharded", "whole_entries"]
+__all__ = ["OwnedWhole", "WholeEntry", "WholeParameters", "WholeState", "resharded", "whole_entries"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +268,50 @@ def _is_like(value: Any, entry: WholeEntry) -> bool:
 def _on_device(values: Any, device: torch.device) -> Any:
     """Copies on ``device``; single numbers stay where they are, as torch's optimizers want their step counters."""
     return tree_map_only(Tensor, lambda t: t.detach().clone().to(device if t.dim() else t.device), values)
+
+
+class OwnedWhole:
+    """Around the steps of one optimizer: parameters whole at their owners, and its shard parameters without gradients.
+
+    With ``writable`` the masters may be written to at any time, so the whole parameters are loaded before every step.
+    """
+
+    def __init__(self, entries: Sequence[OwnedParameter], collectives: Collectives, writable: bool) -> None:
+        self.dealt = {entry: place for place, entry in enumerate(entries)}
+        """What is whole at owners, and its place there."""
+        self.parameters = WholeParameters(whole_entries(entries, collectives.world_size), collectives)
+        self.stale = False
+        """Whether something other than the step has written to the masters."""
+        self._writable = writable
+        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def owned(self, entry: OwnedParameter) -> nn.Parameter | None:
+        """The whole parameter, if this rank owns it."""
+        return self.parameters.whole(self.dealt[entry])
+
+    def load(self) -> None:
+        """Masters to whole parameters. Collective: every rank."""
+        self.parameters.load()
+        self.stale = False
+
+    def begin(self, members: Sequence[OwnedParameter]) -> None:
+        """Give owners what their step needs, and hide the gradients of ``members``. Collective: every rank."""
+        if self.stale or self._writable:
+            self.load()
+        shards = [entry.parameter for entry in self.dealt]
+        self.parameters.collect_gradients([None if shard is None else shard.grad for shard in shards])
+        for entry in self.dealt:
+            if (whole := self.owned(entry)) is not None:
+                vars(whole).update(vars(entry.user))  # marks that user code has left, as a factor
+        self._hidden = [(shard, shard.grad) for entry in members if (shard := entry.parameter) is not None]
+        for shard, _ in self._hidden:
+            shard.grad = None
+
+    def leave(self) -> None:
+        """Show the gradients again. May be called again."""
+        for shard, gradient in self._hidden:
+            shard.grad = gradient
+        self._hidden = []
 
 
 # ---------------------------------------------------------------------------------------------------------------------

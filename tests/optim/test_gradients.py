@@ -353,8 +353,7 @@ def test_numbers_are_put_together_where_gradients_rest(offload: HostOffload | No
         engine: Any = SimpleNamespace(
             device=torch.device(device),
             plan=SimpleNamespace(offload=offload),
-            control=ALONE,
-            collectives=SimpleNamespace(device=torch.device(device)),
+            means=SimpleNamespace(control=ALONE, collectives=SimpleNamespace(device=torch.device(device))),
         )
         totals = ZeroEngine.totals.fget(engine)  # type: ignore[attr-defined]
         assert totals.device.type == expected

@@ -67,7 +67,7 @@ class Pair:
         self.together = [nn.Parameter(value) for value in values]
         self.optimizers = kind(self.alone, **options), kind(self.together, **options)
         self.stepper = Stepper(self.optimizers[1], Steps())
-        self.members = members_of(self.together)
+        self.stepper.members = members_of(self.together)
 
     def _memory(self) -> list[Tensor]:
         dtype = self.alone[0].dtype
@@ -86,7 +86,7 @@ class Pair:
             a.grad = None if index in without else torch.randn_like(a)
             b.grad = None if a.grad is None else gradient.copy_(a.grad)
         self.optimizers[0].step()
-        stepped = self.stepper.run(self.members)
+        stepped = self.stepper.run()
         for parameter in stepped:
             parameter.grad = None
         self.optimizers[1].step()

@@ -15,6 +15,7 @@ window of the unit is done.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,10 +203,8 @@ class _InWindow(Memory):
         self, optimizer: Optimizer, window: _Window, memory: Tensor, kinds: Mapping[Kind, Tensor], homes: FileHomes
     ) -> None:
         super().__init__(optimizer)
-        self._window = window
-        self._memory = memory
-        self._kinds = kinds
-        self._homes = homes
+        self._window, self._memory = window, memory
+        self._kinds, self._homes = kinds, homes
 
     def master(self, part: Range) -> Tensor:
         return self._memory.narrow(0, self._start(part), part.numel)
@@ -261,33 +260,35 @@ class FileStepper(Stepper):
             failure = error
         self._files.agree(failure)
 
-    def _step_in_memory(self, members: Sequence[Member], unit: int) -> None:
-        """Nothing is: the windows of the unit are done."""
-
     def _update(self) -> None:
-        everything, store = self._members, self._files.store
-        self._segments.begin()
+        everything, store = self.members, self._files.store
+        self._segments.changed.clear()
         self._settle(everything)
         members = [member for member in everything if member.parameter.grad is not None]
         # Parameters of which nothing lies on this rank, so that their counters go on as on every rank.
         nothing = Memory(self._optimizer)
-        self._segments.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
+        with untracked():
+            self._segments.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
         self._segments.commit(nothing)
         windows = self._plan([member for member in members if member.numel], store)
         last = {window.unit: window for window in windows}
 
         def work(request: Request, buffers: list[Tensor]) -> None:
             window: _Window = request.tag
-            self._finish(window.unit)
+            self._publish_before(window.unit)
             memory = self._step(window, buffers)
             window.flat.refresh_part(window.start, buffers[0])
             if window is last[window.unit]:
                 self._segments.commit(memory)
-                self._finish(window.unit + 1)
+                self._publish_before(window.unit + 1)
 
         if windows:
             store.pipeline().run(map(self._request, windows), work)
-        super()._update()
+        self._publish_before(math.inf)
+
+    def _publish_before(self, end: float) -> None:
+        while self._left and self._left[0] < end:
+            self._publish()
 
     def _settle(self, members: Sequence[Member]) -> None:
         """Bring state that somebody has put into the optimizer, as its ``load_state_dict`` does, to the files.
@@ -360,12 +361,12 @@ class FileStepper(Stepper):
     def _step(self, window: _Window, buffers: Sequence[Tensor]) -> _InWindow:
         """Step on what takes part of one window, in the memory of the window."""
         master, *state = buffers
-        with untracked():
-            if window.flat.shown is not None:
-                master.copy_(window.flat.shown.narrow(0, window.start, window.numel))
         place = _InWindow(self._optimizer, window, master, dict(zip(window.kinds, state, strict=True)), self._homes)
         # One at a time where each operation goes over all that it is given before the next one begins.
         foreach = any(group.get("foreach") for group in self._optimizer.param_groups)
-        for ranges in [[part] for part in window.ranges] if foreach else [window.ranges]:
-            self._segments.run(ranges, place)
+        with untracked():
+            if window.flat.shown is not None:
+                master.copy_(window.flat.shown.narrow(0, window.start, window.numel))
+            for ranges in [[part] for part in window.ranges] if foreach else [window.ranges]:
+                self._segments.run(ranges, place)
         return place

@@ -95,10 +95,9 @@ class NvmeStore:
         if report and self.leftovers:
             more = len(self.leftovers) - _REPORTED
             lines = [*map(str, self.leftovers[:_REPORTED]), *([f"and {more} more"] if more > 0 else [])]
-            found = "\n".join(f"  {line}" for line in lines)
             warnings.warn(
                 "Runs that did not end normally have left offloaded files behind. They cannot be used again; delete "
-                f"them yourself if nothing uses them:\n{found}",
+                "them yourself if nothing uses them:\n  " + "\n  ".join(lines),
                 stacklevel=2,
             )
         staging_nbytes = min(buffer_nbytes // 8, _MOST_STAGING_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
