@@ -1,4 +1,4 @@
-"""The few exceptions a caller may want to catch, and how messages list what they are about.
+"""The few exceptions a caller may want to catch, and how messages and reports show names, numbers and tables.
 
 Everything else is ``ValueError`` (settings) or ``RuntimeError`` (order).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 __all__ = [
     "CheckpointError",
@@ -18,15 +18,21 @@ __all__ = [
     "MaterialiseError",
     "OffloadError",
     "ParameterAccessError",
+    "UNITS",
     "UnsupportedOptimizerError",
     "ZeroError",
     "add_note",
+    "columns",
     "point_to_page",
+    "readable_size",
     "shortened",
     "some",
+    "table",
     "with_notes",
 ]
 
+UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_CELL_LETTERS = 400  # a column is as wide as its longest cell
 _MAX_TEXT = 4000
 _PAGE = "https://github.com/lightning-zero/lightning-zero/blob/main/docs/messages.md"
 _SEE = re.compile(rf"\nSee {re.escape(_PAGE)}(#\w+)?")
@@ -44,6 +50,41 @@ def shortened(text: str, limit: int = _MAX_TEXT) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit * 2 // 3]} [... {len(text) - limit} letters ...] {text[len(text) - limit // 3 :]}"
+
+
+def readable_size(nbytes: int) -> str:
+    """Bytes in units of 1000 with three digits, as papers and data sheets have them: ``"31.4 GB"``."""
+    size = float(nbytes)
+    for name in UNITS[:-1]:
+        if size < 999.5:
+            return f"{_three_digits(size)} {name}"
+        size /= 1000
+    return f"{_three_digits(size)} {UNITS[-1]}"
+
+
+def _three_digits(size: float) -> str:
+    if size == int(size) or size >= 99.95:
+        return f"{size:,.0f}"
+    return f"{size:.1f}" if size >= 9.995 else f"{size:.2f}"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows as lines of aligned columns, those in ``right`` aligned to the right."""
+    rows = [[shortened(cell, _CELL_LETTERS) for cell in row] for row in rows]
+    widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned lines with a rule under the header: the first column to the left, the others to the right."""
+    lines = columns(rows, right=range(1, len(rows[0])))
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 def point_to_page(error: BaseException, kind: type[ZeroError]) -> None:

@@ -35,7 +35,7 @@ FRAMES: dict[str, int] = {}
 # Layers: a folder or a file of the top level belongs to one, and imports from its own and from those above it only.
 
 ORDER = {
-    "vocabulary": {"config", "errors", "registry", "text", "_torch"},
+    "vocabulary": {"config", "errors", "registry", "_torch"},
     "plan": {"plan"},
     "comm": {"comm"},
     "offload": {"offload"},

@@ -32,10 +32,10 @@ from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.unit import ReplicatedUnit
+from lightning_zero.errors import readable_size, table
 from lightning_zero.offload import OffloadedTensor
 from lightning_zero.plan import Plan
 from lightning_zero.plan.costs import CollectiveTraffic, OptimizerCost, StageMemory, expected_traffic, stage_memory
-from lightning_zero.text import readable_size, table
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["CommunicationMonitor", "MemoryMonitor", "MemoryStats", "memory_stats"]

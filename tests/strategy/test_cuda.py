@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from lightning_zero.text import readable_size
+from lightning_zero.errors import readable_size
 from tests.helpers.device_runs import needs_gpu, run_on
 from tests.helpers.script import ROOT, run_script
 

@@ -26,8 +26,7 @@ from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
-from lightning_zero.errors import CheckpointError, some
-from lightning_zero.text import columns, readable_size
+from lightning_zero.errors import CheckpointError, columns, readable_size, some
 
 __all__ = ["Inspection", "describe_list", "inspect_checkpoint", "list_checkpoints", "reason_of"]
 

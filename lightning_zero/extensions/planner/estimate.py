@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import HostOffload, Offload, Placement, check_whole
+from lightning_zero.errors import readable_size, table
 from lightning_zero.extensions.planner.report import draw, word_of
 from lightning_zero.plan import ParameterSpec, Plan
 from lightning_zero.plan.costs import (
@@ -41,7 +42,6 @@ from lightning_zero.plan.costs import (
     stage_memory,
 )
 from lightning_zero.plan.layout import residual_nbytes
-from lightning_zero.text import readable_size, table
 
 __all__ = [
     "MemoryEstimate",

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from lightning_zero.config import Tier
+from lightning_zero.errors import UNITS, readable_size, table
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan
 from lightning_zero.plan.costs import (
     DiskBytes,
@@ -21,7 +22,6 @@ from lightning_zero.plan.costs import (
     expected_traffic,
     stage_memory,
 )
-from lightning_zero.text import UNITS, readable_size, table
 
 __all__ = ["describe_plan", "draw", "plan_numbers", "word_of"]
 

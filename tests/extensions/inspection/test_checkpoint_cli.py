@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from lightning_zero.checkpoint import save_checkpoint_directory
 from lightning_zero.checkpoint.consolidated import save_consolidated_file
 from lightning_zero.cli import main
+from lightning_zero.errors import readable_size
 from lightning_zero.extensions.inspection.contents import inspect_checkpoint
-from lightning_zero.text import readable_size
 from tests.checkpoint.samples import checkpoint, control, end_to_end, parameters
 from tests.helpers.script import run_forked
 from tests.helpers.world import run_world

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_zero import Compression
 from lightning_zero.config import Placement
+from lightning_zero.errors import readable_size
 from lightning_zero.extensions.compression.codes import Format, format_nbytes
 from lightning_zero.extensions.planner.estimate import (
     ROUNDED_NBYTES,
@@ -26,7 +27,6 @@ from lightning_zero.extensions.planner.estimate import (
     ways_to_send,
 )
 from lightning_zero.plan.costs import build_plan
-from lightning_zero.text import readable_size
 from tests.helpers.script import ROOT
 
 P = 10**6

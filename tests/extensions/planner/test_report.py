@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
+from lightning_zero.errors import readable_size
 from lightning_zero.plan.costs import OptimizerCost, build_plan
-from lightning_zero.text import readable_size
 from tests.plan.models import Gpt, Llama70B, on_meta
 
 
