@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import check_and_unscale, foreach_mul, foreach_norm
 from lightning_zero.comm import ControlGroup, Totals
+from lightning_zero.optim.sharded import ShardedOptimizer
 
 __all__ = ["LossScaler", "clip_by_norm", "clip_by_value", "gradient_norm"]
 
@@ -109,14 +110,6 @@ def clip_by_value(gradients: Sequence[Tensor], clip_value: float) -> None:
 _TORCHS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, getattr(torch.cpu.amp, "GradScaler"))  # noqa: B009
 
 
-class HasGradients(Protocol):
-    """What the loss scale asks of an optimizer: see ``ShardedOptimizer``."""
-
-    optimizer: Optimizer
-
-    def gradients(self) -> list[Tensor]: ...
-
-
 class LossScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` where every rank holds a slice of each gradient: with its rule, methods and state.
 
@@ -124,7 +117,7 @@ class LossScaler(torch.amp.GradScaler):
     read it waits for no device. Before ``attach`` it is torch's in all it does.
     """
 
-    _adapter: Callable[[Optimizer], HasGradients] | None = None
+    _adapter: Callable[[Optimizer], ShardedOptimizer] | None = None
 
     def __init__(
         self,
@@ -161,7 +154,7 @@ class LossScaler(torch.amp.GradScaler):
         ours.__setstate__(state)
         return ours
 
-    def attach(self, adapter: Callable[[Optimizer], HasGradients], totals: Totals) -> None:
+    def attach(self, adapter: Callable[[Optimizer], ShardedOptimizer], totals: Totals) -> None:
         """Connect to a run, where ``adapter`` finds the sharded view of an optimizer."""
         self._adapter, self._totals = adapter, totals
 

@@ -64,17 +64,12 @@ def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, d
     """Raise ``UnsupportedOptimizerError`` for what cannot step where its masters rest, in ``tier``, for a module that
     computes on ``device``."""
     name = type(optimizer).__name__
-    if rule == "whole" and tier is Tier.DISK:
+    in_place = tier is Tier.DEVICE or (tier is Tier.HOST and device.type == "cpu")
+    if rule == "whole" and not in_place:
         raise UnsupportedOptimizerError(
-            f"{label}: {name} needs whole parameters at one rank, which cannot be stepped on in pieces from files. Use "
-            "HostOffload (on the CPU), leave `offload` out, or use an optimizer of torch that works element by element "
-            "such as AdamW."
-        )
-    if rule == "whole" and tier is Tier.HOST and device.type != "cpu":
-        raise UnsupportedOptimizerError(
-            f"{label}: {name} needs whole parameters at one rank, which are put together on the {device.type} device "
-            "while the masters rest on the host. Leave `offload` out, or use an optimizer of torch that works element "
-            "by element such as AdamW."
+            f"{label}: {name} needs whole parameters at one rank, which are put together on the {device.type} device, "
+            "where offload does not leave the masters. Use HostOffload on the CPU, leave `offload` out, or use an "
+            "optimizer of torch that works element by element such as AdamW."
         )
     for option in ("capturable", "differentiable"):
         if tier is not Tier.DEVICE and any(group.get(option) for group in optimizer.param_groups):
