@@ -47,7 +47,7 @@ from lightning_zero.extensions import nvme
 from lightning_zero.extensions.nvme.files import FileSystem
 from lightning_zero.extensions.nvme.pipeline import Request
 from lightning_zero.offload.host import host_memory, view_of
-from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.plan.costs import build_plan
 from lightning_zero.session.offloading import make_steps, make_tiers
 
@@ -145,12 +145,7 @@ class Rig:
         self.engine = engine
         self.numel = sum(flat.layout.shard_numel for unit in engine.units for flat in unit.flats)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **KINDS[kind])
-        owned = {
-            parameter: OwnedParameter(shard, unit.index, flat, position)
-            for unit in engine.units
-            for flat in unit.flats
-            for position, (parameter, shard) in enumerate(zip(flat.parameters, flat.shards, strict=True))
-        }
+        owned = {one.user: one for one in engine.shards.values()}
         before, after = engine.before_optimizer_step, engine.after_optimizer_step
         note, steps = engine.access.writes.note, make_steps(engine, 1)
         ShardedOptimizer(self.optimizer, "AdamW", owned, collectives, before, after, note, steps=steps)

@@ -625,7 +625,7 @@ class ZeroEngine:
     # ------------------------------------------------------------ user code
 
     def put_together(self, what: str, history: int, numbers: Tensor, combine: Combine) -> Tensor:
-        """As ``Together`` has it: the norms and sums that user code asks of tensors of which each rank has a slice."""
+        """Norms and sums that user code asks of tensors of which each rank has a slice: see ``sharded.Together``."""
         if self.in_backward:
             raise ParameterAccessError(
                 f"{what} was called during a backward, which the ranks run at their own pace, so its result could not "
